@@ -1,0 +1,43 @@
+"""dsv4: the KV-cache runtime of DeepSeek-V4's hybrid attention."""
+
+from dsv4.cache.block_allocator import BlockAllocator
+from dsv4.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, SWAView
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.paged_cache import PagedKVPool
+from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.cache.schema import LayerCacheSchema
+from dsv4.cache.state_cache import StateCachePool
+from dsv4.config import CacheConfig, YarnScaling
+from dsv4.errors import IntegrityError, NoFreeSlotError, OutOfBlocksError, TornForwardError
+from dsv4.kernels import CompressorWeights, Selection
+from dsv4.model.attention import AttentionSubBlock
+from dsv4.model.layer_schedule import AttentionType, LayerSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionSubBlock",
+    "AttentionType",
+    "BlockAllocator",
+    "CacheConfig",
+    "ClassicalView",
+    "CompressorWeights",
+    "ForwardPlan",
+    "IndexerView",
+    "IntegrityError",
+    "KVCacheManager",
+    "LayerCacheHandle",
+    "LayerCacheSchema",
+    "LayerSpec",
+    "NoFreeSlotError",
+    "OutOfBlocksError",
+    "PagedKVPool",
+    "SWAView",
+    "Selection",
+    "StateCachePool",
+    "TornForwardError",
+    "YarnScaling",
+    "__version__",
+    "prepare_forward",
+]

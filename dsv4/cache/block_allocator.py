@@ -1,0 +1,80 @@
+"""Who owns which block: a free list and reference counts. Knows no tensor."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsv4.errors import IntegrityError, OutOfBlocksError
+
+
+class BlockAllocator:
+    """Hands out block ids, all or nothing.
+
+    Ids come in a fixed order, so the same calls give the same ids.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 0:
+            raise ValueError(f"Invalid num_blocks: expected >= 0, got {num_blocks}")
+        self.num_blocks = num_blocks
+        # A stack: the free ids are _free[:_num_free], the next one to go is the last.
+        self._free = np.arange(num_blocks, dtype=np.int32)[::-1].copy()
+        self._num_free = num_blocks
+        self._num_owners = np.zeros(num_blocks, dtype=np.int32)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody owns."""
+        return self._num_free
+
+    @property
+    def num_owners(self) -> NDArray[np.int32]:
+        """Owners of each block, `[num_blocks]`; a read-only view."""
+        view = self._num_owners.view()
+        view.flags.writeable = False
+        return view
+
+    def acquire(self, num_blocks: int) -> NDArray[np.int32]:
+        """Take `num_blocks` blocks, or raise `OutOfBlocksError` and take none."""
+        if num_blocks < 0:
+            raise ValueError(f"Invalid num_blocks: expected >= 0, got {num_blocks}")
+        if num_blocks > self._num_free:
+            raise OutOfBlocksError(
+                f"Out of blocks: {num_blocks} needed, {self._num_free} of {self.num_blocks} free"
+            )
+        rest = self._num_free - num_blocks
+        ids = self._free[rest : self._num_free][::-1].copy()
+        self._num_free = rest
+        self._num_owners[ids] = 1
+        return ids
+
+    def release(self, ids: NDArray[np.int32]) -> None:
+        """Give up one ownership of each block; refused whole if any is not owned."""
+        ids = np.asarray(ids, dtype=np.int32)
+        if ids.size == 0:
+            return
+        if ids.min() < 0 or ids.max() >= self.num_blocks:
+            raise ValueError(
+                f"Invalid block ids: expected 0 to {self.num_blocks - 1}, "
+                f"got {ids.min()} to {ids.max()}"
+            )
+        counts = np.bincount(ids, minlength=self.num_blocks).astype(np.int32)
+        short = np.flatnonzero(counts > self._num_owners)
+        if short.size:
+            raise ValueError(f"Invalid release: block {short[0]} has no owner left to give it up")
+        self._num_owners -= counts
+        freed = ids[self._num_owners[ids] == 0]
+        if freed.size:
+            freed = np.unique(freed)[::-1]
+            self._free[self._num_free : self._num_free + freed.size] = freed
+            self._num_free += freed.size
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every block is either free once or owned."""
+        free = self._free[: self._num_free]
+        times_free = np.bincount(free, minlength=self.num_blocks)
+        wrong = np.flatnonzero((times_free == 1) == (self._num_owners > 0))
+        if wrong.size or times_free.max(initial=0) > 1:
+            raise IntegrityError(
+                f"Block free list: {wrong.size} blocks are both free and owned or neither, "
+                f"the first is {wrong[0] if wrong.size else int(times_free.argmax())}"
+            )

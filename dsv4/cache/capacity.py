@@ -1,0 +1,150 @@
+"""How much a manager can hold, and what that costs, byte for byte, before anything is allocated."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsv4.cache.layout import RunLayout, block_layout, slot_layout
+from dsv4.cache.schema import LayerCacheSchema, build_schemas
+from dsv4.config import CacheConfig
+from dsv4.formats import BYTE_ALIGN
+from dsv4.model.layer_schedule import AttentionType
+
+INT32_BYTES = 4
+FP32_BYTES = 4
+
+
+class ComponentBytes(NamedTuple):
+    """Bytes of one component: what carries data, and what is allocated for it."""
+
+    payload: int
+    allocated: int
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The sizes a manager is built with.
+
+    Attributes:
+        max_requests: Requests open at once, and rows of one forward.
+        num_blocks: Blocks of `config.block_tokens` tokens, shared by all requests.
+        max_forward_tokens: Tokens of one forward.
+        max_request_tokens: Tokens of one request.
+    """
+
+    config: CacheConfig
+    max_requests: int
+    num_blocks: int
+    max_forward_tokens: int
+    max_request_tokens: int
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_requests", 1), ("num_blocks", 0), ("max_forward_tokens", 1),
+            ("max_request_tokens", 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"Invalid {name}: expected an integer >= {least}, got {value!r}")
+        if self.max_request_tokens > self.config.max_position:
+            raise ValueError(
+                f"Invalid max_request_tokens: expected at most {self.config.max_position} "
+                f"(max_position), got {self.max_request_tokens}"
+            )
+
+    @property
+    def max_request_blocks(self) -> int:
+        """Columns of the block table."""
+        if not self.config.smallest_ratio:
+            return 0
+        return -(-self.max_request_tokens // self.config.block_tokens)
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens of one request in one forward that can be read back from its window ring."""
+        return self.config.drafts_per_step + 1
+
+    @property
+    def workspace_rows(self) -> int:
+        """Window rows of the largest forward whose chunks don't fit their rings."""
+        tokens = self.max_forward_tokens
+        if tokens <= self.max_step_tokens:
+            return 0
+        max_chunks = min(self.max_requests, tokens // (self.max_step_tokens + 1))
+        return tokens + max_chunks * (self.config.sliding_window - 1)
+
+    @property
+    def rope_bases(self) -> tuple[str, ...]:
+        """The RoPE tables that the schedule uses."""
+        return tuple(sorted({layer.rope_base for layer in self.config.schedule}))
+
+    @property
+    def plan_elements(self) -> int:
+        """int32 elements of a plan's buffers: 4 per request, 2 per token."""
+        return 4 * self.max_requests + 2 * self.max_forward_tokens
+
+    def memory(self) -> dict[str, ComponentBytes]:
+        """Bytes of every tensor a manager of these sizes owns, by component."""
+        schemas = build_schemas(self.config)
+        align = self.config.page_align
+        return {
+            **self._block_components(schemas, block_layout(schemas, page_align=align)),
+            **self._slot_components(schemas, slot_layout(schemas, page_align=align)),
+            **self._shared_components(),
+        }
+
+    def _block_components(
+        self, schemas: tuple[LayerCacheSchema, ...], layout: RunLayout
+    ) -> dict[str, ComponentBytes]:
+        def total(kind: AttentionType) -> ComponentBytes:
+            chosen = [s for s in schemas if s.attention_type is kind]
+            payload = sum(s.entries_per_block * s.kv_row.row_bytes for s in chosen)
+            return self._times(self.num_blocks, payload, sum(s.page_bytes for s in chosen))
+
+        csa = [s for s in schemas if s.indexer_head_dim]
+        key_payload = sum(s.entries_per_block * s.index_row.row_bytes for s in csa)
+        key_bytes = sum(s.index_page_bytes for s in csa)
+        return {
+            "csa_entries": total(AttentionType.CSA),
+            "index_keys": self._times(self.num_blocks, key_payload, key_bytes),
+            "hca_entries": total(AttentionType.HCA),
+            "block_padding": self._times(self.num_blocks, 0, layout.padding),
+        }
+
+    def _slot_components(
+        self, schemas: tuple[LayerCacheSchema, ...], layout: RunLayout
+    ) -> dict[str, ComponentBytes]:
+        def tails(kind: AttentionType) -> ComponentBytes:
+            size = sum(s.tail_bytes for s in schemas if s.attention_type is kind)
+            return self._times(self.max_requests, size, size)
+
+        ring_payload = sum(s.ring_rows * s.kv_row.row_bytes for s in schemas)
+        index_tails = sum(s.index_tail_bytes for s in schemas)
+        return {
+            "window": self._times(
+                self.max_requests, ring_payload, sum(s.ring_bytes for s in schemas)
+            ),
+            "csa_tails": tails(AttentionType.CSA),
+            "index_tails": self._times(self.max_requests, index_tails, index_tails),
+            "hca_tails": tails(AttentionType.HCA),
+            "slot_padding": self._times(self.max_requests, 0, layout.padding),
+        }
+
+    def _shared_components(self) -> dict[str, ComponentBytes]:
+        row = self.config.kv_row
+        tables = self.max_requests * self.max_request_blocks * INT32_BYTES
+        rope = len(self.rope_bases) * self.max_request_tokens * self.config.rope_dim * FP32_BYTES
+        plan = self.plan_elements * INT32_BYTES
+        return {
+            "block_table": ComponentBytes(tables, tables),
+            "plan_buffers": ComponentBytes(plan, plan),
+            "window_workspace": ComponentBytes(
+                self.workspace_rows * row.row_bytes,
+                row.page_bytes(self.workspace_rows, align=BYTE_ALIGN),
+            ),
+            "rope_tables": ComponentBytes(rope, rope),
+            "index_global_scale": ComponentBytes(FP32_BYTES, FP32_BYTES),
+        }
+
+    @staticmethod
+    def _times(count: int, payload: int, allocated: int) -> ComponentBytes:
+        return ComponentBytes(count * payload, count * allocated)

@@ -1,0 +1,368 @@
+"""`LayerCacheHandle`: one layer of the cache for one forward. Allocates nothing in the pools."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.flush import global_scale_of, maybe_flush_csa, maybe_flush_hca
+from dsv4.cache.paged_cache import LayerPages
+from dsv4.cache.plan import ForwardPlan, Part
+from dsv4.cache.schema import LayerCacheSchema
+from dsv4.cache.state_cache import LayerState
+from dsv4.config import CacheConfig
+from dsv4.formats import PagedRows
+from dsv4.kernels import (
+    AttentionResult,
+    Backend,
+    CompressorWeights,
+    Gathered,
+    LayerProjections,
+    LayerWeights,
+    Selection,
+    WindowRows,
+)
+from dsv4.model.layer_schedule import AttentionType, LayerSpec
+from dsv4.model.rope import RopeTable
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class SWAView(NamedTuple):
+    """The rings of the batch: views of all slots, and what this forward's lengths make of them.
+
+    fp8, rope, inv_scale are `[max_requests, ring_rows, ..]`; inv_scale is None in formats
+    without scales. positions is `[batch, ring_rows]`: the position a ring row holds after this
+    forward, -1 for none; head `[batch]` is the row the next token will take, and slots
+    `[batch]` names the request slots.
+    """
+
+    fp8: Tensor
+    rope: Tensor
+    inv_scale: Tensor | None
+    positions: Tensor
+    head: Tensor
+    slots: Tensor
+
+
+class ClassicalView(NamedTuple):
+    """The paged, compressed part: `[num_blocks, entries_per_block, ..]`, table and lengths."""
+
+    entries_fp8: Tensor
+    entries_rope: Tensor
+    inv_scale: Tensor | None
+    block_table: Tensor
+    block_lens: Tensor
+
+
+class IndexerView(NamedTuple):
+    """The index keys of a CSA layer: `[num_blocks, entries_per_block, ..]`, table and lengths."""
+
+    keys_fp4: Tensor
+    scale: Tensor | None
+    global_scale: Tensor
+    block_table: Tensor
+    block_lens: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCacheHandle:
+    """Typed access to one layer in one forward; made by `KVCacheManager.acquire`.
+
+    In a forward a layer is written first, then read: `write_swa`, `flush_compression` (CSA and
+    HCA), `select_entries` (CSA), `attend`; `forward` is all of them. Reads see rows as they are
+    stored.
+    """
+
+    config: CacheConfig
+    layer: LayerSpec
+    schema: LayerCacheSchema
+    paged: LayerPages | None
+    state: LayerState
+    workspace: PagedRows
+    rope: RopeTable
+    plan: ForwardPlan
+    backend: Backend
+
+    @property
+    def num_query_heads(self) -> int:
+        return self.config.num_query_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.head_dim
+
+    @property
+    def request_slots(self) -> Tensor:
+        """`[batch]` int32; -1 is a padding row."""
+        return self.plan.tokens.request_slots
+
+    @property
+    def positions(self) -> Tensor:
+        """`[num_tokens]` int32, the position of each token in its request."""
+        return self.plan.tokens.positions
+
+    @property
+    def request_ids(self) -> Tensor:
+        """`[num_tokens]` int32, the row of the batch each token belongs to."""
+        return self.plan.tokens.request_ids
+
+    @property
+    def block_table(self) -> Tensor:
+        """`[batch, max_blocks]` int32, a copy in batch order; -1 where there is no block."""
+        slots = self.request_slots.long()
+        rows = self.plan.tokens.block_table[slots.clamp(min=0)]
+        return torch.where(slots[:, None] >= 0, rows, -1)
+
+    @property
+    def block_lens(self) -> Tensor:
+        """`[batch]` int32, closed entries of each request after this forward; 0 for padding."""
+        after = self.plan.tokens.positions_after
+        if not self.layer.ratio:
+            return torch.zeros_like(after)
+        return torch.where(self.request_slots >= 0, after // self.layer.ratio, 0)
+
+    @property
+    def window(self) -> WindowRows:
+        """Where this layer's window rows lie."""
+        return WindowRows(self.state.ring, self.workspace, self.config.sliding_window)
+
+    def forward(self, inputs: LayerProjections, weights: LayerWeights) -> AttentionResult:
+        """Everything between a layer's projections and its attention output, in order."""
+        self.write_swa(inputs.kv, weights.kv_norm)
+        if inputs.compressor is not None and weights.compressor is not None:
+            index = inputs.index
+            self.flush_compression(
+                *inputs.compressor,
+                weights.compressor,
+                index_kv=None if index is None else index.kv,
+                index_gate=None if index is None else index.gate,
+                index_weights=weights.indexer,
+            )
+        selection = None
+        if inputs.index is not None:
+            selection = self.select_entries(inputs.index.query, inputs.index.head_weights)
+        return self.attend(inputs.query, weights.sinks, selection)
+
+    def write_swa(self, kv: Tensor, norm_weight: Tensor) -> None:
+        """Norm, rotate, quantise and store the window rows of this forward's tokens.
+
+        Args:
+            kv: `[num_tokens, head_dim]` fp32 or bf16, as projected.
+            norm_weight: `[head_dim]`.
+        """
+        self._check("kv", kv, (self.plan.num_tokens, self.head_dim))
+        self._check("norm_weight", norm_weight, (self.head_dim,))
+        with self.plan.writing(self.layer.layer_idx, "window"):
+            self.backend.append_swa(
+                kv, norm_weight, self.plan.tokens, self.window, self.rope,
+                eps=self.config.rms_norm_eps,
+            )  # fmt: skip
+
+    def flush_compression(
+        self,
+        kv: Tensor,
+        gate: Tensor,
+        weights: CompressorWeights,
+        *,
+        index_kv: Tensor | None = None,
+        index_gate: Tensor | None = None,
+        index_weights: CompressorWeights | None = None,
+    ) -> None:
+        """Take the compressor's projections; store the entries of the windows that close.
+
+        Args:
+            kv, gate: `[num_tokens, series × head_dim]` fp32 or bf16; two series for CSA.
+            index_kv, index_gate: `[num_tokens, 2 × index_head_dim]`; for CSA, and only there.
+        """
+        is_csa = self.layer.attention_type is AttentionType.CSA
+        index_inputs = (index_kv, index_gate, index_weights)
+        if self.paged is None:
+            raise ValueError(f"Layer {self.layer.layer_idx} is SWA: it has nothing to compress")
+        if any((given is not None) != is_csa for given in index_inputs):
+            expected = "index_kv, index_gate and index_weights" if is_csa else "no index inputs"
+            raise ValueError(
+                f"Invalid inputs of layer {self.layer.layer_idx} "
+                f"({self.layer.attention_type.name}): expected {expected}, "
+                f"got {sum(given is not None for given in index_inputs)} of 3"
+            )
+        self._check_compressor("", kv, gate, weights, self.head_dim)
+        common = (self.paged, self.state, self.plan.tokens, self.rope)
+        if index_kv is None or index_gate is None or index_weights is None:
+            with self.plan.writing(self.layer.layer_idx, "entries"):
+                maybe_flush_hca(
+                    kv, gate, weights, *common, config=self.config, backend=self.backend
+                )
+            return
+        self._check_compressor(
+            "index_", index_kv, index_gate, index_weights, self.config.index_head_dim
+        )
+        with self.plan.writing(self.layer.layer_idx, "entries"):
+            maybe_flush_csa(
+                kv, gate, weights, index_kv, index_gate, index_weights, *common,
+                config=self.config, backend=self.backend,
+            )  # fmt: skip
+
+    def select_entries(self, query: Tensor, head_weights: Tensor) -> Selection:
+        """The top-k entries of each token of a CSA layer.
+
+        Args:
+            query: `[num_tokens, index_heads, index_head_dim]` fp32 or bf16, before RoPE.
+            head_weights: `[num_tokens, index_heads]`, as projected.
+        """
+        pages, keys = self._index_pages()
+        heads, num_tokens = self.config.index_num_heads, self.plan.num_tokens
+        self._check("query", query, (num_tokens, heads, self.config.index_head_dim))
+        self._check("head_weights", head_weights, (num_tokens, heads))
+        self._check_written("entries")
+        return self.backend.select_entries(
+            query, head_weights, keys, self.plan.tokens, self.rope,
+            ratio=self.layer.ratio,
+            topk=self.config.index_topk,
+            max_entries=self.plan.max_entries(self.layer.ratio),
+            has_hadamard=self.config.index_hadamard,
+            global_scale=global_scale_of(self.config, pages),
+        )  # fmt: skip
+
+    def attend(
+        self, query: Tensor, sinks: Tensor | None, selection: Selection | None = None
+    ) -> AttentionResult:
+        """Attention of each token over its window and its entries.
+
+        Args:
+            query: `[num_tokens, heads, head_dim]` fp32 or bf16, normed and rotated.
+            sinks: `[heads]`, or None to leave the sink out.
+            selection: What `select_entries` gave; CSA needs it, the others have none.
+
+        Returns:
+            Output rotated back, in the query's dtype (0 for padding), and the log-sum-exp.
+        """
+        is_csa = self.layer.attention_type is AttentionType.CSA
+        if is_csa != (selection is not None):
+            expected = "a selection" if is_csa else "no selection"
+            raise ValueError(
+                f"Invalid attend of layer {self.layer.layer_idx} "
+                f"({self.layer.attention_type.name}): expected {expected}"
+            )
+        self._check("query", query, (self.plan.num_tokens, self.num_query_heads, self.head_dim))
+        if sinks is not None:
+            self._check("sinks", sinks, (self.num_query_heads,))
+        self._check_window()
+        if self.paged is not None:
+            self._check_written("entries")
+        return self.backend.attend(
+            query, sinks, self.window,
+            None if self.paged is None else self.paged.entries,
+            None if selection is None else selection.rows,
+            self.plan.tokens, self.rope,
+            ratio=self.layer.ratio,
+            max_entries=self.plan.max_entries(self.layer.ratio),
+        )  # fmt: skip
+
+    def gather_compressed_kv(self, rows: Tensor) -> Gathered:
+        """Dense entries `[num_tokens, k, head_dim]` at a selection's rows."""
+        return self.backend.gather_compressed_kv(self._pages().entries, rows)
+
+    def gather_all_compressed_kv(self) -> Gathered:
+        """Dense entries `[batch, max_entries, head_dim]`: all closed ones of each request."""
+        return self.backend.gather_all_compressed_kv(
+            self._pages().entries, self.plan.tokens,
+            ratio=self.layer.ratio,
+            max_entries=self.plan.max_entries(self.layer.ratio),
+        )  # fmt: skip
+
+    def gather_swa_kv(self) -> Gathered:
+        """Dense window rows `[num_tokens, window, head_dim]`, each token's own last."""
+        self._check_window()
+        return self.backend.gather_swa_kv(self.window, self.plan.tokens)
+
+    def read_swa_view(self) -> SWAView:
+        """The window rings, with positions and head derived from the lengths."""
+        ring_rows = self.schema.ring_rows
+        after = torch.where(self.request_slots >= 0, self.plan.tokens.positions_after, 0)
+        row = torch.arange(ring_rows, device=after.device, dtype=torch.int32)
+        positions = after[:, None] - 1 - (after[:, None] - 1 - row) % ring_rows
+        return SWAView(
+            self.state.swa_fp8,
+            self.state.swa_rope,
+            self.state.swa_inv if self.schema.kv_row.scale_bytes else None,
+            torch.where(positions >= 0, positions, -1),
+            after % ring_rows,
+            self.request_slots,
+        )
+
+    def read_classical_view(self) -> ClassicalView:
+        """The compressed entries of a CSA or HCA layer."""
+        pages = self._pages()
+        return ClassicalView(
+            pages.entries_fp8,
+            pages.entries_rope,
+            pages.inv_scale if self.schema.kv_row.scale_bytes else None,
+            self.block_table,
+            self.block_lens,
+        )
+
+    def read_indexer_view(self) -> IndexerView:
+        """The index keys of a CSA layer."""
+        pages, _ = self._index_pages()
+        return IndexerView(
+            pages.indexer_keys_fp4,
+            pages.indexer_scale if self.schema.index_row.scale_bytes else None,
+            pages.indexer_global_scale,
+            self.block_table,
+            self.block_lens,
+        )
+
+    def _pages(self) -> LayerPages:
+        if self.paged is None:
+            raise ValueError(f"Layer {self.layer.layer_idx} is SWA: it has no compressed entries")
+        return self.paged
+
+    def _index_pages(self) -> tuple[LayerPages, PagedRows]:
+        pages = self._pages()
+        if pages.index_keys is None:
+            raise ValueError(
+                f"Layer {self.layer.layer_idx} is {self.layer.attention_type.name}: "
+                "only CSA layers have index keys"
+            )
+        return pages, pages.index_keys
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"Invalid shape of {name}: expected {list(shape)}, got {list(tensor.shape)}"
+            )
+        if tensor.dtype not in INPUT_DTYPES:
+            raise TypeError(
+                f"Invalid dtype of {name}: expected float32 or bfloat16, got {tensor.dtype}"
+            )
+        if tensor.device != self.positions.device:
+            raise ValueError(
+                f"Invalid device of {name}: expected {self.positions.device}, got {tensor.device}"
+            )
+
+    def _check_compressor(
+        self, prefix: str, kv: Tensor, gate: Tensor, weights: CompressorWeights, dim: int
+    ) -> None:
+        width = self.schema.num_series * dim
+        self._check(f"{prefix}kv", kv, (self.plan.num_tokens, width))
+        self._check(f"{prefix}gate", gate, (self.plan.num_tokens, width))
+        self._check(f"{prefix}position_bias", weights.position_bias, (self.layer.ratio, width))
+        self._check(f"{prefix}norm_weight", weights.norm_weight, (dim,))
+
+    def _check_written(self, part: Part) -> None:
+        self.plan.check_current()
+        if not self.plan.has_written(self.layer.layer_idx, part):
+            step = "write_swa" if part == "window" else "flush_compression"
+            raise RuntimeError(
+                f"Layer {self.layer.layer_idx} is read before it is written: call {step} first"
+            )
+
+    def _check_window(self) -> None:
+        self._check_written("window")
+        if self.plan.has_workspace and not self.plan.owns_workspace(self.layer.layer_idx):
+            raise RuntimeError(
+                f"The window rows of layer {self.layer.layer_idx} are gone: a chunk longer than "
+                "the ring must be attended before the next layer is written"
+            )

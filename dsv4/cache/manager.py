@@ -1,0 +1,259 @@
+"""`KVCacheManager`: owns the pools, the block table and the request slots."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsv4.cache.block_allocator import BlockAllocator
+from dsv4.cache.capacity import Capacity, ComponentBytes
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.layout import block_layout, slot_layout
+from dsv4.cache.paged_cache import PagedKVPool
+from dsv4.cache.plan import ForwardPlan, IntArray, PlanBuffers
+from dsv4.cache.schema import build_schemas
+from dsv4.cache.state_cache import StateCachePool
+from dsv4.config import CacheConfig
+from dsv4.errors import IntegrityError, NoFreeSlotError
+from dsv4.formats import BYTE_ALIGN
+from dsv4.kernels import load_backend
+from dsv4.model.rope import build_rope_table
+
+
+class KVCacheManager:
+    """The cache of one model (or of one rank's layers) for up to `max_requests` requests.
+
+    Args:
+        config: Geometry, formats and block size.
+        max_requests: Requests open at once, and the most rows of one forward.
+        num_blocks: Blocks of `config.block_tokens` tokens, shared by all requests.
+        device: Where the pools live.
+        backend: Which kernels run; by default `reference`.
+        max_forward_tokens: The most tokens of one forward.
+        max_request_tokens: The longest request; by default all blocks', or the model's limit.
+
+    Attributes:
+        schedule, schemas: One `LayerSpec` and one `LayerCacheSchema` per layer.
+        lengths: `[max_requests]`, tokens of each slot.
+        is_open: `[max_requests]`, slots in use.
+        is_torn: `[max_requests]`, slots whose last forward did not write every layer.
+        block_table: `[max_requests, max_blocks]` int32 on the device, -1 where there is none.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        max_requests: int,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        backend: str = "reference",
+        max_forward_tokens: int = 8192,
+        max_request_tokens: int | None = None,
+    ) -> None:
+        if max_request_tokens is None:
+            by_blocks = num_blocks * config.block_tokens
+            has_blocks = config.smallest_ratio > 0
+            max_request_tokens = min(config.max_position, by_blocks if has_blocks else 1 << 62)
+        self.config = config
+        self.device = torch.device(device)
+        self.backend = load_backend(backend)
+        self.capacity = Capacity(
+            config, max_requests, num_blocks, max_forward_tokens, max_request_tokens
+        )
+        self.schedule = config.schedule
+        self.schemas = build_schemas(config)
+        # What a whole forward writes: every layer's window, every compressed layer's entries.
+        self.num_parts = config.num_layers + sum(layer.ratio > 0 for layer in self.schedule)
+        self._allocate()
+
+        self.allocator = BlockAllocator(num_blocks)
+        self.lengths: NDArray[np.int64] = np.zeros(max_requests, dtype=np.int64)
+        self.num_slot_blocks: NDArray[np.int64] = np.zeros(max_requests, dtype=np.int64)
+        self.is_open: NDArray[np.bool_] = np.zeros(max_requests, dtype=np.bool_)
+        self.is_torn: NDArray[np.bool_] = np.zeros(max_requests, dtype=np.bool_)
+        self._free_slots = list(range(max_requests - 1, -1, -1))
+        self._plan: ForwardPlan | None = None
+
+    def _allocate(self) -> None:
+        config, capacity, device = self.config, self.capacity, self.device
+        align = config.page_align
+        self.paged = PagedKVPool(
+            self.schemas, block_layout(self.schemas, page_align=align),
+            num_blocks=capacity.num_blocks,
+            index_global_scale=config.index_global_scale,
+            device=device,
+        )  # fmt: skip
+        self.state = StateCachePool(
+            self.schemas, slot_layout(self.schemas, page_align=align),
+            max_requests=capacity.max_requests, device=device,
+        )  # fmt: skip
+        shape = (capacity.max_requests, capacity.max_request_blocks)
+        self.host_block_table: IntArray = np.full(shape, -1, dtype=np.int32)
+        table = torch.from_numpy(self.host_block_table)
+        self.block_table = table if device.type == "cpu" else table.to(device)
+        self.plan_buffers = PlanBuffers(
+            max_requests=capacity.max_requests, max_tokens=capacity.max_forward_tokens,
+            device=device,
+        )  # fmt: skip
+        rows = capacity.workspace_rows
+        workspace_bytes = config.kv_row.page_bytes(rows, align=BYTE_ALIGN)
+        self.workspace_storage = torch.zeros(1, workspace_bytes, dtype=torch.uint8, device=device)
+        self.workspace = config.kv_row.pages(self.workspace_storage, offset=0, rows_per_page=rows)
+        self.rope_tables = {
+            base: build_rope_table(
+                config, base, num_positions=capacity.max_request_tokens, device=device
+            )
+            for base in capacity.rope_bases
+        }
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def open_request(self) -> int:
+        """Open an empty request and return its slot."""
+        if not self._free_slots:
+            raise NoFreeSlotError(
+                f"No free slot: all {self.capacity.max_requests} requests are open"
+            )
+        slot = self._free_slots.pop()
+        self.is_open[slot] = True
+        return slot
+
+    def free_request(self, slot: int) -> None:
+        """Close a request and give its blocks back."""
+        self.check_open(slot)
+        num_blocks = self.num_slot_blocks[slot]
+        self.allocator.release(self.host_block_table[slot, :num_blocks])
+        self.set_blocks(slice(slot, slot + 1), slice(0, int(num_blocks)), -1)
+        self.lengths[slot] = self.num_slot_blocks[slot] = 0
+        self.is_open[slot] = self.is_torn[slot] = False
+        self._free_slots.append(slot)
+        if self._plan is not None and slot in self._plan.request_slots:
+            self._retire_plan()
+
+    def acquire(self, layer_idx: int, plan: ForwardPlan) -> LayerCacheHandle:
+        """The handle of one layer for the forward that `plan` describes."""
+        if plan.owner is not self:
+            raise ValueError(
+                "Invalid plan: expected one that prepare_forward made for this manager, "
+                "got another manager's"
+            )
+        plan.check_current()
+        if not 0 <= layer_idx < len(self.schedule):
+            raise ValueError(
+                f"Invalid layer_idx: expected 0 to {len(self.schedule) - 1}, got {layer_idx}"
+            )
+        layer = self.schedule[layer_idx]
+        return LayerCacheHandle(
+            config=self.config,
+            layer=layer,
+            schema=self.schemas[layer_idx],
+            paged=self.paged.layer(layer_idx),
+            state=self.state.layer(layer_idx),
+            workspace=self.workspace,
+            rope=self.rope_tables[layer.rope_base],
+            plan=plan,
+            backend=self.backend,
+        )
+
+    def blocks_for(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Blocks that requests of these lengths need: those holding a closed entry."""
+        ratio = self.config.smallest_ratio
+        if not ratio:
+            return np.zeros_like(lengths)
+        return -(-(lengths // ratio * ratio) // self.config.block_tokens)
+
+    def set_blocks(
+        self,
+        slots: slice | NDArray[np.int64],
+        columns: slice | NDArray[np.int64],
+        ids: IntArray | int,
+    ) -> None:
+        """Write block ids to the block table, on host and device."""
+        self.host_block_table[slots, columns] = ids
+        if self.device.type != "cpu":
+            values = torch.as_tensor(ids, dtype=torch.int32, device=self.device)
+            self.block_table[_index(slots, self.device), _index(columns, self.device)] = values
+
+    def start_plan(self, plan: ForwardPlan) -> None:
+        """Make `plan` the current one; the one before it is over."""
+        self._retire_plan()
+        self._plan = plan
+
+    def _retire_plan(self) -> None:
+        if self._plan is None:
+            return
+        if not self._plan.is_complete:
+            slots = self._plan.request_slots
+            slots = slots[slots >= 0]
+            self.is_torn[slots] = self.is_open[slots]
+        self._plan.retire()
+        self._plan = None
+
+    def is_unfinished(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of `slots` the current plan has not yet written in every layer."""
+        if self._plan is None or self._plan.is_complete:
+            return np.zeros(len(slots), dtype=np.bool_)
+        return np.isin(slots, self._plan.request_slots)
+
+    def check_open(self, slot: int) -> None:
+        """Refuse a slot that is not open."""
+        if not 0 <= slot < self.capacity.max_requests:
+            raise ValueError(
+                f"Invalid slot: expected 0 to {self.capacity.max_requests - 1}, got {slot}"
+            )
+        if not self.is_open[slot]:
+            raise ValueError(f"Invalid slot: slot {slot} is not open")
+
+    def memory(self) -> dict[str, ComponentBytes]:
+        """Bytes by component; the allocated ones add up to those of `tensors()`."""
+        return self.capacity.memory()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor the manager owns."""
+        rope = {
+            f"rope_{base}_{name}": getattr(table, name)
+            for base, table in self.rope_tables.items()
+            for name in ("cos", "sin")
+        }
+        return {
+            "blocks": self.paged.storage,
+            "slots": self.state.storage,
+            "index_global_scale": self.paged.indexer_global_scale,
+            "block_table": self.block_table,
+            "plan_buffers": self.plan_buffers.packed,
+            "window_workspace": self.workspace_storage,
+            **rope,
+        }
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` if the books contradict each other."""
+        self.allocator.check_integrity()
+        problems = []
+        columns = np.arange(self.capacity.max_request_blocks)
+        is_used = columns < self.num_slot_blocks[:, None]
+        table = self.host_block_table
+        if ((table >= 0) != is_used).any():
+            problems.append("a block table row does not match its slot's number of blocks")
+        if (self.num_slot_blocks != self.blocks_for(self.lengths)).any():
+            problems.append("a slot's number of blocks does not match its length")
+        owners = np.bincount(table[table >= 0], minlength=self.capacity.num_blocks)
+        if (owners != self.allocator.num_owners).any():
+            block = int(np.flatnonzero(owners != self.allocator.num_owners)[0])
+            problems.append(
+                f"block {block} is in {owners[block]} rows of the block table but has "
+                f"{self.allocator.num_owners[block]} owners"
+            )
+        if self.lengths[~self.is_open].any():
+            problems.append("a slot that is not open has a length")
+        if sorted(self._free_slots) != np.flatnonzero(~self.is_open).tolist():
+            problems.append("the free slots are not those that are not open")
+        if not np.array_equal(self.block_table.cpu().numpy(), table):
+            problems.append("the device's block table differs from the host's")
+        if problems:
+            raise IntegrityError("; ".join(problems))
+
+
+def _index(index: slice | NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
+    return index if isinstance(index, slice) else torch.as_tensor(index, device=device)

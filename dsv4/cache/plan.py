@@ -1,0 +1,136 @@
+"""`ForwardPlan`: one forward as data, in buffers whose addresses never change."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsv4.kernels import TokenMap
+
+IntArray = NDArray[np.int32]
+Part = Literal["window", "entries"]
+
+
+class PlanBuffers:
+    """The static buffers of a manager's plans, one packed run of int32 on host and device.
+
+    On the CPU both are the same memory.
+    """
+
+    def __init__(self, *, max_requests: int, max_tokens: int, device: torch.device) -> None:
+        sizes = {
+            "request_slots": max_requests,
+            "positions_before": max_requests,
+            "positions_after": max_requests,
+            "workspace_starts": max_requests,
+            "positions": max_tokens,
+            "request_ids": max_tokens,
+        }
+        self._packed = np.zeros(sum(sizes.values()), dtype=np.int32)
+        host = torch.from_numpy(self._packed)
+        self.packed = host if device.type == "cpu" else host.to(device)
+        self.host: dict[str, IntArray] = {}
+        self.device: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, size in sizes.items():
+            self.host[name] = self._packed[start : start + size]
+            self.device[name] = self.packed[start : start + size]
+            start += size
+
+    def upload(self) -> None:
+        """Bring the host's values to the device."""
+        if self.packed.device.type != "cpu":
+            self.packed.copy_(torch.from_numpy(self._packed))
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardPlan:
+    """What `prepare_forward` decided. Valid until the next plan of the same manager.
+
+    Attributes:
+        owner: The manager that made it.
+        tokens: The device side.
+        request_slots, positions_before, positions_after: `[batch]`, host copies.
+        num_tokens: Tokens of this forward, padding rows included.
+        longest: The largest length after this forward, over real rows.
+        num_new_blocks: Blocks this plan allocated.
+        has_workspace: Some chunk reads its window from the workspace.
+        num_parts: How many layer parts a whole forward writes.
+    """
+
+    owner: object
+    tokens: TokenMap
+    request_slots: IntArray
+    positions_before: IntArray
+    positions_after: IntArray
+    num_tokens: int
+    longest: int
+    num_new_blocks: int
+    has_workspace: bool
+    num_parts: int
+    _progress: "_Progress" = field(default_factory=lambda: _Progress())
+
+    @property
+    def num_requests(self) -> int:
+        """Rows of the batch, padding rows included."""
+        return len(self.request_slots)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every layer has written its window rows and flushed its entries."""
+        return len(self._progress.written) == self.num_parts and not self._progress.has_failed
+
+    @property
+    def is_retired(self) -> bool:
+        """A newer plan owns the buffers."""
+        return self._progress.is_retired
+
+    def max_entries(self, ratio: int) -> int:
+        """The most entries that any token of this forward sees in a layer of that ratio."""
+        return self.longest // ratio if ratio else 0
+
+    def retire(self) -> None:
+        """Mark the buffers as taken over by a newer plan."""
+        self._progress.is_retired = True
+
+    def has_written(self, layer_idx: int, part: Part) -> bool:
+        return (layer_idx, part) in self._progress.written
+
+    def owns_workspace(self, layer_idx: int) -> bool:
+        """The window workspace holds this layer's rows."""
+        return self._progress.workspace_layer == layer_idx
+
+    @contextmanager
+    def writing(self, layer_idx: int, part: Part) -> Iterator[None]:
+        """Around the one write of a layer's part; a failure in it tears the forward."""
+        self.check_current()
+        if self.has_written(layer_idx, part):
+            raise RuntimeError(f"Layer {layer_idx} has already written its {part} in this forward")
+        try:
+            yield
+        except BaseException:
+            self._progress.has_failed = True
+            raise
+        self._progress.written.add((layer_idx, part))
+        if part == "window":
+            self._progress.workspace_layer = layer_idx
+
+    def check_current(self) -> None:
+        """Refuse a plan whose buffers a newer one has taken over."""
+        if self.is_retired:
+            raise RuntimeError(
+                "Stale plan: the manager has prepared a newer forward since; "
+                "use the plan that the last prepare_forward returned"
+            )
+
+
+@dataclass
+class _Progress:
+    written: set[tuple[int, str]] = field(default_factory=set)
+    workspace_layer: int | None = None
+    has_failed: bool = False
+    is_retired: bool = False

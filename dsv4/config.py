@@ -1,0 +1,383 @@
+"""`CacheConfig`: everything the cache must know, frozen and validated once."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dsv4.formats import (
+    BYTE_ALIGN,
+    IndexFormatName,
+    KVFormatName,
+    RowFormat,
+    index_row,
+    kv_row,
+)
+from dsv4.model.layer_schedule import LayerSpec, build_schedule
+
+TailDtypeName = Literal["float32", "bfloat16"]
+TAIL_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LAYER_TYPE_NAMES = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN of the compressed layers' RoPE. cos and sin carry no attention factor."""
+
+    factor: float = 16.0
+    original_max_position: int = 65536
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The model's attention geometry and the choices of the cache.
+
+    Attributes:
+        compress_ratios: One of 0 (SWA), 4 (CSA), 128 (HCA) per layer, MTP layers last.
+        num_mtp_layers: How many trailing layers of the schedule are MTP layers.
+        num_query_heads: Query heads of this rank.
+        kv_format, index_format: Row formats, see `dsv4.formats`.
+        index_global_scale: NVFP4's optional fp32 scale; None means 1.
+        index_hadamard: Transform index keys and queries alike before quantisation, as the
+            model was trained to.
+        tail_dtype: What the half-filled compression windows are kept in.
+        block_tokens: Tokens a block covers, a multiple of the largest ratio.
+        page_align: KV pages, blocks and window rings are rounded up to it.
+        drafts_per_step: The most tokens of one step that may be rejected afterwards.
+    """
+
+    compress_ratios: tuple[int, ...]
+    num_mtp_layers: int = 0
+    num_query_heads: int = 64
+    head_dim: int = 512
+    rope_dim: int = 64
+    sliding_window: int = 128
+    index_num_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 512
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    yarn: YarnScaling | None = YarnScaling()
+    max_position: int = 1048576
+    kv_format: KVFormatName = "fp8"
+    index_format: IndexFormatName = "mxfp4"
+    index_global_scale: float | None = None
+    index_hadamard: bool = True
+    tail_dtype: TailDtypeName = "float32"
+    block_tokens: int = 256
+    page_align: int = 576
+    drafts_per_step: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))
+        if not self.compress_ratios:
+            raise ValueError("Invalid compress_ratios: expected at least one layer, got none")
+        _check_counts(self)
+        _check_widths(self)
+        _check_choices(self)
+        # Built here so that an unknown ratio or format is refused by the constructor.
+        _ = self.schedule, self.kv_row, self.index_row
+
+    @cached_property
+    def schedule(self) -> tuple[LayerSpec, ...]:
+        """One `LayerSpec` per layer."""
+        return build_schedule(self.compress_ratios, num_mtp_layers=self.num_mtp_layers)
+
+    @cached_property
+    def kv_row(self) -> RowFormat:
+        """The row of a window token or compressed entry."""
+        return kv_row(self.kv_format, head_dim=self.head_dim, rope_dim=self.rope_dim)
+
+    @cached_property
+    def index_row(self) -> RowFormat:
+        """The row of an index key."""
+        return index_row(self.index_format, head_dim=self.index_head_dim)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.compress_ratios)
+
+    @property
+    def smallest_ratio(self) -> int:
+        """Tokens per entry of the densest compressed layer; 0 if there is none."""
+        return min((ratio for ratio in self.compress_ratios if ratio), default=0)
+
+    @property
+    def tail_torch_dtype(self) -> torch.dtype:
+        return TAIL_DTYPES[self.tail_dtype]
+
+    @cached_property
+    def format_fingerprint(self) -> str:
+        """A hash of all that gives the stored bytes their meaning.
+
+        Two caches with the same fingerprint can exchange blocks and slots byte for byte.
+        """
+        meaning = dataclasses.asdict(self)
+        for name in ("num_query_heads", "index_num_heads", "index_topk", "max_position"):
+            del meaning[name]  # change what is read, not what is stored
+        for row in (self.kv_row, self.index_row):
+            meaning[f"{row.name}/{row.dim}"] = [
+                (f.name, f.section, f.offset, str(f.dtype), f.count) for f in row.fields
+            ] + [(row.group, row.scale_rule, row.data_bytes, row.scale_bytes)]
+        text = json.dumps(meaning, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @classmethod
+    def from_hf(cls, config: Any, *, include_mtp: bool = False, **choices: Any) -> "CacheConfig":
+        """The geometry of a transformers config with the given cache choices.
+
+        Args:
+            config: A `DeepseekV4Config`, a mapping, or the path of a config.json or of the
+                folder that holds it; spelled with `layer_types` and `compress_rates` or with
+                `compress_ratios`.
+            include_mtp: Append the MTP layers to the schedule.
+            **choices: Any other field of `CacheConfig`.
+        """
+        raw = _as_mapping(config)
+        ratios, num_mtp = _ratios(raw, include_mtp=include_mtp)
+        head_dim = _required(raw, "head_dim")
+        theta, compress_theta, yarn = _rope(raw)
+        geometry: dict[str, Any] = {
+            "compress_ratios": ratios,
+            "num_mtp_layers": num_mtp,
+            "num_query_heads": _required(raw, "num_attention_heads"),
+            "head_dim": head_dim,
+            "rope_dim": _rope_dim(raw, head_dim),
+            "sliding_window": _required(raw, "sliding_window"),
+            "index_num_heads": _required(raw, "index_n_heads"),
+            "index_head_dim": _required(raw, "index_head_dim"),
+            "index_topk": _required(raw, "index_topk"),
+            "rms_norm_eps": _required(raw, "rms_norm_eps"),
+            "rope_theta": theta,
+            "compress_rope_theta": compress_theta,
+            "yarn": yarn,
+            "max_position": _required(raw, "max_position_embeddings"),
+        }
+        return cls(**{**geometry, **choices})
+
+    @classmethod
+    def v4_flash(cls, *, include_mtp: bool = False, **choices: Any) -> "CacheConfig":
+        """DeepSeek-V4-Flash: 2 SWA, 21 CSA and 20 HCA layers, 64 heads."""
+        ratios = [0, 0] + [4, 128] * 20 + [4]
+        return cls._preset(ratios, {"num_query_heads": 64}, include_mtp, choices)
+
+    @classmethod
+    def v4_pro(cls, *, include_mtp: bool = False, **choices: Any) -> "CacheConfig":
+        """DeepSeek-V4-Pro: 30 CSA and 31 HCA layers, 128 heads, top-k 1024."""
+        ratios = [128, 128] + [4, 128] * 29 + [4]
+        geometry = {"num_query_heads": 128, "index_topk": 1024}
+        return cls._preset(ratios, geometry, include_mtp, choices)
+
+    @classmethod
+    def tiny(cls, *, include_mtp: bool = False, **choices: Any) -> "CacheConfig":
+        """A small model of all three types, for tests: 4 layers, head_dim 96, top-k 8."""
+        geometry = {
+            "num_query_heads": 4,
+            "head_dim": 96,
+            "rope_dim": 32,
+            "index_num_heads": 16,
+            "index_head_dim": 64,
+            "index_topk": 8,
+            "max_position": 65536,
+            "yarn": YarnScaling(original_max_position=4096),
+        }
+        return cls._preset([0, 4, 128, 4], geometry, include_mtp, choices)
+
+    @classmethod
+    def _preset(
+        cls,
+        ratios: list[int],
+        geometry: dict[str, Any],
+        include_mtp: bool,
+        choices: dict[str, Any],
+    ) -> "CacheConfig":
+        mtp = [0] if include_mtp else []
+        fields = {
+            "compress_ratios": tuple(ratios + mtp),
+            "num_mtp_layers": len(mtp),
+            **geometry,
+            **choices,
+        }
+        return cls(**fields)
+
+
+def _check_counts(config: CacheConfig) -> None:
+    for name in (
+        "num_query_heads", "head_dim", "rope_dim", "sliding_window", "index_num_heads",
+        "index_head_dim", "index_topk", "max_position", "block_tokens", "page_align",
+    ):  # fmt: skip
+        _check_int(config, name, at_least=1)
+    for name in ("num_mtp_layers", "drafts_per_step"):
+        _check_int(config, name, at_least=0)
+    if config.num_mtp_layers > config.num_layers:
+        raise ValueError(
+            f"Invalid num_mtp_layers: expected at most {config.num_layers} (all layers), "
+            f"got {config.num_mtp_layers}"
+        )
+    for name in ("rms_norm_eps", "rope_theta", "compress_rope_theta"):
+        value = getattr(config, name)
+        if not value > 0:
+            raise ValueError(f"Invalid {name}: expected a number above 0, got {value!r}")
+
+
+def _check_int(config: CacheConfig, name: str, *, at_least: int) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"Invalid {name}: expected an integer >= {at_least}, got {value!r}")
+
+
+def _check_widths(config: CacheConfig) -> None:
+    head_dim, rope_dim, index_dim = config.head_dim, config.rope_dim, config.index_head_dim
+    if rope_dim % 8 or rope_dim >= head_dim or (head_dim - rope_dim) % 16:
+        raise ValueError(
+            "Invalid rope_dim: expected a multiple of 8 below head_dim with head_dim - rope_dim "
+            f"a multiple of 16, got rope_dim {rope_dim} and head_dim {head_dim}"
+        )
+    if index_dim % 32 or index_dim < rope_dim:
+        raise ValueError(
+            "Invalid index_head_dim: expected a multiple of 32 and at least rope_dim "
+            f"({rope_dim}), got {index_dim}"
+        )
+    if config.index_hadamard and index_dim & (index_dim - 1):
+        raise ValueError(
+            f"index_hadamard needs index_head_dim to be a power of two, got {index_dim}"
+        )
+    largest = max(config.compress_ratios)
+    if largest and config.block_tokens % largest:
+        raise ValueError(
+            f"Invalid block_tokens: expected a multiple of the largest ratio ({largest}), "
+            f"got {config.block_tokens}"
+        )
+    if config.page_align % BYTE_ALIGN:
+        raise ValueError(
+            f"Invalid page_align: expected a multiple of {BYTE_ALIGN}, got {config.page_align}"
+        )
+
+
+def _check_choices(config: CacheConfig) -> None:
+    if config.tail_dtype not in TAIL_DTYPES:
+        raise ValueError(
+            f"Unknown tail_dtype: expected one of {', '.join(TAIL_DTYPES)}, "
+            f"got {config.tail_dtype!r}"
+        )
+    scale = config.index_global_scale
+    if scale is not None and (config.index_format != "nvfp4" or not scale > 0):
+        raise ValueError(
+            "index_global_scale is a positive number for index_format 'nvfp4' only, "
+            f"got {scale!r} with {config.index_format!r}"
+        )
+
+
+def _as_mapping(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    if isinstance(config, str | Path):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(f"Invalid config path: expected a config.json, found none at {path}")
+        loaded = json.loads(path.read_text())
+        if not isinstance(loaded, dict):
+            raise ValueError(
+                f"Invalid config.json: expected an object, got {type(loaded).__name__}"
+            )
+        return loaded
+    if hasattr(config, "to_dict"):
+        # qk_rope_head_dim is a plain attribute of the transformers config, no field.
+        mapping = dict(config.to_dict())
+        mapping.setdefault("qk_rope_head_dim", getattr(config, "qk_rope_head_dim", None))
+        return mapping
+    raise TypeError(
+        "Invalid config: expected a DeepseekV4Config, a mapping or a path, "
+        f"got {type(config).__name__}"
+    )
+
+
+def _required(raw: Mapping[str, Any], key: str) -> Any:
+    value = raw.get(key)
+    if value is None:
+        raise ValueError(f"Invalid model config: expected the key {key!r}, which is missing")
+    return value
+
+
+def _ratios(raw: Mapping[str, Any], *, include_mtp: bool) -> tuple[tuple[int, ...], int]:
+    """The ratios of the schedule, and how many of its trailing layers are MTP layers."""
+    num_hidden = _required(raw, "num_hidden_layers")
+    if raw.get("layer_types") is not None:
+        listed = [_layer_type_ratio(name, raw) for name in raw["layer_types"]]
+    elif raw.get("compress_ratios") is not None:
+        listed = list(raw["compress_ratios"])
+    else:
+        raise ValueError(
+            "Invalid model config: expected 'layer_types' or 'compress_ratios', found neither"
+        )
+    if len(listed) < num_hidden:
+        raise ValueError(
+            f"Invalid layer schedule: expected at least {num_hidden} layers "
+            f"(num_hidden_layers), got {len(listed)}"
+        )
+    if not include_mtp:
+        return tuple(listed[:num_hidden]), 0
+    mtp = listed[num_hidden:] or [0] * raw.get("num_nextn_predict_layers", 0)
+    if not mtp:
+        raise ValueError("include_mtp was asked for, but the model config has no MTP layer")
+    return tuple(listed[:num_hidden] + mtp), len(mtp)
+
+
+def _layer_type_ratio(name: str, raw: Mapping[str, Any]) -> int:
+    if name not in LAYER_TYPE_NAMES:
+        raise ValueError(
+            f"Unknown layer type: expected one of {', '.join(LAYER_TYPE_NAMES)}, got {name!r}"
+        )
+    ratio = LAYER_TYPE_NAMES[name]
+    rate = (raw.get("compress_rates") or {}).get(name, ratio)
+    if ratio and rate != ratio:
+        raise ValueError(f"Unknown compression ratio of {name}: expected {ratio}, got {rate}")
+    return ratio
+
+
+def _rope_dim(raw: Mapping[str, Any], head_dim: int) -> int:
+    if raw.get("qk_rope_head_dim") is not None:
+        return int(raw["qk_rope_head_dim"])
+    return int(head_dim * _required(raw, "partial_rotary_factor"))
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, float, YarnScaling | None]:
+    """Theta of SWA layers, theta of compressed layers, and their YaRN."""
+    parameters = raw.get("rope_parameters") or {}
+    if "main" in parameters and "compress" in parameters:
+        main, compress = parameters["main"], parameters["compress"]
+        theta, compress_theta = main["rope_theta"], compress["rope_theta"]
+    else:
+        theta, compress_theta = _required(raw, "rope_theta"), _required(raw, "compress_rope_theta")
+        compress = raw.get("rope_scaling") or parameters
+    rope_type = compress.get("rope_type", compress.get("type", "default"))
+    if rope_type == "default":
+        return theta, compress_theta, None
+    if rope_type != "yarn":
+        raise ValueError(f"Unknown RoPE type: expected 'default' or 'yarn', got {rope_type!r}")
+    if compress.get("attention_factor") not in (None, 1, 1.0):
+        raise ValueError(
+            "DeepSeek-V4 does not scale cos and sin: expected attention_factor 1, "
+            f"got {compress['attention_factor']}"
+        )
+    yarn = YarnScaling(
+        factor=compress["factor"],
+        original_max_position=compress["original_max_position_embeddings"],
+        beta_fast=compress.get("beta_fast") or 32.0,
+        beta_slow=compress.get("beta_slow") or 1.0,
+    )
+    return theta, compress_theta, yarn

@@ -1,0 +1,17 @@
+"""The named errors of the library. Plain bad arguments are `ValueError` or `TypeError`."""
+
+
+class OutOfBlocksError(RuntimeError):
+    """A forward needs more blocks than are free. Nothing was changed."""
+
+
+class NoFreeSlotError(RuntimeError):
+    """Every request slot is open. Nothing was changed."""
+
+
+class TornForwardError(RuntimeError):
+    """A request's last forward did not write every layer; its slot can only be freed."""
+
+
+class IntegrityError(RuntimeError):
+    """The books of a manager contradict each other."""

@@ -1,0 +1,232 @@
+"""Every byte layout, once: what one stored row looks like and how rows form a page.
+
+A page of B rows is B data records, then B scale records, then padding up to the page's stride:
+
+    | data 0 | data 1 | ... | data B-1 | scales 0 | ... | scales B-1 | padding |
+
+                    data record                                   scale record
+    KV
+    fp8             448 E4M3 | 64 BF16              (576 B)       7 UE8M0 | 1 zero byte   (8 B)
+    fp8_entry_scale 448 E4M3 | 64 BF16              (576 B)       1 fp32                  (4 B)
+    bf16            448 BF16 | 64 BF16             (1024 B)       -
+    fp32            448 fp32 | 64 fp32             (2048 B)       -
+    index key
+    mxfp4           128 E2M1, low nibble first       (64 B)       4 UE8M0, one per 32     (4 B)
+    nvfp4           128 E2M1, low nibble first       (64 B)       8 E4M3, one per 16      (8 B)
+    fp8             128 E4M3                        (128 B)       1 fp32, a power of two  (4 B)
+    bf16 / fp32     128 values                (256 / 512 B)       -
+
+The widths above are DeepSeek-V4's (head_dim 512, 64 of them rotated; index_head_dim 128); the
+same rules build the rows of smaller models. Values are turned into these bytes by
+`kernels.reference.codec`; this file holds no arithmetic on values.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KVFormatName = Literal["fp8", "fp8_entry_scale", "bf16", "fp32"]
+IndexFormatName = Literal["mxfp4", "nvfp4", "fp8", "bf16", "fp32"]
+ScaleRule = Literal["none", "ue8m0", "pow2_fp32", "amax_fp32", "e4m3"]
+
+BYTE_ALIGN = 16  # every page, ring and tail starts on a 16-byte boundary
+
+
+def round_up(size: int, align: int) -> int:
+    """The smallest multiple of `align` that is not below `size`."""
+    return -(-size // align) * align
+
+
+@dataclass(frozen=True)
+class Field:
+    """A run of equal elements inside a row's data or scale record."""
+
+    name: str
+    section: Literal["data", "scale"]
+    offset: int
+    dtype: torch.dtype
+    count: int
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """The layout of one stored row and the rule that makes its scales.
+
+    Attributes:
+        name: The name users choose it by.
+        dim: Channels of the decoded row.
+        rope_dim: Trailing channels that are never quantised to less than BF16.
+        group: Channels that share a scale; 0 where there is none.
+        scale_rule: How a scale follows from its group (`kernels.reference.codec`).
+        value_dtype: The dtype that holds every decoded value.
+        fields: The records' parts, in order.
+        data_bytes, scale_bytes: Bytes of the two records.
+    """
+
+    name: str
+    dim: int
+    rope_dim: int
+    group: int
+    scale_rule: ScaleRule
+    value_dtype: torch.dtype
+    fields: tuple[Field, ...]
+    data_bytes: int
+    scale_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, padding between pages left out."""
+        return self.data_bytes + self.scale_bytes
+
+    @property
+    def num_groups(self) -> int:
+        """Scales of a row."""
+        return (self.dim - self.rope_dim) // self.group if self.group else 0
+
+    def page_bytes(self, num_rows: int, *, align: int) -> int:
+        """Bytes of a page of `num_rows` rows, rounded up to `align`."""
+        return round_up(num_rows * self.row_bytes, align)
+
+    def field(self, name: str) -> Field:
+        """The field of that name."""
+        for field in self.fields:
+            if field.name == name:
+                return field
+        names = ", ".join(field.name for field in self.fields)
+        raise ValueError(f"Format {self.name} has no field {name!r}; it has {names}")
+
+    def pages(self, storage: Tensor, *, offset: int, rows_per_page: int) -> "PagedRows":
+        """The pages that start at byte `offset` of each run of `storage`.
+
+        Args:
+            storage: `[num_pages, run_bytes]` uint8, contiguous.
+        """
+        num_pages, run_bytes = storage.shape
+
+        def section(start: int, size: int) -> Tensor:
+            return storage.as_strided(
+                (num_pages, rows_per_page, size),
+                (run_bytes, size, 1),
+                storage.storage_offset() + start,
+            )
+
+        scales_start = offset + rows_per_page * self.data_bytes
+        return PagedRows(
+            self, section(offset, self.data_bytes), section(scales_start, self.scale_bytes)
+        )
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """Rows of one format in strided pages; a flat index is page × rows_per_page + row.
+
+    Attributes:
+        format: What the bytes mean.
+        data: `[num_pages, rows_per_page, data_bytes]` uint8.
+        scales: `[num_pages, rows_per_page, scale_bytes]` uint8.
+    """
+
+    format: RowFormat
+    data: Tensor
+    scales: Tensor
+
+    @property
+    def rows_per_page(self) -> int:
+        return self.data.shape[1]
+
+    def field(self, name: str) -> Tensor:
+        """A typed view `[num_pages, rows_per_page, count]` of one field, sharing memory."""
+        field = self.format.field(name)
+        section = self.data if field.section == "data" else self.scales
+        end = field.offset + field.count * field.dtype.itemsize
+        return section[..., field.offset : end].view(field.dtype)
+
+
+def kv_row(name: KVFormatName, *, head_dim: int, rope_dim: int) -> RowFormat:
+    """The row of one KV vector: `head_dim - rope_dim` channels, then the rotated ones."""
+    nope_dim = head_dim - rope_dim
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    if name in ("bf16", "fp32"):
+        dtype = bf16 if name == "bf16" else torch.float32
+        return _row(name, head_dim, rope_dim, dtype, [("nope", dtype, nope_dim)], dtype)
+    if name == "fp8":
+        _check_groups(name, "head_dim - rope_dim", nope_dim, 64)
+        num_groups = nope_dim // 64
+        return _row(
+            name, head_dim, rope_dim, bf16, [("nope", fp8, nope_dim)], bf16,
+            group=64, scale_rule="ue8m0", scale=("scale", torch.float8_e8m0fnu, num_groups),
+            scale_bytes=round_up(num_groups, 8),
+        )  # fmt: skip
+    if name == "fp8_entry_scale":
+        return _row(
+            name, head_dim, rope_dim, bf16, [("nope", fp8, nope_dim)], bf16,
+            group=nope_dim, scale_rule="amax_fp32", scale=("scale", torch.float32, 1),
+            scale_bytes=4,
+        )  # fmt: skip
+    raise ValueError(_unknown("KV format", name, KV_FORMATS))
+
+
+def index_row(name: IndexFormatName, *, head_dim: int) -> RowFormat:
+    """The row of one index key of `head_dim` channels; rotation does not split it."""
+    fp32 = torch.float32
+    if name in ("bf16", "fp32"):
+        dtype = torch.bfloat16 if name == "bf16" else fp32
+        return _row(name, head_dim, 0, dtype, [("key", dtype, head_dim)])
+    if name == "fp8":
+        return _row(
+            name, head_dim, 0, fp32, [("key", torch.float8_e4m3fn, head_dim)],
+            group=head_dim, scale_rule="pow2_fp32", scale=("scale", fp32, 1), scale_bytes=4,
+        )  # fmt: skip
+    if name in ("mxfp4", "nvfp4"):
+        group = 32 if name == "mxfp4" else 16
+        rule: ScaleRule = "ue8m0" if name == "mxfp4" else "e4m3"
+        scale_dtype = torch.float8_e8m0fnu if name == "mxfp4" else torch.float8_e4m3fn
+        _check_groups(name, "index_head_dim", head_dim, group)
+        return _row(
+            name, head_dim, 0, fp32, [("key", torch.uint8, head_dim // 2)],
+            group=group, scale_rule=rule, scale=("scale", scale_dtype, head_dim // group),
+            scale_bytes=head_dim // group,
+        )  # fmt: skip
+    raise ValueError(_unknown("index format", name, INDEX_FORMATS))
+
+
+KV_FORMATS: tuple[KVFormatName, ...] = ("fp8", "fp8_entry_scale", "bf16", "fp32")
+INDEX_FORMATS: tuple[IndexFormatName, ...] = ("mxfp4", "nvfp4", "fp8", "bf16", "fp32")
+
+
+def _row(
+    name: str,
+    dim: int,
+    rope_dim: int,
+    value_dtype: torch.dtype,
+    data: list[tuple[str, torch.dtype, int]],
+    rope_dtype: torch.dtype | None = None,
+    *,
+    group: int = 0,
+    scale_rule: ScaleRule = "none",
+    scale: tuple[str, torch.dtype, int] | None = None,
+    scale_bytes: int = 0,
+) -> RowFormat:
+    if rope_dtype is not None:
+        data = [*data, ("rope", rope_dtype, rope_dim)]
+    fields = []
+    offset = 0
+    for field_name, dtype, count in data:
+        fields.append(Field(field_name, "data", offset, dtype, count))
+        offset += count * dtype.itemsize
+    if scale is not None:
+        fields.append(Field(scale[0], "scale", 0, scale[1], scale[2]))
+    return RowFormat(
+        name, dim, rope_dim, group, scale_rule, value_dtype, tuple(fields), offset, scale_bytes
+    )
+
+
+def _check_groups(name: str, what: str, dim: int, group: int) -> None:
+    if dim % group:
+        raise ValueError(f"Format {name} needs {what} divisible by {group}, got {dim}")
+
+
+def _unknown(what: str, name: object, valid: tuple[str, ...]) -> str:
+    return f"Unknown {what}: expected one of {', '.join(valid)}, got {name!r}"

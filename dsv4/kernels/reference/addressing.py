@@ -1,0 +1,68 @@
+"""Everything that follows from a position: rows, windows, entries, visibility.
+
+No counter is kept anywhere; a rollback is a shorter length, a reset is position 0.
+"""
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels import TokenMap
+
+
+def token_slots(tokens: TokenMap) -> Tensor:
+    """`[num_tokens]` int64: the request slot of each token, -1 for padding."""
+    return tokens.request_slots.long()[tokens.request_ids.long()]
+
+
+def ring_rows(slots: Tensor, positions: Tensor, rows_per_slot: int) -> Tensor:
+    """Flat row of a token in the rings; -1 where the slot or the position does not exist."""
+    rows = slots * rows_per_slot + positions % rows_per_slot
+    return torch.where((slots >= 0) & (positions >= 0), rows, -1)
+
+
+def is_kept(tokens: TokenMap, num_rows: int) -> Tensor:
+    """`[num_tokens]` bool: tokens still in a ring of `num_rows` rows when the chunk is done."""
+    after = tokens.positions_after.long()[tokens.request_ids.long()]
+    return tokens.positions >= after - num_rows
+
+
+def window_positions(positions: Tensor, window: int) -> Tensor:
+    """`[num_tokens, window]`: the positions a query sees raw, itself last; < 0 is none."""
+    return positions[:, None] - torch.arange(window - 1, -1, -1, device=positions.device)
+
+
+def closes_window(positions: Tensor, ratio: int) -> Tensor:
+    """True where a token is the last of its compression window."""
+    return (positions + 1) % ratio == 0
+
+
+def closed_entry(positions: Tensor, ratio: int) -> Tensor:
+    """The entry that the window of a token becomes."""
+    return positions // ratio
+
+
+def entry_rope_position(positions: Tensor, ratio: int) -> Tensor:
+    """Where the entry closed at `positions` is rotated: its window's first token."""
+    return positions + 1 - ratio
+
+
+def visible_entries(positions: Tensor, ratio: int) -> Tensor:
+    """How many entries a query sees: the closed ones, its own included if it closes it."""
+    return (positions + 1) // ratio
+
+
+def entry_rows(
+    block_table: Tensor, slots: Tensor, entry_idx: Tensor, entries_per_block: int
+) -> Tensor:
+    """Flat rows of entries in a layer's pages; -1 for a padding slot or a negative entry.
+
+    Args:
+        slots: Request slots, broadcast against `entry_idx`.
+        entry_idx: Entry indices within the request, -1 for none.
+    """
+    slots, entry_idx = torch.broadcast_tensors(slots, entry_idx)
+    is_real = (slots >= 0) & (entry_idx >= 0)
+    safe = torch.where(is_real, entry_idx, 0)
+    blocks = block_table[torch.where(is_real, slots, 0), safe // entries_per_block].long()
+    rows = blocks * entries_per_block + safe % entries_per_block
+    return torch.where(is_real & (blocks >= 0), rows, -1)

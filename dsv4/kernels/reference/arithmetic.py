@@ -1,0 +1,129 @@
+"""The arithmetic of everything that is stored, in operations every backend rounds alike.
+
+Only IEEE add, subtract, multiply, divide and square root, integer operations on the bits, and
+orders that are written down. A kernel that follows this file stores the same bytes on any
+device. Attention and scores are not bound by it: they have error bounds instead.
+"""
+
+import torch
+from torch import Tensor
+
+EXP_UNDERFLOW = -87.0  # exp below this is 0; above it the result is a normal number
+LOG2_E = 1.4426950408889634
+LN2_HIGH = 0.693359375  # 355 / 512: n × LN2_HIGH is exact for |n| < 2^14
+LN2_LOW = -2.1219444005469057e-4
+EXP_COEFFICIENTS = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
+ROWS_IN_ORDER = 16
+
+
+def float32_bits(x: Tensor) -> Tensor:
+    """The bits of fp32 values as int32."""
+    return x.contiguous().view(torch.int32)
+
+
+def round_to_bf16(x: Tensor) -> Tensor:
+    """fp32 to BF16, nearest even; every NaN becomes 0x7FC0."""
+    bits = float32_bits(x)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = torch.where(torch.isnan(x), 0x7FC0, rounded)
+    return rounded.to(torch.int16).view(torch.bfloat16)
+
+
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 or bf16 values in `dtype`, one of the two."""
+    return round_to_bf16(x.float()) if dtype is torch.bfloat16 else x.float()
+
+
+def exp_of_nonpositive(x: Tensor) -> Tensor:
+    """exp(x) for x <= 0 in fp32: range reduction by ln 2, then a polynomial of degree 7.
+
+    Below -87, -inf included, the result is 0; NaN stays NaN.
+    """
+    is_normal = x >= EXP_UNDERFLOW
+    safe = torch.where(is_normal, x, EXP_UNDERFLOW)
+    n = torch.floor(safe * LOG2_E + 0.5)
+    r = (safe - n * LN2_HIGH) - n * LN2_LOW
+    y = torch.full_like(r, EXP_COEFFICIENTS[0])
+    for coefficient in EXP_COEFFICIENTS[1:]:
+        y = y * r + coefficient
+    power = ((n.to(torch.int32) + 127) << 23).view(torch.float32)
+    return torch.where(is_normal, y * power, torch.where(torch.isnan(x), x, 0.0))
+
+
+def fold_rows(terms: Tensor) -> Tensor:
+    """Sum `[n, rows, dim]` over rows: groups of 16 in row order, then the groups pairwise."""
+    num, rows, dim = terms.shape
+    group = min(rows, ROWS_IN_ORDER)
+    grouped = terms.reshape(num, rows // group, group, dim)
+    total = torch.zeros_like(grouped[:, :, 0])
+    for row in range(group):
+        total = total + grouped[:, :, row]
+    while total.shape[1] > 1:
+        total = total[:, 0::2] + total[:, 1::2]
+    return total[:, 0]
+
+
+def pool_rows(kv: Tensor, gate: Tensor, is_present: Tensor) -> Tensor:
+    """Per-channel softmax of the gates over rows, applied to kv.
+
+    Args:
+        kv, gate: `[n, rows, dim]` fp32, rows in position order; rows is at most 16, or 16
+            times a power of two.
+        is_present: `[n, rows]` bool; a missing row has weight 0, whatever it holds.
+
+    Returns:
+        `[n, dim]` fp32.
+    """
+    mask = is_present[:, :, None]
+    gate = torch.where(mask, gate, -torch.inf)
+    weight = exp_of_nonpositive(gate - gate.amax(dim=1, keepdim=True))
+    weight = torch.where(mask, weight, 0.0)
+    weighted = torch.where(mask, weight * kv, 0.0)
+    return fold_rows(weighted) / fold_rows(weight)
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Sum over the last axis of x², the same fp64 number in whatever order it is added.
+
+    Each square is rounded to a grid 2^-42 below the largest possible one, which makes every
+    partial sum of up to 2048 of them exact.
+    """
+    largest = torch.where(torch.isnan(x), 0.0, x).abs().amax(dim=-1, keepdim=True)
+    exponent = (float32_bits(largest) >> 23).to(torch.int64) - 127
+    # 1.5 × 2^(2e + 12): adding it drops all bits of a square below 2^(2e - 40).
+    magic = (((2 * exponent + 12 + 1023) << 52) | (1 << 51)).view(torch.float64)
+    squares = x.double() * x.double()
+    return ((squares + magic) - magic).sum(dim=-1, keepdim=True)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of fp32 rows: mean, square root and reciprocal in fp64, rounded once."""
+    mean = sum_of_squares(x) / x.shape[-1]
+    factor = (1.0 / torch.sqrt(mean + eps)).float()
+    return (x * factor) * weight.float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on adjacent pairs of the trailing channels, in fp32.
+
+    Args:
+        x: `[..., dim]` fp32.
+        cos, sin: `[..., rope_dim / 2]` fp32, broadcast over the leading axes.
+    """
+    rope_dim = 2 * cos.shape[-1]
+    pairs = x[..., -rope_dim:].unflatten(-1, (-1, 2))
+    even, odd = pairs.unbind(-1)
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    return torch.cat((x[..., :-rope_dim], turned.flatten(-2)), dim=-1)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Orthonormal Walsh-Hadamard transform of the last axis: a butterfly, strides 1, 2, 4, ..."""
+    dim = x.shape[-1]
+    stride = 1
+    while stride < dim:
+        low, high = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
+        x = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        stride *= 2
+    scaled: Tensor = x * dim**-0.5
+    return scaled

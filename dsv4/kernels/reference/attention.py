@@ -1,0 +1,98 @@
+"""Attend: one softmax over the window and the compressed entries, with a sink per head."""
+
+import torch
+from torch import Tensor
+
+from dsv4.formats import PagedRows
+from dsv4.kernels import AttentionResult, TokenMap, WindowRows
+from dsv4.kernels.reference.arithmetic import rotate
+from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows, window_values_of
+from dsv4.model.rope import RopeTable
+
+_SLICE_ELEMENTS = 1 << 23  # KV elements attended at a time, to bound the temporaries
+
+
+def attend(
+    query: Tensor,
+    sinks: Tensor | None,
+    window: WindowRows,
+    entries: PagedRows | None,
+    selected_rows: Tensor | None,
+    tokens: TokenMap,
+    rope: RopeTable,
+    *,
+    ratio: int,
+    max_entries: int,
+    compute_dtype: torch.dtype = torch.float32,
+) -> AttentionResult:
+    """Attention of each token over its window and entries, rotated back at its position.
+
+    Args:
+        query: `[num_tokens, heads, head_dim]` fp32 or bf16, normed and rotated.
+        sinks: `[heads]` logits that take weight and give no value; None leaves them out, so
+            that results over parts of the context can be merged by their lse.
+        entries: The layer's pages, or None for SWA.
+        selected_rows: `[num_tokens, k]` flat rows to attend, -1 for none; None means every
+            visible entry.
+        max_entries: The most entries any token of this forward sees.
+    """
+    num_rows = window.window
+    if entries is not None:
+        num_rows += max_entries if selected_rows is None else selected_rows.shape[1]
+    step = max(1, _SLICE_ELEMENTS // (num_rows * query.shape[-1]))
+    outputs, lses = [], []
+    for start in range(0, query.shape[0], step):
+        part = slice(start, start + step)
+        values, is_present = window_values_of(window, tokens, part)
+        if entries is not None:
+            if selected_rows is None:
+                rows = visible_entry_rows(
+                    entries, tokens, part, ratio=ratio, max_entries=max_entries
+                )
+            else:
+                rows = selected_rows[part]
+            values = torch.cat((values, gather_rows(entries, rows)), dim=1)
+            is_present = torch.cat((is_present, rows >= 0), dim=1)
+        positions = tokens.positions.long()[part]
+        output, lse = attend_dense(
+            query[part].to(compute_dtype), values.to(compute_dtype), is_present, sinks
+        )
+        outputs.append(unrotate(output, positions, rope).to(query.dtype))
+        lses.append(lse.float())
+    if not outputs:
+        return AttentionResult(torch.empty_like(query), query.new_empty(query.shape[:2]).float())
+    return AttentionResult(torch.cat(outputs), torch.cat(lses))
+
+
+def attend_dense(
+    query: Tensor, values: Tensor, is_present: Tensor, sinks: Tensor | None
+) -> AttentionResult:
+    """The softmax itself, in the dtype it is given; K and V are the same rows.
+
+    Args:
+        query: `[n, heads, dim]`.
+        values: `[n, rows, dim]`; is_present: `[n, rows]`.
+
+    Notes:
+        A query that sees nothing gives 0 and an lse of -inf. A sink of -inf is none, of +inf
+        takes all weight.
+    """
+    logits = torch.bmm(query, values.transpose(1, 2)) * query.shape[-1] ** -0.5
+    logits = torch.where(is_present[:, None], logits, -torch.inf)
+    largest = logits.amax(dim=-1, keepdim=True)
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    weights = torch.exp(logits - largest)
+    total = weights.sum(dim=-1, keepdim=True)
+    with_sink = total
+    if sinks is not None:
+        with_sink = total + torch.exp(sinks.to(query.dtype)[None, :, None] - largest)
+    output = torch.bmm(weights, values) / with_sink
+    output = torch.where(total > 0, output, 0.0)
+    return AttentionResult(output, (total.log() + largest).squeeze(-1))
+
+
+def unrotate(output: Tensor, positions: Tensor, rope: RopeTable) -> Tensor:
+    """Undo the rotation that the values carry, at the query's position."""
+    cos = rope.cos[positions][:, None].to(output.dtype)
+    sin = rope.sin[positions][:, None].to(output.dtype)
+    return rotate(output, cos, -sin)

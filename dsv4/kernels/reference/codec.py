@@ -1,0 +1,167 @@
+"""Values to bytes and back, one rule per row format of `dsv4.formats`.
+
+What happens to special values:
+
+    input         fp8 family (E4M3)            fp4 family (E2M1)          bf16 / fp32 rows
+    ±0            keeps its sign               keeps its sign             kept
+    NaN           0x7F, and no part in amax    +6, and no part in amax    0x7FC0 / 0x7FC00000
+    ±inf          ±448 × scale                 ±6 × scale                 kept
+    too large     saturates                    saturates                  (BF16: rounds to inf)
+
+Quantised rows are made from the BF16-rounded value. A group's amax is at most BF16's largest
+number, so every scale is finite.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.formats import PagedRows, RowFormat
+from dsv4.kernels.reference.arithmetic import float32_bits, round_to_bf16
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+AMAX_FLOOR = 1e-4  # of E4M3 groups
+MXFP4_AMAX_FLOOR = E2M1_MAX * 2.0**-126
+NVFP4_SCALE_FLOOR = 2.0**-9  # E4M3's smallest number
+BF16_MAX = 3.3895313892515355e38
+
+
+class EncodedRows(NamedTuple):
+    """The two records of each row: `[n, data_bytes]` and `[n, scale_bytes]` uint8."""
+
+    data: Tensor
+    scales: Tensor
+
+
+def encode(fmt: RowFormat, values: Tensor, *, global_scale: Tensor | None = None) -> EncodedRows:
+    """Rows `[n, dim]` fp32 as the bytes of `fmt`; `global_scale` is NVFP4's, 1 if None."""
+    if fmt.value_dtype is torch.float32 and fmt.scale_rule == "none":
+        return _pack(fmt, [torch.where(torch.isnan(values), torch.nan, values)], [])
+    rounded = round_to_bf16(values)
+    if fmt.scale_rule == "none":
+        return _pack(fmt, [rounded], [])
+    nope_dim = fmt.dim - fmt.rope_dim
+    groups = rounded[:, :nope_dim].float().unflatten(1, (-1, fmt.group))
+    amax = torch.where(torch.isnan(groups), 0.0, groups).abs().amax(dim=-1)
+    scale, stored_scale = _make_scale(fmt, amax.clamp(max=BF16_MAX), global_scale)
+    if _is_fp4(fmt):
+        codes = encode_e2m1(groups / scale[:, :, None]).flatten(1)
+        payload = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    else:
+        payload = encode_e4m3(groups / scale[:, :, None]).flatten(1)
+    return _pack(fmt, [payload, rounded[:, nope_dim:]], [stored_scale])
+
+
+def decode(fmt: RowFormat, rows: EncodedRows, *, global_scale: Tensor | None = None) -> Tensor:
+    """The values `[n, dim]` fp32 of rows; each is exact in `fmt.value_dtype`."""
+    fields = {f.name: _unpack(fmt, rows, f.name) for f in fmt.fields}
+    if fmt.scale_rule == "none":
+        return torch.cat([field.float() for field in fields.values()], dim=1)
+    scale = _read_scale(fields["scale"], global_scale if fmt.scale_rule == "e4m3" else None)
+    if _is_fp4(fmt):
+        payload = fields["key"]
+        values = decode_e2m1(torch.stack((payload & 15, payload >> 4), dim=-1).flatten(1))
+    else:
+        values = fields["nope" if "nope" in fields else "key"].float()
+    restored = (values.unflatten(1, (-1, fmt.group)) * scale[:, :, None]).flatten(1)
+    if fmt.value_dtype is torch.bfloat16:
+        restored = round_to_bf16(restored).float()
+    return torch.cat((restored, fields["rope"].float()), dim=1) if fmt.rope_dim else restored
+
+
+def read_rows(pages: PagedRows, rows: Tensor) -> EncodedRows:
+    """The bytes of the rows with flat indices `rows` `[n]`, all of them valid."""
+    page, row = rows // pages.rows_per_page, rows % pages.rows_per_page
+    return EncodedRows(pages.data[page, row], pages.scales[page, row])
+
+
+def write_rows(pages: PagedRows, rows: Tensor, encoded: EncodedRows) -> None:
+    """Store encoded rows at flat indices `rows` `[n]`; -1 is skipped."""
+    is_real = rows >= 0
+    rows = rows[is_real]
+    page, row = rows // pages.rows_per_page, rows % pages.rows_per_page
+    pages.data[page, row] = encoded.data[is_real]
+    pages.scales[page, row] = encoded.scales[is_real]
+
+
+def encode_e4m3(x: Tensor) -> Tensor:
+    """fp32 to E4M3 bytes: nearest even, saturating at ±448; NaN is 0x7F."""
+    codes = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(torch.isnan(x), 0x7F, codes)
+
+
+def encode_e2m1(x: Tensor) -> Tensor:
+    """fp32 to E2M1 codes: nearest, ties to the even code, saturating at ±6; NaN is +6."""
+    a = x.abs()
+    code = (
+        (a > 0.25).byte() + (a >= 0.75) + (a > 1.25) + (a >= 1.75)
+        + (a > 2.5) + (a >= 3.5) + (a > 5.0)
+    )  # fmt: skip
+    code = code | (torch.signbit(x).byte() << 3)
+    return torch.where(torch.isnan(x), 7, code)
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    """E2M1 codes to fp32."""
+    table = torch.tensor(
+        E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=torch.float32, device=codes.device
+    )
+    return table[codes.int()]
+
+
+def ceil_log2_ratio(amax: Tensor, largest: float) -> Tensor:
+    """ceil(log2(amax / largest)) as int32, exactly, for normal amax and largest 448 or 6."""
+    bits = float32_bits(amax)
+    exponent = (bits >> 23) - 127
+    mantissa = bits & 0x7FFFFF
+    if largest == E4M3_MAX:  # 1.75 × 2^8
+        return exponent - 8 + (mantissa > 0x600000).int()
+    return exponent - 2 + (mantissa > 0x400000).int()  # 6 = 1.5 × 2^2
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent as fp32, for exponents of normal numbers."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _is_fp4(fmt: RowFormat) -> bool:
+    return fmt.name in ("mxfp4", "nvfp4")
+
+
+def _make_scale(fmt: RowFormat, amax: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The scale to divide by, `[n, groups]` fp32, and what is stored of it."""
+    if fmt.scale_rule == "amax_fp32":
+        scale = amax.clamp(min=AMAX_FLOOR) / E4M3_MAX
+        return scale, scale
+    if fmt.scale_rule == "e4m3":
+        factor = E2M1_MAX if global_scale is None else E2M1_MAX * global_scale
+        stored = encode_e4m3((amax / factor).clamp(min=NVFP4_SCALE_FLOOR))
+        return _read_scale(stored.view(torch.float8_e4m3fn), global_scale), stored
+    largest, floor = (E2M1_MAX, MXFP4_AMAX_FLOOR) if _is_fp4(fmt) else (E4M3_MAX, AMAX_FLOOR)
+    exponent = ceil_log2_ratio(amax.clamp(min=floor), largest)
+    scale = power_of_two(exponent)
+    return scale, (exponent + 127).byte() if fmt.scale_rule == "ue8m0" else scale
+
+
+def _read_scale(stored: Tensor, global_scale: Tensor | None) -> Tensor:
+    scale = stored.float()
+    return scale if global_scale is None else scale * global_scale
+
+
+def _pack(fmt: RowFormat, data: list[Tensor], scales: list[Tensor]) -> EncodedRows:
+    record = torch.cat([part.contiguous().view(torch.uint8) for part in data], dim=1)
+    stored = record.new_zeros(record.shape[0], fmt.scale_bytes)
+    for scale in scales:
+        scale_bytes = scale.contiguous().view(torch.uint8)
+        stored[:, : scale_bytes.shape[1]] = scale_bytes
+    return EncodedRows(record, stored)
+
+
+def _unpack(fmt: RowFormat, rows: EncodedRows, name: str) -> Tensor:
+    field = fmt.field(name)
+    record = rows.data if field.section == "data" else rows.scales
+    end = field.offset + field.count * field.dtype.itemsize
+    return record[:, field.offset : end].contiguous().view(field.dtype)

@@ -1,0 +1,170 @@
+"""The oracle: a layer over one whole sequence, with no cache, no blocks, no rings, no chunks.
+
+It shares the arithmetic and the row formats with the cache and nothing of its addressing:
+windows are reshapes of the sequence, visibility is a mask over all pairs. Rows are seen as they
+would be stored.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.config import CacheConfig
+from dsv4.formats import RowFormat
+from dsv4.kernels import CompressorInputs, CompressorWeights, LayerProjections, LayerWeights
+from dsv4.kernels.reference.arithmetic import hadamard, pool_rows, rms_norm, rotate, round_to
+from dsv4.kernels.reference.codec import EncodedRows, decode, encode
+from dsv4.kernels.reference.indexer import index_query, score_entries, select_topk
+from dsv4.model.layer_schedule import AttentionType
+from dsv4.model.rope import RopeTable
+
+
+class DenseLayer(NamedTuple):
+    """Everything a layer stores and gives for a sequence of n tokens.
+
+    window, entries, index_keys are the stored bytes, row i for token or entry i; tail_kv and
+    tail_gate are `[n, width]` as a tail stores them; selected is `[n, topk]`, -1 for none;
+    output is `[n, heads, head_dim]`. What a layer type doesn't have is None.
+    """
+
+    output: Tensor
+    window: EncodedRows
+    entries: EncodedRows | None
+    index_keys: EncodedRows | None
+    tails: CompressorInputs | None
+    index_tails: CompressorInputs | None
+    selected: Tensor | None
+
+
+def dense_layer(
+    attention_type: AttentionType,
+    inputs: LayerProjections,
+    weights: LayerWeights,
+    rope: RopeTable,
+    config: CacheConfig,
+) -> DenseLayer:
+    """One layer over one sequence that starts at position 0."""
+    num_tokens = inputs.kv.shape[0]
+    positions = torch.arange(num_tokens, device=inputs.kv.device)
+    normed = rms_norm(inputs.kv.float(), weights.kv_norm, config.rms_norm_eps)
+    window = encode(config.kv_row, rotate(normed, rope.cos[positions], rope.sin[positions]))
+    entries = index_keys = tails = index_tails = selected = None
+    ratio = attention_type.ratio
+    if inputs.compressor is not None and weights.compressor is not None:
+        tails, values = _entries(inputs.compressor, weights.compressor, rope, ratio, config)
+        entries = encode(config.kv_row, values)
+    if inputs.index is not None and weights.indexer is not None:
+        index = CompressorInputs(inputs.index.kv, inputs.index.gate)
+        index_tails, keys = _entries(index, weights.indexer, rope, ratio, config)
+        scale = _global_scale(config, keys)
+        keys = hadamard(keys) if config.index_hadamard else keys
+        index_keys = encode(config.index_row, keys, global_scale=scale)
+        selected = _select(inputs, index_keys, positions, rope, ratio, config, scale)
+    output = _attend(inputs, weights, window, entries, selected, positions, rope, ratio, config)
+    return DenseLayer(output, window, entries, index_keys, tails, index_tails, selected)
+
+
+def _entries(
+    inputs: CompressorInputs,
+    weights: CompressorWeights,
+    rope: RopeTable,
+    ratio: int,
+    config: CacheConfig,
+) -> tuple[CompressorInputs, Tensor]:
+    """The rows as a tail stores them, and the entries `[n // ratio, dim]` before encoding."""
+    num_windows = inputs.kv.shape[0] // ratio
+    repeats = -(-inputs.kv.shape[0] // ratio)
+    bias = weights.position_bias.float().repeat(repeats, 1)[: inputs.kv.shape[0]]
+    stored = CompressorInputs(
+        round_to(inputs.kv, config.tail_torch_dtype),
+        round_to(inputs.gate.float() + bias, config.tail_torch_dtype),
+    )
+    kv, gate = (
+        part[: num_windows * ratio].float().unflatten(0, (num_windows, ratio)) for part in stored
+    )
+    is_present = torch.ones(num_windows, ratio, dtype=torch.bool, device=kv.device)
+    dim = weights.norm_weight.shape[0]
+    if kv.shape[-1] == 2 * dim:
+        kv, gate = (_with_previous(part, dim) for part in (kv, gate))
+        first = torch.arange(num_windows, device=kv.device)[:, None] > 0
+        is_present = torch.cat((first & is_present, is_present), dim=1)
+    pooled = pool_rows(kv, gate, is_present)
+    normed = rms_norm(pooled, weights.norm_weight, config.rms_norm_eps)
+    starts = torch.arange(num_windows, device=kv.device) * ratio
+    return stored, rotate(normed, rope.cos[starts], rope.sin[starts])
+
+
+def _with_previous(windows: Tensor, dim: int) -> Tensor:
+    """`[w, 2m, dim]`: the previous window's first half of columns, then this one's second."""
+    previous = torch.zeros_like(windows[:, :, :dim])
+    previous[1:] = windows[:-1, :, :dim]
+    return torch.cat((previous, windows[:, :, dim:]), dim=1)
+
+
+def _select(
+    inputs: LayerProjections,
+    index_keys: EncodedRows,
+    positions: Tensor,
+    rope: RopeTable,
+    ratio: int,
+    config: CacheConfig,
+    scale: Tensor | None,
+) -> Tensor:
+    assert inputs.index is not None, "only a CSA layer selects"
+    keys = decode(config.index_row, index_keys, global_scale=scale)
+    query = index_query(
+        inputs.index.query, config.index_row, positions, rope,
+        has_hadamard=config.index_hadamard, global_scale=scale,
+    )  # fmt: skip
+    scores = score_entries(
+        query, inputs.index.head_weights, keys.expand(len(positions), *keys.shape)
+    )
+    chosen = select_topk(scores, (positions + 1) // ratio, config.index_topk)
+    padded = chosen.new_full((len(positions), config.index_topk), -1)
+    padded[:, : chosen.shape[1]] = chosen
+    return padded
+
+
+def _attend(
+    inputs: LayerProjections,
+    weights: LayerWeights,
+    window: EncodedRows,
+    entries: EncodedRows | None,
+    selected: Tensor | None,
+    positions: Tensor,
+    rope: RopeTable,
+    ratio: int,
+    config: CacheConfig,
+) -> Tensor:
+    """Softmax over all pairs of queries and rows, in fp64, with a mask for what is visible."""
+    row: RowFormat = config.kv_row
+    distance = positions[:, None] - positions
+    values = decode(row, window).double()
+    is_visible = (distance >= 0) & (distance < config.sliding_window)
+    if entries is not None:
+        values = torch.cat((values, decode(row, entries).double()))
+        entry_idx = torch.arange(len(entries.data), device=positions.device)
+        if selected is None:
+            is_seen = (entry_idx + 1) * ratio <= positions[:, None] + 1
+        else:
+            hits = torch.zeros(len(positions), len(entry_idx) + 1, device=positions.device)
+            where = torch.where(selected >= 0, selected, len(entry_idx))
+            is_seen = hits.scatter(1, where, 1.0)[:, :-1] > 0
+        is_visible = torch.cat((is_visible, is_seen), dim=1)
+    logits = torch.einsum("nhd,rd->nhr", inputs.query.double(), values)
+    logits = logits * config.head_dim**-0.5
+    logits = logits.masked_fill(~is_visible[:, None], -torch.inf)
+    if weights.sinks is not None:
+        sinks = weights.sinks.double()[None, :, None].expand(len(positions), -1, 1)
+        logits = torch.cat((logits, sinks), dim=-1)
+    probabilities = logits.softmax(dim=-1)[:, :, : len(values)]
+    output = torch.einsum("nhr,rd->nhd", probabilities, values)
+    cos, sin = rope.cos[positions][:, None].double(), rope.sin[positions][:, None].double()
+    return rotate(output, cos, -sin).to(inputs.query.dtype)
+
+
+def _global_scale(config: CacheConfig, like: Tensor) -> Tensor | None:
+    if config.index_global_scale is None:
+        return None
+    return torch.tensor(config.index_global_scale, dtype=torch.float32, device=like.device)
