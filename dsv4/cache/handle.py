@@ -132,7 +132,7 @@ class LayerCacheHandle:
         """Everything between a layer's projections and its attention output, in order."""
         self.write_swa(inputs.kv, weights.kv_norm)
         if inputs.compressor is not None and weights.compressor is not None:
-            index = inputs.index
+            index = inputs.indexer
             self.flush_compression(
                 *inputs.compressor,
                 weights.compressor,
@@ -141,8 +141,8 @@ class LayerCacheHandle:
                 index_weights=weights.indexer,
             )
         selection = None
-        if inputs.index is not None:
-            selection = self.select_entries(inputs.index.query, inputs.index.head_weights)
+        if inputs.indexer is not None:
+            selection = self.select_entries(inputs.indexer.query, inputs.indexer.head_weights)
         return self.attend(inputs.query, weights.sinks, selection)
 
     def write_swa(self, kv: Tensor, norm_weight: Tensor) -> None:

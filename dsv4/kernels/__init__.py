@@ -73,13 +73,13 @@ class LayerProjections(NamedTuple):
     """What a layer hands to the cache in one forward, fp32 or bf16.
 
     query is `[num_tokens, heads, head_dim]`, normed and rotated; kv `[num_tokens, head_dim]`,
-    before its norm. compressor is None for SWA, index None unless CSA.
+    before its norm. compressor is None for SWA, indexer None unless CSA.
     """
 
     query: Tensor
     kv: Tensor
     compressor: CompressorInputs | None = None
-    index: IndexInputs | None = None
+    indexer: IndexInputs | None = None
 
 
 class LayerWeights(NamedTuple):

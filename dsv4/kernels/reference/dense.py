@@ -54,8 +54,8 @@ def dense_layer(
     if inputs.compressor is not None and weights.compressor is not None:
         tails, values = _entries(inputs.compressor, weights.compressor, rope, ratio, config)
         entries = encode(config.kv_row, values)
-    if inputs.index is not None and weights.indexer is not None:
-        index = CompressorInputs(inputs.index.kv, inputs.index.gate)
+    if inputs.indexer is not None and weights.indexer is not None:
+        index = CompressorInputs(inputs.indexer.kv, inputs.indexer.gate)
         index_tails, keys = _entries(index, weights.indexer, rope, ratio, config)
         scale = _global_scale(config, keys)
         keys = hadamard(keys) if config.index_hadamard else keys
@@ -111,14 +111,14 @@ def _select(
     config: CacheConfig,
     scale: Tensor | None,
 ) -> Tensor:
-    assert inputs.index is not None, "only a CSA layer selects"
+    assert inputs.indexer is not None, "only a CSA layer selects"
     keys = decode(config.index_row, index_keys, global_scale=scale)
     query = index_query(
-        inputs.index.query, config.index_row, positions, rope,
+        inputs.indexer.query, config.index_row, positions, rope,
         has_hadamard=config.index_hadamard, global_scale=scale,
     )  # fmt: skip
     scores = score_entries(
-        query, inputs.index.head_weights, keys.expand(len(positions), *keys.shape)
+        query, inputs.indexer.head_weights, keys.expand(len(positions), *keys.shape)
     )
     chosen = select_topk(scores, (positions + 1) // ratio, config.index_topk)
     padded = chosen.new_full((len(positions), config.index_topk), -1)
