@@ -152,12 +152,17 @@ def _read_scale(stored: Tensor, global_scale: Tensor | None) -> Tensor:
 
 
 def _pack(fmt: RowFormat, data: list[Tensor], scales: list[Tensor]) -> EncodedRows:
-    record = torch.cat([part.contiguous().view(torch.uint8) for part in data], dim=1)
+    record = torch.cat([_bytes_of(part) for part in data], dim=1)
     stored = record.new_zeros(record.shape[0], fmt.scale_bytes)
     for scale in scales:
-        scale_bytes = scale.contiguous().view(torch.uint8)
+        scale_bytes = _bytes_of(scale)
         stored[:, : scale_bytes.shape[1]] = scale_bytes
     return EncodedRows(record, stored)
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Rows `[n, width]` of any dtype as their bytes; n may be 0."""
+    return x.flatten().view(torch.uint8).view(x.shape[0], x.shape[1] * x.element_size())
 
 
 def _unpack(fmt: RowFormat, rows: EncodedRows, name: str) -> Tensor:
