@@ -191,11 +191,11 @@ class KVCacheManager:
         self._plan.retire()
         self._plan = None
 
-    def is_unfinished(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `slots` the current plan has not yet written in every layer."""
+    def find_torn(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of `slots` have a forward behind them that did not write every layer."""
         if self._plan is None or self._plan.is_complete:
-            return np.zeros(len(slots), dtype=np.bool_)
-        return np.isin(slots, self._plan.request_slots)
+            return self.is_torn[slots]
+        return self.is_torn[slots] | np.isin(slots, self._plan.request_slots)
 
     def check_open(self, slot: int) -> None:
         """Refuse a slot that is not open."""

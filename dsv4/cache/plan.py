@@ -40,6 +40,23 @@ class PlanBuffers:
             self.host[name] = self._packed[start : start + size]
             self.device[name] = self.packed[start : start + size]
             start += size
+        self._token_map: TokenMap | None = None
+
+    def token_map(self, batch: int, num_tokens: int, block_table: torch.Tensor) -> TokenMap:
+        """The buffers cut to a forward's size; the last cut is kept for the next step."""
+        kept = self._token_map
+        if kept is not None and (len(kept.request_slots), len(kept.positions)) == (
+            batch,
+            num_tokens,
+        ):
+            return kept
+        per_request = ("request_slots", "positions_before", "positions_after", "workspace_starts")
+        self._token_map = TokenMap(
+            **{name: self.device[name][:batch] for name in per_request},
+            **{name: self.device[name][:num_tokens] for name in ("positions", "request_ids")},
+            block_table=block_table,
+        )
+        return self._token_map
 
     def upload(self) -> None:
         """Bring the host's values to the device."""
@@ -82,7 +99,10 @@ class ForwardPlan:
     @property
     def is_complete(self) -> bool:
         """Every layer has written its window rows and flushed its entries."""
-        return len(self._progress.written) == self.num_parts and not self._progress.has_failed
+        progress = self._progress
+        if progress.has_failed:
+            return False
+        return progress.is_declared_complete or len(progress.written) == self.num_parts
 
     @property
     def is_retired(self) -> bool:
@@ -92,6 +112,11 @@ class ForwardPlan:
     def max_entries(self, ratio: int) -> int:
         """The most entries that any token of this forward sees in a layer of that ratio."""
         return self.longest // ratio if ratio else 0
+
+    def complete(self) -> None:
+        """Declare every layer written: by whoever runs the layers without their handles."""
+        self.check_current()
+        self._progress.is_declared_complete = True
 
     def retire(self) -> None:
         """Mark the buffers as taken over by a newer plan."""
@@ -132,5 +157,6 @@ class ForwardPlan:
 class _Progress:
     written: set[tuple[int, str]] = field(default_factory=set)
     workspace_layer: int | None = None
+    is_declared_complete: bool = False
     has_failed: bool = False
     is_retired: bool = False

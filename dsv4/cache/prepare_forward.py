@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.errors import OutOfBlocksError, TornForwardError
-from dsv4.kernels import TokenMap
 
 Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
 Int64Array = NDArray[np.int64]
@@ -46,26 +45,27 @@ def prepare_forward(
     slots = _as_ints("request_slots", request_slots)
     before = _as_ints("positions_before", positions_before)
     after = _as_ints("positions_after", positions_after)
-    real = _check_rows(manager, slots, before, after)
-    counts = after - before
+    counts = after - before if len(after) == len(before) else after
+    real = _check_rows(manager, slots, before, after, counts)
     num_tokens = int(counts.sum())
     _check_capacity(manager, slots, after, num_tokens)
 
-    num_new = _acquire_blocks(manager, slots[real], after[real])
-    manager.lengths[slots[real]] = after[real]
-    longest = int(after[real].max(initial=0))
-    starts, has_workspace = _workspace_starts(manager, slots, counts)
-    tokens = _fill_buffers(manager, slots, before, after, counts, starts, num_tokens)
+    real_slots, real_after = slots[real], after[real]
+    num_new = _acquire_blocks(manager, real_slots, real_after)
+    manager.lengths[real_slots] = real_after
+    workspace_starts = _workspace_starts(manager, slots, counts)
+    _fill_buffers(manager, slots, before, after, counts, workspace_starts, num_tokens)
+    host = manager.plan_buffers.host
     plan = ForwardPlan(
         owner=manager,
-        tokens=tokens,
-        request_slots=slots.astype(np.int32),
-        positions_before=before.astype(np.int32),
-        positions_after=after.astype(np.int32),
+        tokens=manager.plan_buffers.token_map(len(slots), num_tokens, manager.block_table),
+        request_slots=host["request_slots"][: len(slots)].copy(),
+        positions_before=host["positions_before"][: len(slots)].copy(),
+        positions_after=host["positions_after"][: len(slots)].copy(),
         num_tokens=num_tokens,
-        longest=longest,
+        longest=int(real_after.max(initial=0)),
         num_new_blocks=num_new,
-        has_workspace=has_workspace,
+        has_workspace=workspace_starts is not None,
         num_parts=manager.num_parts,
     )
     manager.start_plan(plan)
@@ -80,50 +80,54 @@ def _as_ints(name: str, values: Ints) -> Int64Array:
         raise ValueError(f"Invalid shape of {name}: expected one axis, got {list(array.shape)}")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"Invalid dtype of {name}: expected integers, got {array.dtype}")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 def _check_rows(
-    manager: KVCacheManager, slots: Int64Array, before: Int64Array, after: Int64Array
-) -> NDArray[np.bool_]:
-    """Refuse rows that contradict the requests; return which rows are not padding."""
+    manager: KVCacheManager,
+    slots: Int64Array,
+    before: Int64Array,
+    after: Int64Array,
+    counts: Int64Array,
+) -> slice | NDArray[np.bool_]:
+    """Refuse rows that contradict the requests; return the index of those that aren't padding."""
     if not slots.shape == before.shape == after.shape:
         raise ValueError(
             "Invalid shapes: expected request_slots, positions_before and positions_after of "
             f"equal length, got {len(slots)}, {len(before)} and {len(after)}"
         )
     max_requests = manager.capacity.max_requests
-    if ((slots < -1) | (slots >= max_requests)).any():
+    smallest, largest = slots.min(initial=0), slots.max(initial=0)
+    if smallest < -1 or largest >= max_requests:
         raise ValueError(
-            f"Invalid request_slots: expected -1 to {max_requests - 1}, "
-            f"got {slots.min()} to {slots.max()}"
+            f"Invalid request_slots: expected -1 to {max_requests - 1}, got {smallest} to {largest}"
         )
-    real = slots >= 0
-    mine = slots[real]
+    real = slots >= 0 if smallest < 0 else slice(None)
+    mine, lengths = slots[real], manager.lengths[slots[real]]
     if not manager.is_open[mine].all():
         slot = mine[~manager.is_open[mine]][0]
         raise ValueError(f"Invalid request_slots: slot {slot} is not open")
     if np.bincount(mine, minlength=1).max() > 1:
         slot = int(np.bincount(mine).argmax())
         raise ValueError(f"Invalid request_slots: slot {slot} is named more than once")
-    wrong = real & (before != np.where(real, manager.lengths[slots], before))
-    if wrong.any():
-        row = int(wrong.argmax())
+    is_wrong = before[real] != lengths
+    if is_wrong.any():
+        row = int(is_wrong.argmax())
         raise ValueError(
-            f"Invalid positions_before: expected {manager.lengths[slots[row]]}, the length of "
-            f"slot {slots[row]}, got {before[row]}"
+            f"Invalid positions_before: expected {lengths[row]}, the length of slot {mine[row]}, "
+            f"got {before[real][row]}"
         )
-    if ((after < before) | (before < 0)).any():
-        row = int(((after < before) | (before < 0)).argmax())
+    if counts.min(initial=0) < 0 or before.min(initial=0) < 0:
+        row = int(((counts < 0) | (before < 0)).argmax())
         raise ValueError(
-            f"Invalid positions_after: expected at least positions_before ({before[row]}) "
-            f"in row {row}, got {after[row]}"
+            "Invalid positions: expected 0 <= positions_before <= positions_after, "
+            f"got {before[row]} and {after[row]} in row {row}"
         )
-    torn = mine[manager.is_torn[mine] | manager.is_unfinished(mine)]
-    if torn.size:
+    is_torn = manager.find_torn(mine)
+    if is_torn.any():
         raise TornForwardError(
-            f"The last forward of slot {torn[0]} did not write every layer; the slot can only "
-            "be freed"
+            f"The last forward of slot {mine[is_torn][0]} did not write every layer; the slot "
+            "can only be freed"
         )
     return real
 
@@ -164,13 +168,16 @@ def _acquire_blocks(manager: KVCacheManager, slots: Int64Array, after: Int64Arra
 
 def _workspace_starts(
     manager: KVCacheManager, slots: Int64Array, counts: Int64Array
-) -> tuple[Int64Array, bool]:
-    """First workspace row of each request whose chunk is longer than its ring can replay."""
+) -> Int64Array | None:
+    """First workspace row of each request whose chunk is longer than its ring can replay.
+
+    None if no chunk is.
+    """
     is_long = (counts > manager.capacity.max_step_tokens) & (slots >= 0)
     if not is_long.any():
-        return np.full_like(slots, -1), False
+        return None
     rows = np.where(is_long, counts + (manager.config.sliding_window - 1), 0)
-    return np.where(is_long, np.cumsum(rows) - rows, -1), True
+    return np.where(is_long, np.cumsum(rows) - rows, -1)
 
 
 def _fill_buffers(
@@ -179,26 +186,16 @@ def _fill_buffers(
     before: Int64Array,
     after: Int64Array,
     counts: Int64Array,
-    workspace_starts: Int64Array,
+    workspace_starts: Int64Array | None,
     num_tokens: int,
-) -> TokenMap:
-    buffers, batch = manager.plan_buffers, len(slots)
-    host, device = buffers.host, buffers.device
+) -> None:
+    host, batch = manager.plan_buffers.host, len(slots)
     host["request_slots"][:batch] = slots
     host["positions_before"][:batch] = before
     host["positions_after"][:batch] = after
-    host["workspace_starts"][:batch] = workspace_starts
-    first = np.cumsum(counts) - counts
+    host["workspace_starts"][:batch] = -1 if workspace_starts is None else workspace_starts
+    first_token = np.cumsum(counts) - counts
     ids = np.repeat(np.arange(batch), counts)
     host["request_ids"][:num_tokens] = ids
-    host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first)[ids]
-    buffers.upload()
-    return TokenMap(
-        request_slots=device["request_slots"][:batch],
-        positions_before=device["positions_before"][:batch],
-        positions_after=device["positions_after"][:batch],
-        positions=device["positions"][:num_tokens],
-        request_ids=device["request_ids"][:num_tokens],
-        workspace_starts=device["workspace_starts"][:batch],
-        block_table=manager.block_table,
-    )
+    host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
+    manager.plan_buffers.upload()

@@ -131,7 +131,7 @@ class AttentionSubBlock:
         self._check(hidden, handle)
         inputs = self.project(hidden, handle.positions.long(), handle.rope)
         attended = handle.forward(inputs, self.cache_weights).output
-        return self._project_output(attended)
+        return self.project_output(attended)
 
     @property
     def cache_weights(self) -> LayerWeights:
@@ -177,7 +177,9 @@ class AttentionSubBlock:
             _linear(hidden, indexer.weights_proj),
         )
 
-    def _project_output(self, attended: Tensor) -> Tensor:
+    @torch.no_grad()
+    def project_output(self, attended: Tensor) -> Tensor:
+        """`[num_tokens, hidden_size]` from the heads' outputs `[num_tokens, heads, head_dim]`."""
         groups = self.weights.num_output_groups
         grouped = attended.flatten(1).unflatten(1, (groups, -1)).transpose(0, 1)
         by_group = self.weights.o_a_proj.unflatten(0, (groups, -1)).transpose(1, 2)

@@ -1,0 +1,43 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The oldest transformers that is supported, beside the newest in requirements.txt.
+OLDEST := transformers==5.17.0
+
+.PHONY: demo test lint unit oldest slow bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/dsv4 demo
+
+test: lint unit oldest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict dsv4
+
+unit: $(VENV)/.installed
+	$(BIN)/pytest -n 2
+
+oldest: $(VENV)/.oldest
+	PYTHONPATH=$(VENV)/oldest $(BIN)/pytest tests/model tests/test_config.py
+
+slow: $(VENV)/.installed
+	$(BIN)/pytest -n 2 -m slow
+
+bench: $(VENV)/.installed
+	$(BIN)/dsv4 bench plan
+
+$(VENV)/.installed: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.oldest: $(VENV)/.installed
+	rm -rf $(VENV)/oldest
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $(VENV)/oldest $(OLDEST)
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,43 @@
+"""What a measurement was taken on."""
+
+import platform
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import dsv4
+
+
+def environment() -> dict[str, str]:
+    """Versions, processor and commit, for the report of a bench."""
+    return {
+        "dsv4": dsv4.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "cpu": _cpu(),
+    }
+
+
+def _commit() -> str:
+    folder = Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=10"],
+            cwd=folder, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"

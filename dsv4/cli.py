@@ -1,0 +1,117 @@
+"""The `dsv4` command. Bad usage exits with 2, a failure with 1 and one sentence on stderr."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except Exception as error:
+        if options.debug:
+            raise
+        print(f"dsv4: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dsv4", description="KV-cache runtime for DeepSeek-V4's hybrid attention"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    demo = commands.add_parser(
+        "demo", help="run a small random model's attention through the cache and check it"
+    )
+    demo.add_argument("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
+    demo.add_argument(
+        "--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys"
+    )
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--json", action="store_true", help="print one JSON object")
+    demo.set_defaults(run=_demo)
+
+    benches = commands.add_parser("bench", help="measure").add_subparsers(
+        dest="bench", required=True
+    )
+    plan = benches.add_parser("plan", help="host time of prepare_forward")
+    plan.add_argument("--requests", type=_positive, default=256)
+    plan.add_argument("--steps", type=_positive, default=400)
+    plan.add_argument("--json", action="store_true", help="print one JSON object only")
+    plan.set_defaults(run=_bench_plan)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return value
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from dsv4.demo import run_demo
+
+    result = run_demo(kv_format=options.kv, index_format=options.index, seed=options.seed)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        _print_demo(result)
+    return 0 if result["ok"] else 1
+
+
+def _print_demo(result: dict[str, Any]) -> None:
+    console = Console()
+    lengths = ", ".join(str(n) for n in result["sequences"])
+    formats = f"{result['kv_format']} rows, {result['index_format']} index keys"
+    console.print(f"Sequences of {lengths} tokens, prefilled in one batch, then decoded.\n")
+    errors = Table(title="Largest difference, as a share of the largest output")
+    errors.add_column("layer")
+    errors.add_column("fp32 rows\nagainst transformers", justify="right")
+    errors.add_column(f"{formats}\nagainst the uncached oracle", justify="right")
+    errors.add_column(f"{formats}\nagainst transformers in fp32", justify="right")
+    for layer in result["layers"]:
+        errors.add_row(
+            f"{layer['layer']} {layer['type']}",
+            f"{layer['fp32_vs_transformers']:.1e}",
+            f"{layer['formats_vs_oracle']:.1e}",
+            f"{layer['formats_vs_transformers']:.1e}",
+        )
+    console.print(errors)
+    memory = Table(title=f"Bytes of the cache: {formats}")
+    memory.add_column("component")
+    memory.add_column("payload", justify="right")
+    memory.add_column("allocated", justify="right")
+    for name, size in result["memory"].items():
+        memory.add_row(name, f"{size['payload']:,}", f"{size['allocated']:,}")
+    totals = [sum(s[kind] for s in result["memory"].values()) for kind in ("payload", "allocated")]
+    memory.add_section()
+    memory.add_row("total", *(f"{total:,}" for total in totals))
+    console.print(memory)
+    console.print("equal" if result["ok"] else "MISMATCH")
+
+
+def _bench_plan(options: argparse.Namespace) -> int:
+    from dsv4.bench.plan import bench_plan
+
+    result = bench_plan(num_requests=options.requests, num_steps=options.steps)
+    if not options.json:
+        table = Table(title=f"prepare_forward, {result['num_requests']} requests, one token each")
+        for column in ("V4-Flash", "median us", "90th percentile us"):
+            table.add_column(column, justify="right")
+        for name, median in result["median_us"].items():
+            table.add_row(name, f"{median:.1f}", f"{result['p90_us'][name]:.1f}")
+        Console().print(table)
+    print(json.dumps(result))
+    return 0

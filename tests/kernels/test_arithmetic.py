@@ -1,0 +1,362 @@
+"""The arithmetic of stored values: accuracy, written orders, special values."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dsv4.kernels.reference.arithmetic import (
+    exp_of_nonpositive,
+    float32_bits,
+    fold_rows,
+    hadamard,
+    pool_rows,
+    rms_norm,
+    rotate,
+    round_to,
+    round_to_bf16,
+    sum_of_squares,
+)
+
+INF, NAN = math.inf, math.nan
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def wide(*shape: int, seed: int = 0, spread: int = 20) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-spread, spread, shape, generator=generator)
+    return torch.randn(shape, generator=generator) * torch.exp2(exponents.float())
+
+
+def test_exp_is_accurate_over_its_whole_range():
+    x = torch.cat((torch.linspace(-87, 0, 400_001), -torch.logspace(-30, 1.9, 100_001)))
+    exact = torch.exp(x.double())
+    error = ((exp_of_nonpositive(x).double() - exact).abs() / exact).max()
+    assert float(error) <= 1.2e-7
+
+
+def test_exp_next_to_the_steps_of_its_range_reduction():
+    steps = (torch.arange(-125, 1, dtype=torch.float64) - 0.5) * math.log(2)
+    x = steps.float()
+    x = torch.cat(
+        (torch.nextafter(x, torch.tensor(-INF)), x, torch.nextafter(x, torch.tensor(0.0)))
+    )
+    x = x[x >= -87]
+    exact = torch.exp(x.double())
+    assert float(((exp_of_nonpositive(x).double() - exact).abs() / exact).max()) <= 1.2e-7
+
+
+@pytest.mark.parametrize("x", [0.0, -0.0, -1e-45, -1e-30, -1e-9])
+def test_exp_near_zero_is_one(x):
+    assert exp_of_nonpositive(torch.tensor([x])).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("x", [-87.00001, -88.0, -103.0, -1e30, -INF])
+def test_exp_below_its_range_is_zero(x):
+    result = exp_of_nonpositive(torch.tensor([x]))
+    assert result.tolist() == [0.0] and not bool(torch.signbit(result))
+
+
+def test_exp_at_the_end_of_its_range_is_a_normal_number():
+    result = exp_of_nonpositive(torch.tensor([-87.0]))
+    assert float(result) > torch.finfo(torch.float32).tiny
+    torch.testing.assert_close(
+        result.double(), torch.tensor([-87.0]).double().exp(), rtol=1.2e-7, atol=0
+    )
+
+
+def test_exp_of_nan():
+    result = exp_of_nonpositive(torch.tensor([NAN, -1.0]))
+    assert torch.isnan(result).tolist() == [True, False]
+
+
+def test_bf16_rounding_equals_torch():
+    high = torch.arange(65536, dtype=torch.int64) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (high[:, None] + low).flatten()
+    x = bits.to(torch.int32).view(torch.float32)
+    x = x[~torch.isnan(x)]
+    assert x.shape[0] > 390_000
+    assert torch.equal(round_to_bf16(x).view(torch.int16), x.bfloat16().view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [
+        (0x3F808000, 0x3F80), (0x3F818000, 0x3F82), (0xBF808000, 0xBF80), (0xBF818000, 0xBF82),
+        (0x7F7F7FFF, 0x7F7F), (0x7F7F8000, 0x7F80), (0xFF7F8000, 0xFF80), (0x7F800000, 0x7F80),
+        (0xFF800000, 0xFF80), (0x80000000, 0x8000), (0x00008000, 0x0000), (0x00018000, 0x0002),
+    ],
+    ids=lambda value: f"{value:#x}",
+)  # fmt: skip
+def test_bf16_rounding_of_edges(bits, expected):
+    x = torch.from_numpy(np.array([bits], dtype=np.uint32).view(np.float32))
+    assert int(round_to_bf16(x).view(torch.int16)) & 0xFFFF == expected
+
+
+@pytest.mark.parametrize(
+    "bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFF800001, 0xFFFFFFFF], ids=hex
+)
+def test_bf16_rounding_makes_every_nan_the_same(bits):
+    x = torch.from_numpy(np.array([bits], dtype=np.uint32).view(np.float32))
+    assert int(round_to_bf16(x).view(torch.int16)) == 0x7FC0
+
+
+def test_bf16_rounding_of_a_strided_tensor():
+    x = normal(7, 12).T
+    assert torch.equal(round_to_bf16(x), x.bfloat16())
+    assert float32_bits(x).shape == (12, 7)
+
+
+def test_round_to():
+    x = normal(50)
+    assert torch.equal(round_to(x, torch.bfloat16), x.bfloat16())
+    assert round_to(x, torch.float32) is x
+    stored = x.bfloat16()
+    assert torch.equal(round_to(stored, torch.bfloat16), stored)
+    assert torch.equal(round_to(stored, torch.float32), stored.float())
+
+
+@pytest.mark.parametrize("make", [normal, wide], ids=["normal", "wide"])
+@pytest.mark.parametrize("dim", [64, 128, 512, 2048])
+def test_sum_of_squares_is_the_same_in_any_order(dim, make):
+    x = make(8, dim)
+    total = sum_of_squares(x)
+    assert total.dtype is torch.float64 and total.shape == (8, 1)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        order = torch.randperm(dim, generator=generator)
+        assert torch.equal(sum_of_squares(x[:, order]), total)
+
+
+def grid_squares(row: torch.Tensor) -> list[float]:
+    """The squares as `sum_of_squares` adds them: multiples of 2^(2e - 40), by exact rounding."""
+    exponent = math.frexp(float(row.abs().max()))[1] - 1
+    step = 2.0 ** (2 * exponent - 40)
+    return [round(value * value / step) * step for value in row.tolist()]
+
+
+@pytest.mark.parametrize("dim", [128, 512, 2048])
+def test_sum_of_squares_is_the_same_in_any_split(dim):
+    for row in wide(4, dim, spread=6):
+        squares = grid_squares(row)
+        total = float(sum_of_squares(row[None]))
+        for width in (1, 3, 16, 61, dim // 2, dim):
+            parts = [squares[start : start + width] for start in range(0, dim, width)]
+            assert sum(sum(part) for part in parts) == total
+        assert sum(reversed(squares)) == total
+
+
+@pytest.mark.parametrize("make", [normal, wide], ids=["normal", "wide"])
+@pytest.mark.parametrize("dim", [1, 128, 512, 2048])
+def test_sum_of_squares_is_accurate(dim, make):
+    x = make(50, dim)
+    for row, actual in zip(x.tolist(), sum_of_squares(x)[:, 0].tolist(), strict=True):
+        exact = math.fsum(value * value for value in row)
+        assert abs(actual - exact) < 2**-30 * exact
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.0, -0.0], 0.0), ([3.0, 4.0], 25.0), ([1e-30, 0.0], float(np.float32(1e-30)) ** 2),
+        ([3e38, 0.0], float(np.float32(3e38)) ** 2), ([INF, 1.0], INF), ([-INF, INF], INF),
+    ],
+)  # fmt: skip
+def test_sum_of_squares_of_edges(values, expected):
+    actual = float(sum_of_squares(torch.tensor([values])))
+    assert actual == pytest.approx(expected, rel=2**-30, abs=0)
+
+
+def test_sum_of_squares_of_subnormal_numbers():
+    x = torch.tensor([[1e-40, 3e-42, 0.0]])
+    exact = float((x.double() ** 2).sum())
+    assert abs(float(sum_of_squares(x)) - exact) <= 2.0 ** (2 * -127 - 40)
+
+
+def test_sum_of_squares_of_nan():
+    assert math.isnan(sum_of_squares(torch.tensor([[1.0, NAN]])))
+
+
+def ulps_apart(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    spacing = torch.from_numpy(np.spacing(exact.abs().float().numpy())).double()
+    return float(((actual.double() - exact).abs() / spacing).max())
+
+
+@pytest.mark.parametrize("make", [normal, wide], ids=["normal", "wide"])
+@pytest.mark.parametrize("dim", [96, 128, 512])
+@pytest.mark.parametrize("eps", [1e-6, 1e-20])
+def test_rms_norm_against_fp64(dim, make, eps):
+    x, weight = make(200, dim), 1 + 0.3 * normal(dim, seed=1)
+    mean = (x.double() ** 2).mean(dim=-1, keepdim=True)
+    exact = x.double() / torch.sqrt(mean + eps) * weight.double()
+    actual = rms_norm(x, weight, eps)
+    assert actual.dtype is torch.float32
+    assert ulps_apart(actual, exact) <= 3
+
+
+def test_rms_norm_reads_a_bf16_weight():
+    x, weight = normal(5, 128), (1 + 0.3 * normal(128, seed=1)).bfloat16()
+    assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm(x, weight.float(), 1e-6))
+
+
+def test_rms_norm_of_zeros_is_zero():
+    assert torch.equal(rms_norm(torch.zeros(2, 64), torch.ones(64), 1e-6), torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 128])
+def test_fold_rows_order(rows):
+    terms = wide(3, rows, 61, spread=12)
+    group = min(rows, 16)
+    sums = []
+    for start in range(0, rows, group):
+        total = torch.zeros(3, 61)
+        for row in range(start, start + group):
+            total = total + terms[:, row]
+        sums.append(total)
+    while len(sums) > 1:
+        sums = [sums[i] + sums[i + 1] for i in range(0, len(sums), 2)]
+    assert torch.equal(fold_rows(terms), sums[0])
+    if rows > 4:
+        assert not torch.equal(fold_rows(terms.flip(1)), sums[0])
+        assert not torch.equal(terms.double().sum(dim=1).float(), sums[0])
+
+
+def test_fold_rows_of_128_is_not_one_long_sum():
+    terms = torch.zeros(1, 128, 1)
+    terms[0, 0], terms[0, 16:] = 2.0**24, 1.0
+    # One by one each 1 would be lost against 2^24; only the groups' own sums are.
+    assert fold_rows(terms).item() == 2.0**24 + 112
+    assert fold_rows(terms[:, :16]).item() == 2.0**24
+
+
+def test_fold_rows_keeps_the_order_within_a_group():
+    terms = torch.zeros(1, 8, 1)
+    terms[0, 0], terms[0, 1:] = 2.0**24, 1.0
+    assert fold_rows(terms).item() == 2.0**24
+    assert fold_rows(terms.flip(1)).item() == 2.0**24 + 8
+
+
+def exact_pool(kv: torch.Tensor, gate: torch.Tensor, is_present: torch.Tensor) -> torch.Tensor:
+    kv = torch.where(is_present[:, :, None], kv, 0.0).double()
+    gate = torch.where(is_present[:, :, None], gate, -INF).double()
+    return (torch.softmax(gate, dim=1) * kv).sum(dim=1)
+
+
+@pytest.mark.parametrize("rows", [8, 128])
+def test_pool_rows_is_a_softmax_per_channel(rows):
+    kv, gate = normal(5, rows, 64), 3 * normal(5, rows, 64, seed=1)
+    is_present = torch.ones(5, rows, dtype=torch.bool)
+    actual = pool_rows(kv, gate, is_present)
+    exact = exact_pool(kv, gate, is_present)
+    torch.testing.assert_close(actual.double(), exact, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("junk", [NAN, INF, -INF, 3e38], ids=repr)
+@pytest.mark.parametrize("rows", [8, 128])
+def test_pool_rows_ignores_what_missing_rows_hold(rows, junk):
+    kv, gate = normal(3, rows, 32), normal(3, rows, 32, seed=1)
+    is_present = torch.ones(3, rows, dtype=torch.bool)
+    is_present[0, : rows // 2] = False
+    is_present[1, 1:] = False
+    clean = pool_rows(kv, gate, is_present)
+    exact = exact_pool(kv, gate, is_present)
+    torch.testing.assert_close(clean.double(), exact, rtol=0, atol=2e-6)
+    assert torch.equal(clean[1], kv[1, 0])
+    kv[~is_present] = junk
+    gate[~is_present] = junk
+    assert torch.equal(pool_rows(kv, gate, is_present), clean)
+
+
+def test_pool_rows_equals_its_written_order():
+    kv, gate = normal(2, 8, 16), 4 * normal(2, 8, 16, seed=1)
+    largest = gate[:, 0]
+    for row in range(1, 8):
+        largest = torch.maximum(largest, gate[:, row])
+    numerator = denominator = torch.zeros(2, 16)
+    for row in range(8):
+        weight = exp_of_nonpositive(gate[:, row] - largest)
+        numerator = numerator + weight * kv[:, row]
+        denominator = denominator + weight
+    is_present = torch.ones(2, 8, dtype=torch.bool)
+    assert torch.equal(pool_rows(kv, gate, is_present), numerator / denominator)
+
+
+def test_pool_rows_keeps_nan_of_present_rows():
+    kv, gate = normal(1, 8, 4), normal(1, 8, 4, seed=1)
+    kv[0, 3, 2] = NAN
+    pooled = pool_rows(kv, gate, torch.ones(1, 8, dtype=torch.bool))
+    assert torch.isnan(pooled)[0].tolist() == [False, False, True, False]
+
+
+def test_pool_rows_of_gates_far_apart():
+    kv = normal(1, 8, 4)
+    gate = torch.full((1, 8, 4), -1e4)
+    gate[0, 5] = 1e4
+    assert torch.equal(pool_rows(kv, gate, torch.ones(1, 8, dtype=torch.bool)), kv[:, 5])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 512])
+def test_rotate_is_a_complex_product_of_adjacent_pairs(dim):
+    x, angles = normal(5, 3, dim), 100 * normal(5, 1, 32, seed=1)
+    cos, sin = angles.double().cos().float(), angles.double().sin().float()
+    turned = rotate(x, cos, sin)
+    assert torch.equal(turned[..., : dim - 64], x[..., : dim - 64])
+    pairs = torch.view_as_complex(x[..., dim - 64 :].double().unflatten(-1, (-1, 2)).contiguous())
+    exact = torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())).flatten(-2)
+    torch.testing.assert_close(turned[..., dim - 64 :].double(), exact, rtol=0, atol=1e-6)
+
+
+def test_rotate_quarter_turn():
+    x = torch.tensor([9.0, 1.0, 2.0, 3.0, 4.0])
+    turned = rotate(x, torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0]))
+    assert turned.tolist() == [9.0, -2.0, 1.0, 3.0, 4.0]
+
+
+def test_rotate_back():
+    x, angles = normal(4, 128), normal(4, 32, seed=1)
+    there = rotate(x, angles.cos(), angles.sin())
+    back = rotate(there, angles.cos(), -angles.sin())
+    assert not torch.allclose(there, x)
+    torch.testing.assert_close(back, x, rtol=0, atol=1e-6)
+
+
+def walsh_hadamard(dim: int) -> torch.Tensor:
+    """Entry (i, j) is (-1)^popcount(i & j) / sqrt(dim)."""
+    signs = [[(-1) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)]
+    return torch.tensor(signs, dtype=torch.float64) / math.sqrt(dim)
+
+
+@pytest.mark.parametrize("dim", [2, 32, 64, 128])
+def test_hadamard_against_the_matrix(dim):
+    x = normal(7, 3, dim)
+    exact = x.double() @ walsh_hadamard(dim)
+    torch.testing.assert_close(hadamard(x).double(), exact, rtol=0, atol=3e-6)
+    columns = hadamard(torch.eye(dim))
+    torch.testing.assert_close(columns.double(), walsh_hadamard(dim), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_hadamard_is_orthonormal_and_its_own_inverse(dim):
+    x = normal(20, dim)
+    y = hadamard(x)
+    assert not torch.allclose(y, x)
+    torch.testing.assert_close(hadamard(y), x, rtol=0, atol=3e-6)
+    torch.testing.assert_close(y.norm(dim=1), x.norm(dim=1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(y @ y.T, x @ x.T, rtol=0, atol=1e-4)
+
+
+def test_hadamard_is_a_butterfly_with_strides_one_two_four():
+    x = wide(5, 8, spread=12)
+    rows = [[row[i] for i in range(8)] for row in x]
+    for stride in (1, 2, 4):
+        for row in rows:
+            for low in (i for i in range(8) if not i & stride):
+                a, b = row[low], row[low + stride]
+                row[low], row[low + stride] = a + b, a - b
+    expected = torch.stack([torch.stack(row) for row in rows]) * 8**-0.5
+    assert torch.equal(hadamard(x), expected)

@@ -1,0 +1,188 @@
+"""Cached attention equals transformers' for all layer types, however the tokens arrive."""
+
+import random
+
+import pytest
+import torch
+
+from dsv4 import AttentionSubBlock, AttentionType, CacheConfig, KVCacheManager, prepare_forward
+from dsv4.model.random_hf import random_hf_model, record_attention
+from tests.model.parity import CachedRun, chunked
+
+NUM_TOKENS = 420
+EXACT = {"kv_format": "fp32", "index_format": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_hf_model(seed=0)
+
+
+@pytest.fixture(scope="module")
+def recorded(model):
+    generator = torch.Generator().manual_seed(1)
+    lengths = (NUM_TOKENS, 300, 131, 257, 66)
+    return [
+        record_attention(model, torch.randint(0, 128, (n,), generator=generator)) for n in lengths
+    ]
+
+
+def exact_config(model, **choices) -> CacheConfig:
+    return CacheConfig.from_hf(model.config, **{**EXACT, **choices})
+
+
+def run_alone(model, recorded, steps, **choices) -> None:
+    run = CachedRun(model, exact_config(model, **choices), recorded[:1])
+    run.run(steps)
+    run.check()
+
+
+def test_all_layer_types_are_there(model):
+    kinds = {layer.attention_type for layer in exact_config(model).schedule}
+    assert kinds == set(AttentionType)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 7, 11, 13, 61, 127, 128, 129, 255, 256, 257, NUM_TOKENS])
+def test_chunks(model, recorded, size):
+    run_alone(model, recorded, chunked(0, NUM_TOKENS, size))
+
+
+def test_decode_from_the_first_token(model, recorded):
+    run_alone(model, recorded, chunked(0, NUM_TOKENS, 1))
+
+
+@pytest.mark.parametrize("prompt", [1, 127, 128, 250])
+def test_prefill_then_decode(model, recorded, prompt):
+    steps = [[(0, 0, prompt)]] + [[(0, p, p + 1)] for p in range(prompt, prompt + 40)]
+    run_alone(model, recorded, steps)
+
+
+@pytest.mark.parametrize("block_tokens", [128, 256, 384, 1024])
+def test_block_sizes(model, recorded, block_tokens):
+    run_alone(model, recorded, chunked(0, NUM_TOKENS, 37), block_tokens=block_tokens)
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_steps_of_several_tokens_are_read_from_the_ring(model, recorded, drafts):
+    steps = chunked(0, NUM_TOKENS, drafts + 1)
+    run_alone(model, recorded, steps, drafts_per_step=drafts)
+
+
+def test_without_hadamard(model, recorded):
+    run_alone(model, recorded, chunked(0, NUM_TOKENS, 100), index_hadamard=False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_batches_in_shuffled_order_with_reused_slots(model, recorded, seed):
+    rng = random.Random(seed)
+    config = exact_config(model, block_tokens=128, drafts_per_step=2)
+    run = CachedRun(model, config, recorded, max_requests=3)
+    waiting, lengths = list(range(len(recorded))), {}
+    rng.shuffle(waiting)
+    while waiting or lengths:
+        while waiting and run.manager.num_free_slots:
+            sequence = waiting.pop()
+            run.open(sequence)
+            lengths[sequence] = 0
+        rows = []
+        for sequence in rng.sample(sorted(lengths), k=rng.randint(1, len(lengths))):
+            count = rng.choice([0, 1, 1, 1, 2, 3, 4, 17, 60, 129, 200])
+            after = min(lengths[sequence] + count, len(recorded[sequence][0].hidden))
+            rows.append((sequence, lengths[sequence], after))
+        run.step(rows)
+        for sequence, _, after in rows:
+            lengths[sequence] = after
+            if after == len(recorded[sequence][0].hidden):
+                run.close(sequence)
+                del lengths[sequence]
+        run.manager.check_integrity()
+    run.check()
+
+
+def test_a_wider_model_with_more_entries_than_top_k():
+    model = random_hf_model(
+        seed=5, compress_ratios=[4, 128, 0], head_dim=128, qk_rope_head_dim=64, index_topk=24,
+        index_n_heads=32, num_attention_heads=8, o_groups=4,
+    )  # fmt: skip
+    ids = torch.randint(0, 128, (700,), generator=torch.Generator().manual_seed(2))
+    run = CachedRun(model, exact_config(model), [record_attention(model, ids)])
+    run.run(chunked(0, 700, 150))
+    run.check()
+
+
+@pytest.mark.parametrize("layer_idx", [0, 2], ids=["SWA", "HCA"])
+def test_bf16_error_is_no_larger_than_transformers_own(model, layer_idx):
+    num_tokens = 300
+    config = CacheConfig.from_hf(model.config, kv_format="bf16", index_format="bf16")
+    low = random_hf_model(seed=0).to(torch.bfloat16)
+    attention = low.model.layers[layer_idx].self_attn
+    hidden = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+
+    manager = KVCacheManager(config, max_requests=1, num_blocks=4)
+    plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
+    block = AttentionSubBlock.from_hf(attention, config, layer_idx)
+    mine = block(hidden, manager.acquire(layer_idx, plan))
+    theirs = run_alone_in_transformers(low, attention, hidden)
+    exact = run_alone_in_transformers(low.float(), attention.float(), hidden.float())
+
+    def error(output):
+        return (output.float() - exact).norm() / exact.norm()
+
+    assert mine.dtype is torch.bfloat16
+    assert error(mine) <= error(theirs)
+
+
+def run_alone_in_transformers(model, attention, hidden):
+    positions = torch.arange(len(hidden))[None]
+    distance = positions[0][:, None] - positions[0]
+    is_seen = (distance >= 0) & (distance < model.config.sliding_window)
+    mask = torch.zeros(is_seen.shape, dtype=hidden.dtype).masked_fill(~is_seen, -torch.inf)
+    embeddings = {
+        base: model.model.rotary_emb(hidden[None], position_ids=positions, layer_type=base)
+        for base in ("main", "compress")
+    }
+    with torch.no_grad():
+        output, _ = attention(hidden[None], embeddings, positions, mask[None, None])
+    return output[0]
+
+
+def test_padding_rows_touch_nothing_and_give_zero(model, recorded):
+    config = exact_config(model)
+    manager = KVCacheManager(config, max_requests=4, num_blocks=8)
+    slot = manager.open_request()
+    plan = prepare_forward(manager, [-1, slot, -1], [0, 0, 5], [3, 140, 6])
+    storages = (manager.paged.storage, manager.state.storage)
+    for layer_idx, layer in enumerate(model.model.layers):
+        hidden, expected, _ = recorded[0][layer_idx]
+        nan = torch.full((4, hidden.shape[1]), torch.nan)
+        padded = torch.cat((nan[:3], hidden[:140], nan[3:]))
+        block = AttentionSubBlock.from_hf(layer.self_attn, config, layer_idx)
+        output = block(padded, manager.acquire(layer_idx, plan))
+        assert (output[:3] == 0).all() and (output[-1] == 0).all()
+        assert (output[3:143] - expected[:140]).abs().max() <= 5e-6 * expected.abs().max()
+    assert all(not torch.isnan(storage.view(torch.float32)).any() for storage in storages)
+
+
+def test_refusals(model):
+    config = exact_config(model)
+    attention = model.model.layers[0].self_attn
+    with pytest.raises(ValueError, match="expected CSA, got SWA"):
+        AttentionSubBlock.from_hf(attention, config, 1)
+    with pytest.raises(ValueError, match=r"expected 0 to 3, got 4"):
+        AttentionSubBlock.from_hf(attention, config, 4)
+    block = AttentionSubBlock.from_hf(attention, config, 0)
+    manager = KVCacheManager(config, max_requests=1, num_blocks=4)
+    plan = prepare_forward(manager, [manager.open_request()], [0], [5])
+    with pytest.raises(
+        ValueError, match=r"Invalid shape of hidden: expected \[5, 64\], got \[4, 64\]"
+    ):
+        block(torch.zeros(4, 64), manager.acquire(0, plan))
+    with pytest.raises(ValueError, match="expected layer 0 of this block's config, got layer 1"):
+        block(torch.zeros(5, 64), manager.acquire(1, plan))
+    other = KVCacheManager(exact_config(model, block_tokens=128), max_requests=1, num_blocks=4)
+    plan = prepare_forward(other, [other.open_request()], [0], [5])
+    with pytest.raises(ValueError, match="of another config"):
+        block(torch.zeros(5, 64), other.acquire(0, plan))
+    incomplete = block.weights
+    with pytest.raises(ValueError, match="expected compressor: True, indexer: True"):
+        AttentionSubBlock(incomplete, config, config.schedule[1])
