@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,11 +24,28 @@ from dsv4.model.layer_schedule import LayerSpec, build_schedule
 
 TailDtypeName = Literal["float32", "bfloat16"]
 TAIL_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_LEGACY_RATE_KEYS = {4: "compress_rate_csa", 128: "compress_rate_hca"}
 LAYER_TYPE_NAMES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
     "heavily_compressed_attention": 128,
 }
+
+
+def _make_floats(config: object, *names: str, above: float = 0.0) -> None:
+    """Check numbers, and turn whole ones into floats: equal configs have equal hashes."""
+    for name in names:
+        value = getattr(config, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not above < value < math.inf:
+            raise ValueError(f"Invalid {name}: expected a number above {above:g}, got {value!r}")
+        object.__setattr__(config, name, float(value))
+
+
+def _check_int(config: object, name: str, *, at_least: int) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"Invalid {name}: expected an integer >= {at_least}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -38,6 +56,10 @@ class YarnScaling:
     original_max_position: int = 65536
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        _make_floats(self, "factor", "beta_fast", "beta_slow")
+        _check_int(self, "original_max_position", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -85,11 +107,12 @@ class CacheConfig:
         object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))
         if not self.compress_ratios:
             raise ValueError("Invalid compress_ratios: expected at least one layer, got none")
-        _check_counts(self)
+        # Built here so that an unknown ratio or format is refused by the constructor.
+        _check_numbers(self)
+        _ = self.schedule
         _check_widths(self)
         _check_choices(self)
-        # Built here so that an unknown ratio or format is refused by the constructor.
-        _ = self.schedule, self.kv_row, self.index_row
+        _ = self.kv_row, self.index_row
 
     @cached_property
     def schedule(self) -> tuple[LayerSpec, ...]:
@@ -128,6 +151,7 @@ class CacheConfig:
         meaning = dataclasses.asdict(self)
         for name in ("num_query_heads", "index_num_heads", "index_topk", "max_position"):
             del meaning[name]  # change what is read, not what is stored
+        meaning["index_global_scale"] = self.index_global_scale or 1.0
         for row in (self.kv_row, self.index_row):
             meaning[f"{row.name}/{row.dim}"] = [
                 (f.name, f.section, f.offset, str(f.dtype), f.count) for f in row.fields
@@ -214,7 +238,7 @@ class CacheConfig:
         return cls(**fields)
 
 
-def _check_counts(config: CacheConfig) -> None:
+def _check_numbers(config: CacheConfig) -> None:
     for name in (
         "num_query_heads", "head_dim", "rope_dim", "sliding_window", "index_num_heads",
         "index_head_dim", "index_topk", "max_position", "block_tokens", "page_align",
@@ -227,16 +251,10 @@ def _check_counts(config: CacheConfig) -> None:
             f"Invalid num_mtp_layers: expected at most {config.num_layers} (all layers), "
             f"got {config.num_mtp_layers}"
         )
-    for name in ("rms_norm_eps", "rope_theta", "compress_rope_theta"):
-        value = getattr(config, name)
-        if not value > 0:
-            raise ValueError(f"Invalid {name}: expected a number above 0, got {value!r}")
-
-
-def _check_int(config: CacheConfig, name: str, *, at_least: int) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"Invalid {name}: expected an integer >= {at_least}, got {value!r}")
+    _make_floats(config, "rms_norm_eps")
+    _make_floats(config, "rope_theta", "compress_rope_theta", above=1.0)
+    if config.index_global_scale is not None:
+        _make_floats(config, "index_global_scale")
 
 
 def _check_widths(config: CacheConfig) -> None:
@@ -273,11 +291,14 @@ def _check_choices(config: CacheConfig) -> None:
             f"Unknown tail_dtype: expected one of {', '.join(TAIL_DTYPES)}, "
             f"got {config.tail_dtype!r}"
         )
-    scale = config.index_global_scale
-    if scale is not None and (config.index_format != "nvfp4" or not scale > 0):
+    if config.index_global_scale is not None and config.index_format != "nvfp4":
         raise ValueError(
-            "index_global_scale is a positive number for index_format 'nvfp4' only, "
-            f"got {scale!r} with {config.index_format!r}"
+            "index_global_scale is for index_format 'nvfp4' only, "
+            f"got {config.index_global_scale!r} with {config.index_format!r}"
+        )
+    if not isinstance(config.index_hadamard, bool):
+        raise ValueError(
+            f"Invalid index_hadamard: expected True or False, got {config.index_hadamard!r}"
         )
 
 
@@ -331,7 +352,7 @@ def _ratios(raw: Mapping[str, Any], *, include_mtp: bool) -> tuple[tuple[int, ..
         )
     if not include_mtp:
         return tuple(listed[:num_hidden]), 0
-    mtp = listed[num_hidden:] or [0] * raw.get("num_nextn_predict_layers", 0)
+    mtp = listed[num_hidden:] or [0] * (raw.get("num_nextn_predict_layers") or 0)
     if not mtp:
         raise ValueError("include_mtp was asked for, but the model config has no MTP layer")
     return tuple(listed[:num_hidden] + mtp), len(mtp)
@@ -344,6 +365,7 @@ def _layer_type_ratio(name: str, raw: Mapping[str, Any]) -> int:
         )
     ratio = LAYER_TYPE_NAMES[name]
     rate = (raw.get("compress_rates") or {}).get(name, ratio)
+    rate = raw.get(_LEGACY_RATE_KEYS.get(ratio, ""), rate)
     if ratio and rate != ratio:
         raise ValueError(f"Unknown compression ratio of {name}: expected {ratio}, got {rate}")
     return ratio
@@ -360,7 +382,11 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, float, YarnScaling | None]:
     parameters = raw.get("rope_parameters") or {}
     if "main" in parameters and "compress" in parameters:
         main, compress = parameters["main"], parameters["compress"]
-        theta, compress_theta = main["rope_theta"], compress["rope_theta"]
+        if main.get("rope_type", "default") != "default":
+            raise ValueError(
+                f"Invalid RoPE of SWA layers: expected 'default', got {main['rope_type']!r}"
+            )
+        theta, compress_theta = _required(main, "rope_theta"), _required(compress, "rope_theta")
     else:
         theta, compress_theta = _required(raw, "rope_theta"), _required(raw, "compress_rope_theta")
         compress = raw.get("rope_scaling") or parameters
@@ -375,8 +401,8 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, float, YarnScaling | None]:
             f"got {compress['attention_factor']}"
         )
     yarn = YarnScaling(
-        factor=compress["factor"],
-        original_max_position=compress["original_max_position_embeddings"],
+        factor=_required(compress, "factor"),
+        original_max_position=_required(compress, "original_max_position_embeddings"),
         beta_fast=compress.get("beta_fast") or 32.0,
         beta_slow=compress.get("beta_slow") or 1.0,
     )

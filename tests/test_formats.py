@@ -173,6 +173,13 @@ def test_scale_record_is_a_multiple_of_eight_bytes(head_dim, row_bytes):
     assert row.row_bytes == row_bytes
 
 
+def test_pages_of_a_part_of_a_larger_storage():
+    row = index_row("mxfp4", head_dim=128)
+    storage = torch.zeros(4, row.page_bytes(2, align=16), dtype=torch.uint8)
+    row.pages(storage[2:], offset=0, rows_per_page=2).data.fill_(1)
+    assert storage.sum(dim=1).tolist() == [0, 0, 128, 128]
+
+
 def test_unknown_formats_list_the_valid_ones():
     with pytest.raises(
         ValueError,

@@ -49,9 +49,11 @@ class BlockAllocator:
 
     def release(self, ids: NDArray[np.int32]) -> None:
         """Give up one ownership of each block; refused whole if any is not owned."""
-        ids = np.asarray(ids, dtype=np.int32)
+        ids = np.asarray(ids)
         if ids.size == 0:
             return
+        if ids.dtype.kind not in "iu":
+            raise TypeError(f"Invalid dtype of block ids: expected integers, got {ids.dtype}")
         if ids.min() < 0 or ids.max() >= self.num_blocks:
             raise ValueError(
                 f"Invalid block ids: expected 0 to {self.num_blocks - 1}, "
@@ -64,15 +66,20 @@ class BlockAllocator:
         self._num_owners -= counts
         freed = ids[self._num_owners[ids] == 0]
         if freed.size:
-            freed = np.unique(freed)[::-1]
+            freed = np.unique(freed)[::-1].astype(np.int32)
             self._free[self._num_free : self._num_free + freed.size] = freed
             self._num_free += freed.size
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block is either free once or owned."""
         free = self._free[: self._num_free]
+        if free.size and (free.min() < 0 or free.max() >= self.num_blocks):
+            raise IntegrityError(
+                f"Block free list: expected ids 0 to {self.num_blocks - 1}, "
+                f"got {free.min()} to {free.max()}"
+            )
         times_free = np.bincount(free, minlength=self.num_blocks)
-        wrong = np.flatnonzero((times_free == 1) == (self._num_owners > 0))
+        wrong = np.flatnonzero((times_free == 1) != (self._num_owners == 0))
         if wrong.size or times_free.max(initial=0) > 1:
             raise IntegrityError(
                 f"Block free list: {wrong.size} blocks are both free and owned or neither, "

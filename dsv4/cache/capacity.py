@@ -43,7 +43,7 @@ class Capacity:
             ("max_request_tokens", 1),
         ):  # fmt: skip
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"Invalid {name}: expected an integer >= {least}, got {value!r}")
         if self.max_request_tokens > self.config.max_position:
             raise ValueError(

@@ -21,6 +21,7 @@ from dsv4.kernels import (
     LayerProjections,
     LayerWeights,
     Selection,
+    TokenMap,
     WindowRows,
 )
 from dsv4.model.layer_schedule import AttentionType, LayerSpec
@@ -94,34 +95,62 @@ class LayerCacheHandle:
         return self.config.head_dim
 
     @property
+    def tokens(self) -> TokenMap:
+        """The device side of the plan, as long as it is the manager's current one."""
+        self.plan.check_current()
+        return self.plan.tokens
+
+    @property
     def request_slots(self) -> Tensor:
         """`[batch]` int32; -1 is a padding row."""
-        return self.plan.tokens.request_slots
+        return self.tokens.request_slots
 
     @property
     def positions(self) -> Tensor:
         """`[num_tokens]` int32, the position of each token in its request."""
-        return self.plan.tokens.positions
+        return self.tokens.positions
 
     @property
     def request_ids(self) -> Tensor:
         """`[num_tokens]` int32, the row of the batch each token belongs to."""
-        return self.plan.tokens.request_ids
+        return self.tokens.request_ids
 
     @property
     def block_table(self) -> Tensor:
         """`[batch, max_blocks]` int32, a copy in batch order; -1 where there is no block."""
         slots = self.request_slots.long()
-        rows = self.plan.tokens.block_table[slots.clamp(min=0)]
+        rows = self.tokens.block_table[slots.clamp(min=0)]
         return torch.where(slots[:, None] >= 0, rows, -1)
 
     @property
     def block_lens(self) -> Tensor:
         """`[batch]` int32, closed entries of each request after this forward; 0 for padding."""
-        after = self.plan.tokens.positions_after
         if not self.layer.ratio:
-            return torch.zeros_like(after)
-        return torch.where(self.request_slots >= 0, after // self.layer.ratio, 0)
+            return torch.zeros_like(self.request_slots)
+        return self._lengths() // self.layer.ratio
+
+    @property
+    def tail_len(self) -> Tensor:
+        """`[batch]` int32, tokens of the open compression window; 0 for SWA and padding."""
+        if not self.layer.ratio:
+            return torch.zeros_like(self.request_slots)
+        return self._lengths() % self.layer.ratio
+
+    @property
+    def swa_head(self) -> Tensor:
+        """`[batch]` int32, the ring row that each request's next token will take."""
+        return self._lengths() % self.schema.ring_rows
+
+    @property
+    def swa_pos(self) -> Tensor:
+        """`[batch, ring_rows]` int32, the position each ring row holds after this forward.
+
+        -1 for none.
+        """
+        rows, last = self.schema.ring_rows, self._lengths()[:, None] - 1
+        row = torch.arange(rows, device=last.device, dtype=torch.int32)
+        positions = last - (last - row) % rows
+        return torch.where(positions >= 0, positions, -1)
 
     @property
     def window(self) -> WindowRows:
@@ -129,8 +158,13 @@ class LayerCacheHandle:
         return WindowRows(self.state.ring, self.workspace, self.config.sliding_window)
 
     def forward(self, inputs: LayerProjections, weights: LayerWeights) -> AttentionResult:
-        """Everything between a layer's projections and its attention output, in order."""
+        """Everything between a layer's projections and its attention output, in order.
+
+        All inputs are checked before anything is written.
+        """
+        self._check_inputs(inputs, weights)
         self.write_swa(inputs.kv, weights.kv_norm)
+        selection = None
         if inputs.compressor is not None and weights.compressor is not None:
             index = inputs.indexer
             self.flush_compression(
@@ -140,9 +174,8 @@ class LayerCacheHandle:
                 index_gate=None if index is None else index.gate,
                 index_weights=weights.indexer,
             )
-        selection = None
-        if inputs.indexer is not None:
-            selection = self.select_entries(inputs.indexer.query, inputs.indexer.head_weights)
+            if index is not None:
+                selection = self.select_entries(index.query, index.head_weights)
         return self.attend(inputs.query, weights.sinks, selection)
 
     def write_swa(self, kv: Tensor, norm_weight: Tensor) -> None:
@@ -152,11 +185,10 @@ class LayerCacheHandle:
             kv: `[num_tokens, head_dim]` fp32 or bf16, as projected.
             norm_weight: `[head_dim]`.
         """
-        self._check("kv", kv, (self.plan.num_tokens, self.head_dim))
-        self._check("norm_weight", norm_weight, (self.head_dim,))
+        self._check_kv(kv, norm_weight)
         with self.plan.writing(self.layer.layer_idx, "window"):
             self.backend.append_swa(
-                kv, norm_weight, self.plan.tokens, self.window, self.rope,
+                kv, norm_weight, self.tokens, self.window, self.rope,
                 eps=self.config.rms_norm_eps,
             )  # fmt: skip
 
@@ -176,28 +208,15 @@ class LayerCacheHandle:
             kv, gate: `[num_tokens, series × head_dim]` fp32 or bf16; two series for CSA.
             index_kv, index_gate: `[num_tokens, 2 × index_head_dim]`; for CSA, and only there.
         """
-        is_csa = self.layer.attention_type is AttentionType.CSA
-        index_inputs = (index_kv, index_gate, index_weights)
-        if self.paged is None:
-            raise ValueError(f"Layer {self.layer.layer_idx} is SWA: it has nothing to compress")
-        if any((given is not None) != is_csa for given in index_inputs):
-            expected = "index_kv, index_gate and index_weights" if is_csa else "no index inputs"
-            raise ValueError(
-                f"Invalid inputs of layer {self.layer.layer_idx} "
-                f"({self.layer.attention_type.name}): expected {expected}, "
-                f"got {sum(given is not None for given in index_inputs)} of 3"
-            )
-        self._check_compressor("", kv, gate, weights, self.head_dim)
-        common = (self.paged, self.state, self.plan.tokens, self.rope)
+        self._check_compression(kv, gate, weights, index_kv, index_gate, index_weights)
+        assert self.paged is not None, "checked above"
+        common = (self.paged, self.state, self.tokens, self.rope)
         if index_kv is None or index_gate is None or index_weights is None:
             with self.plan.writing(self.layer.layer_idx, "entries"):
                 maybe_flush_hca(
                     kv, gate, weights, *common, config=self.config, backend=self.backend
                 )
             return
-        self._check_compressor(
-            "index_", index_kv, index_gate, index_weights, self.config.index_head_dim
-        )
         with self.plan.writing(self.layer.layer_idx, "entries"):
             maybe_flush_csa(
                 kv, gate, weights, index_kv, index_gate, index_weights, *common,
@@ -212,12 +231,10 @@ class LayerCacheHandle:
             head_weights: `[num_tokens, index_heads]`, as projected.
         """
         pages, keys = self._index_pages()
-        heads, num_tokens = self.config.index_num_heads, self.plan.num_tokens
-        self._check("query", query, (num_tokens, heads, self.config.index_head_dim))
-        self._check("head_weights", head_weights, (num_tokens, heads))
+        self._check_index_query(query, head_weights)
         self._check_written("entries")
         return self.backend.select_entries(
-            query, head_weights, keys, self.plan.tokens, self.rope,
+            query, head_weights, keys, self.tokens, self.rope,
             ratio=self.layer.ratio,
             topk=self.config.index_topk,
             max_entries=self.plan.max_entries(self.layer.ratio),
@@ -245,9 +262,10 @@ class LayerCacheHandle:
                 f"Invalid attend of layer {self.layer.layer_idx} "
                 f"({self.layer.attention_type.name}): expected {expected}"
             )
-        self._check("query", query, (self.plan.num_tokens, self.num_query_heads, self.head_dim))
-        if sinks is not None:
-            self._check("sinks", sinks, (self.num_query_heads,))
+        self._check_query(query, sinks)
+        if selection is not None:
+            shape = (self.plan.num_tokens, self.config.index_topk)
+            self._check("selection.rows", selection.rows, shape, (torch.int64,))
         self._check_window()
         if self.paged is not None:
             self._check_written("entries")
@@ -255,19 +273,24 @@ class LayerCacheHandle:
             query, sinks, self.window,
             None if self.paged is None else self.paged.entries,
             None if selection is None else selection.rows,
-            self.plan.tokens, self.rope,
+            self.tokens, self.rope,
             ratio=self.layer.ratio,
             max_entries=self.plan.max_entries(self.layer.ratio),
         )  # fmt: skip
 
     def gather_compressed_kv(self, rows: Tensor) -> Gathered:
         """Dense entries `[num_tokens, k, head_dim]` at a selection's rows."""
-        return self.backend.gather_compressed_kv(self._pages().entries, rows)
+        pages = self._pages()
+        self._check("rows", rows, tuple(rows.shape), (torch.int64, torch.int32))
+        self._check_written("entries")
+        return self.backend.gather_compressed_kv(pages.entries, rows)
 
     def gather_all_compressed_kv(self) -> Gathered:
         """Dense entries `[batch, max_entries, head_dim]`: all closed ones of each request."""
+        pages = self._pages()
+        self._check_written("entries")
         return self.backend.gather_all_compressed_kv(
-            self._pages().entries, self.plan.tokens,
+            pages.entries, self.tokens,
             ratio=self.layer.ratio,
             max_entries=self.plan.max_entries(self.layer.ratio),
         )  # fmt: skip
@@ -275,20 +298,16 @@ class LayerCacheHandle:
     def gather_swa_kv(self) -> Gathered:
         """Dense window rows `[num_tokens, window, head_dim]`, each token's own last."""
         self._check_window()
-        return self.backend.gather_swa_kv(self.window, self.plan.tokens)
+        return self.backend.gather_swa_kv(self.window, self.tokens)
 
     def read_swa_view(self) -> SWAView:
         """The window rings, with positions and head derived from the lengths."""
-        ring_rows = self.schema.ring_rows
-        after = torch.where(self.request_slots >= 0, self.plan.tokens.positions_after, 0)
-        row = torch.arange(ring_rows, device=after.device, dtype=torch.int32)
-        positions = after[:, None] - 1 - (after[:, None] - 1 - row) % ring_rows
         return SWAView(
             self.state.swa_fp8,
             self.state.swa_rope,
             self.state.swa_inv if self.schema.kv_row.scale_bytes else None,
-            torch.where(positions >= 0, positions, -1),
-            after % ring_rows,
+            self.swa_pos,
+            self.swa_head,
             self.request_slots,
         )
 
@@ -314,6 +333,10 @@ class LayerCacheHandle:
             self.block_lens,
         )
 
+    def _lengths(self) -> Tensor:
+        """`[batch]` int32, lengths after this forward; 0 for padding."""
+        return torch.where(self.request_slots >= 0, self.tokens.positions_after, 0)
+
     def _pages(self) -> LayerPages:
         if self.paged is None:
             raise ValueError(f"Layer {self.layer.layer_idx} is SWA: it has no compressed entries")
@@ -328,18 +351,89 @@ class LayerCacheHandle:
             )
         return pages, pages.index_keys
 
-    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    def _check(
+        self,
+        name: str,
+        tensor: Tensor,
+        shape: tuple[int, ...],
+        dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES,
+    ) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"Invalid {name}: expected a tensor, got {type(tensor).__name__}")
         if tuple(tensor.shape) != shape:
             raise ValueError(
                 f"Invalid shape of {name}: expected {list(shape)}, got {list(tensor.shape)}"
             )
-        if tensor.dtype not in INPUT_DTYPES:
-            raise TypeError(
-                f"Invalid dtype of {name}: expected float32 or bfloat16, got {tensor.dtype}"
-            )
+        if tensor.dtype not in dtypes:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise TypeError(f"Invalid dtype of {name}: expected {names}, got {tensor.dtype}")
         if tensor.device != self.positions.device:
             raise ValueError(
                 f"Invalid device of {name}: expected {self.positions.device}, got {tensor.device}"
+            )
+
+    def _check_inputs(self, inputs: LayerProjections, weights: LayerWeights) -> None:
+        """All of `forward`'s inputs, before the first of them is written."""
+        self._check_kv(inputs.kv, weights.kv_norm)
+        self._check_query(inputs.query, weights.sinks)
+        given = (inputs.compressor, weights.compressor)
+        if any((part is not None) != (self.layer.ratio > 0) for part in given):
+            expected = "compressor projections and weights" if self.layer.ratio else "none"
+            raise ValueError(
+                f"Invalid inputs of layer {self.layer.layer_idx} "
+                f"({self.layer.attention_type.name}): expected {expected}"
+            )
+        if inputs.compressor is None or weights.compressor is None:
+            return
+        index = inputs.indexer
+        self._check_compression(
+            *inputs.compressor,
+            weights.compressor,
+            None if index is None else index.kv,
+            None if index is None else index.gate,
+            weights.indexer,
+        )
+        if index is not None:
+            self._check_index_query(index.query, index.head_weights)
+
+    def _check_kv(self, kv: Tensor, norm_weight: Tensor) -> None:
+        self._check("kv", kv, (self.plan.num_tokens, self.head_dim))
+        self._check("norm_weight", norm_weight, (self.head_dim,))
+
+    def _check_query(self, query: Tensor, sinks: Tensor | None) -> None:
+        self._check("query", query, (self.plan.num_tokens, self.num_query_heads, self.head_dim))
+        if sinks is not None:
+            self._check("sinks", sinks, (self.num_query_heads,))
+
+    def _check_index_query(self, query: Tensor, head_weights: Tensor) -> None:
+        num_tokens, heads = self.plan.num_tokens, self.config.index_num_heads
+        self._check("query", query, (num_tokens, heads, self.config.index_head_dim))
+        self._check("head_weights", head_weights, (num_tokens, heads))
+
+    def _check_compression(
+        self,
+        kv: Tensor,
+        gate: Tensor,
+        weights: CompressorWeights,
+        index_kv: Tensor | None,
+        index_gate: Tensor | None,
+        index_weights: CompressorWeights | None,
+    ) -> None:
+        if self.paged is None:
+            raise ValueError(f"Layer {self.layer.layer_idx} is SWA: it has nothing to compress")
+        is_csa = self.layer.attention_type is AttentionType.CSA
+        index_inputs = (index_kv, index_gate, index_weights)
+        if any((given is not None) != is_csa for given in index_inputs):
+            expected = "index_kv, index_gate and index_weights" if is_csa else "no index inputs"
+            raise ValueError(
+                f"Invalid inputs of layer {self.layer.layer_idx} "
+                f"({self.layer.attention_type.name}): expected {expected}, "
+                f"got {sum(given is not None for given in index_inputs)} of 3"
+            )
+        self._check_compressor("", kv, gate, weights, self.head_dim)
+        if index_kv is not None and index_gate is not None and index_weights is not None:
+            self._check_compressor(
+                "index_", index_kv, index_gate, index_weights, self.config.index_head_dim
             )
 
     def _check_compressor(

@@ -185,8 +185,7 @@ class KVCacheManager:
         if self._plan is None:
             return
         if not self._plan.is_complete:
-            slots = self._plan.request_slots
-            slots = slots[slots >= 0]
+            slots = self._plan.written_slots
             self.is_torn[slots] = self.is_open[slots]
         self._plan.retire()
         self._plan = None
@@ -195,7 +194,7 @@ class KVCacheManager:
         """Which of `slots` have a forward behind them that did not write every layer."""
         if self._plan is None or self._plan.is_complete:
             return self.is_torn[slots]
-        return self.is_torn[slots] | np.isin(slots, self._plan.request_slots)
+        return self.is_torn[slots] | np.isin(slots, self._plan.written_slots)
 
     def check_open(self, slot: int) -> None:
         """Refuse a slot that is not open."""
@@ -238,6 +237,10 @@ class KVCacheManager:
             problems.append("a block table row does not match its slot's number of blocks")
         if (self.num_slot_blocks != self.blocks_for(self.lengths)).any():
             problems.append("a slot's number of blocks does not match its length")
+        if (table >= self.capacity.num_blocks).any():
+            raise IntegrityError(
+                f"The block table names block {table.max()}; there are {self.capacity.num_blocks}"
+            )
         owners = np.bincount(table[table >= 0], minlength=self.capacity.num_blocks)
         if (owners != self.allocator.num_owners).any():
             block = int(np.flatnonzero(owners != self.allocator.num_owners)[0])
@@ -245,8 +248,10 @@ class KVCacheManager:
                 f"block {block} is in {owners[block]} rows of the block table but has "
                 f"{self.allocator.num_owners[block]} owners"
             )
-        if self.lengths[~self.is_open].any():
-            problems.append("a slot that is not open has a length")
+        if self.lengths[~self.is_open].any() or self.is_torn[~self.is_open].any():
+            problems.append("a slot that is not open has a length or is torn")
+        if (self.lengths < 0).any():
+            problems.append("a slot has a negative length")
         if sorted(self._free_slots) != np.flatnonzero(~self.is_open).tolist():
             problems.append("the free slots are not those that are not open")
         if not np.array_equal(self.block_table.cpu().numpy(), table):

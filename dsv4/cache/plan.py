@@ -97,6 +97,12 @@ class ForwardPlan:
         return len(self.request_slots)
 
     @property
+    def written_slots(self) -> IntArray:
+        """The slots that this forward adds tokens to."""
+        adds = (self.request_slots >= 0) & (self.positions_after > self.positions_before)
+        return self.request_slots[adds]
+
+    @property
     def is_complete(self) -> bool:
         """Every layer has written its window rows and flushed its entries."""
         progress = self._progress
@@ -135,6 +141,8 @@ class ForwardPlan:
         self.check_current()
         if self.has_written(layer_idx, part):
             raise RuntimeError(f"Layer {layer_idx} has already written its {part} in this forward")
+        if part == "window":
+            self._progress.workspace_layer = None  # from here on it may hold anything
         try:
             yield
         except BaseException:
@@ -148,8 +156,8 @@ class ForwardPlan:
         """Refuse a plan whose buffers a newer one has taken over."""
         if self.is_retired:
             raise RuntimeError(
-                "Stale plan: the manager has prepared a newer forward since; "
-                "use the plan that the last prepare_forward returned"
+                "Stale plan: a newer forward was prepared since, or one of its requests was "
+                "freed; use the plan that the last prepare_forward returned"
             )
 
 

@@ -80,6 +80,8 @@ def _as_ints(name: str, values: Ints) -> Int64Array:
         raise ValueError(f"Invalid shape of {name}: expected one axis, got {list(array.shape)}")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"Invalid dtype of {name}: expected integers, got {array.dtype}")
+    if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
+        raise ValueError(f"Invalid {name}: expected 64-bit signed integers, got {array.max()}")
     return array.astype(np.int64, copy=False)
 
 
@@ -97,7 +99,7 @@ def _check_rows(
             f"equal length, got {len(slots)}, {len(before)} and {len(after)}"
         )
     max_requests = manager.capacity.max_requests
-    smallest, largest = slots.min(initial=0), slots.max(initial=0)
+    smallest, largest = (slots.min(), slots.max()) if slots.size else (0, 0)
     if smallest < -1 or largest >= max_requests:
         raise ValueError(
             f"Invalid request_slots: expected -1 to {max_requests - 1}, got {smallest} to {largest}"
@@ -110,6 +112,12 @@ def _check_rows(
     if np.bincount(mine, minlength=1).max() > 1:
         slot = int(np.bincount(mine).argmax())
         raise ValueError(f"Invalid request_slots: slot {slot} is named more than once")
+    is_torn = manager.find_torn(mine)
+    if is_torn.any():
+        raise TornForwardError(
+            f"The last forward of slot {mine[is_torn][0]} did not write every layer; the slot "
+            "can only be freed"
+        )
     is_wrong = before[real] != lengths
     if is_wrong.any():
         row = int(is_wrong.argmax())
@@ -122,12 +130,6 @@ def _check_rows(
         raise ValueError(
             "Invalid positions: expected 0 <= positions_before <= positions_after, "
             f"got {before[row]} and {after[row]} in row {row}"
-        )
-    is_torn = manager.find_torn(mine)
-    if is_torn.any():
-        raise TornForwardError(
-            f"The last forward of slot {mine[is_torn][0]} did not write every layer; the slot "
-            "can only be freed"
         )
     return real
 
@@ -157,7 +159,8 @@ def _acquire_blocks(manager: KVCacheManager, slots: Int64Array, after: Int64Arra
         ids = manager.allocator.acquire(total)
     except OutOfBlocksError as error:
         raise OutOfBlocksError(
-            f"{error}; {len(slots)} requests would grow by {total} blocks in this forward"
+            f"{error}; in this forward {np.count_nonzero(missing)} of {len(slots)} requests "
+            "grow into new blocks"
         ) from None
     first = np.cumsum(missing) - missing
     columns = np.arange(total) + np.repeat(have - first, missing)

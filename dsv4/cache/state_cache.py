@@ -116,6 +116,8 @@ class StateCachePool:
         Reuse does not need it, since positions alone decide what is read; it is for owners who
         must not leave one user's data behind.
         """
+        if not 0 <= slot < len(self.storage):
+            raise ValueError(f"Invalid slot: expected 0 to {len(self.storage) - 1}, got {slot}")
         self.storage[slot].zero_()
 
     def _view(self, layer_idx: int, schema: LayerCacheSchema) -> LayerState:

@@ -53,6 +53,8 @@ def build_rope_table(
     """The table of one base, `main` (SWA layers) or `compress` (all others)."""
     if base == "main":
         freqs = inverse_frequencies(config.rope_theta, config.rope_dim, None)
+    elif base != "compress":
+        raise ValueError(f"Unknown RoPE base: expected 'main' or 'compress', got {base!r}")
     else:
         freqs = inverse_frequencies(config.compress_rope_theta, config.rope_dim, config.yarn)
     cos = torch.empty(num_positions, config.rope_dim // 2, dtype=torch.float32)

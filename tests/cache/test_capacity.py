@@ -111,6 +111,14 @@ def test_fixed_mib_with_mtp(preset, kv_format, component, mib):
     assert payload / MIB == pytest.approx(mib, abs=0.0051)
 
 
+def test_drafts_lengthen_every_ring():
+    memory = capacity_of(CacheConfig.v4_flash(drafts_per_step=3)).memory()
+    assert memory["window"].payload == 43 * 131 * 584
+    assert memory["csa_tails"].payload == 21 * 11 * 2 * 1024 * 4
+    assert memory["index_tails"].payload == 21 * 11 * 2 * 256 * 4
+    assert memory["hca_tails"].payload == 20 * 131 * 2 * 512 * 4
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_fixed_part_scales_with_requests_and_blocks_do_not(preset):
     one = capacity_of(PRESETS[preset](), max_requests=1).memory()

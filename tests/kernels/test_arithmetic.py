@@ -50,6 +50,20 @@ def test_exp_next_to_the_steps_of_its_range_reduction():
     assert float(((exp_of_nonpositive(x).double() - exact).abs() / exact).max()) <= 1.2e-7
 
 
+def test_exp_is_the_written_polynomial():
+    x = np.concatenate((np.linspace(-87, 0, 30_001), -np.logspace(-9, 1.9, 10_001)))
+    x = x.astype(np.float32)
+    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
+    r = (x - n * np.float32(355 / 512)) - n * np.float32(-2.1219444005469057e-4)
+    y = np.float32(1 / math.factorial(7))
+    for degree in range(6, -1, -1):
+        y = y * r + np.float32(1 / math.factorial(degree))
+    expected = np.ldexp(y, n.astype(np.int32))
+    actual = exp_of_nonpositive(torch.from_numpy(x)).numpy()
+    assert expected.dtype == np.float32
+    np.testing.assert_array_equal(actual, expected)
+
+
 @pytest.mark.parametrize("x", [0.0, -0.0, -1e-45, -1e-30, -1e-9])
 def test_exp_near_zero_is_one(x):
     assert exp_of_nonpositive(torch.tensor([x])).tolist() == [1.0]

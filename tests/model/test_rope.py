@@ -17,8 +17,10 @@ CONFIGS = {
     "tiny": CacheConfig.tiny(),
     "narrow": NARROW,
     "no_yarn": CacheConfig.tiny(yarn=None),
-    # The ramp's ends fall on one pair, and below pair 0.
-    "short_original": CacheConfig.tiny(yarn=YarnScaling(original_max_position=2)),
+    "factor_4": CacheConfig.v4_flash(yarn=YarnScaling(factor=4.0)),
+    # Both ends of the ramp on pair 0, and one of them below it.
+    "ramp_of_no_width": CacheConfig.tiny(yarn=YarnScaling(original_max_position=6)),
+    "ramp_below_pair_0": CacheConfig.tiny(yarn=YarnScaling(original_max_position=2)),
 }
 
 

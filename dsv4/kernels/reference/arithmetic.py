@@ -97,9 +97,13 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of fp32 rows: mean, square root and reciprocal in fp64, rounded once."""
+    """RMSNorm of fp32 rows: mean, square root and reciprocal in fp64, rounded once.
+
+    eps is an fp32 number, as a kernel's arguments are.
+    """
     mean = sum_of_squares(x) / x.shape[-1]
-    factor = (1.0 / torch.sqrt(mean + eps)).float()
+    rounded_eps = torch.tensor(eps, dtype=torch.float32).item()
+    factor = (1.0 / torch.sqrt(mean + rounded_eps)).float()
     return (x * factor) * weight.float()
 
 

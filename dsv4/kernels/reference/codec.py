@@ -9,7 +9,9 @@ What happens to special values:
     too large     saturates                    saturates                  (BF16: rounds to inf)
 
 Quantised rows are made from the BF16-rounded value. A group's amax is at most BF16's largest
-number, so every scale is finite.
+number, so every scale is finite; its product with the largest code need not be: with a
+power-of-two scale, what is stored for numbers above 1.93 × 2^127 (fp8) or 1.75 × 2^127 (mxfp4)
+decodes to inf.
 """
 
 from typing import NamedTuple

@@ -11,11 +11,11 @@ from dsv4.kernels.reference.codec import decode, read_rows
 
 
 def gather_rows(pages: PagedRows, rows: Tensor, *, global_scale: Tensor | None = None) -> Tensor:
-    """`[..., dim]` fp32 values of flat rows `[...]`; zeros for -1.
+    """`[..., dim]` fp32 values of flat rows `[...]`; zeros for negative ones.
 
     Each distinct row is read and decoded once, however often it is asked for.
     """
-    distinct, where = torch.unique(rows, return_inverse=True)
+    distinct, where = torch.unique(rows.clamp(min=-1), return_inverse=True)
     has_missing = int(distinct.numel() > 0 and bool(distinct[0] < 0))
     encoded = read_rows(pages, distinct[has_missing:])
     values = decode(pages.format, encoded, global_scale=global_scale)
