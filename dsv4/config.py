@@ -133,7 +133,7 @@ class CacheConfig:
     def num_layers(self) -> int:
         return len(self.compress_ratios)
 
-    @property
+    @cached_property
     def smallest_ratio(self) -> int:
         """Tokens per entry of the densest compressed layer; 0 if there is none."""
         return min((ratio for ratio in self.compress_ratios if ratio), default=0)

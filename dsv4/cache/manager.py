@@ -159,10 +159,12 @@ class KVCacheManager:
 
     def blocks_for(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Blocks that requests of these lengths need: those holding a closed entry."""
-        ratio = self.config.smallest_ratio
+        ratio, block_tokens = self.config.smallest_ratio, self.config.block_tokens
         if not ratio:
             return np.zeros_like(lengths)
-        return -(-(lengths // ratio * ratio) // self.config.block_tokens)
+        compressed = lengths & -ratio  # ratios are powers of two
+        blocks: NDArray[np.int64] = (compressed + (block_tokens - 1)) // block_tokens
+        return blocks
 
     def set_blocks(
         self,

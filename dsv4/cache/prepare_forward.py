@@ -4,6 +4,7 @@ Vectorised over requests and atomic: it either returns a plan with every block i
 with nothing changed. It never waits for the device.
 """
 
+from array import array as array_of_ints
 from collections.abc import Sequence
 
 import numpy as np
@@ -75,6 +76,11 @@ def prepare_forward(
 def _as_ints(name: str, values: Ints) -> Int64Array:
     if isinstance(values, torch.Tensor) and values.device.type != "cpu":
         raise ValueError(f"Invalid device of {name}: expected cpu, got {values.device}")
+    if isinstance(values, list):
+        try:  # twice as fast as numpy's own conversion
+            return np.frombuffer(array_of_ints("q", values), dtype=np.int64)
+        except (TypeError, OverflowError):
+            pass  # refused below, with what it holds
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"Invalid shape of {name}: expected one axis, got {list(array.shape)}")
@@ -149,18 +155,18 @@ def _check_capacity(
 
 def _acquire_blocks(manager: KVCacheManager, slots: Int64Array, after: Int64Array) -> int:
     """Give each request the blocks that its flushes will need; all or nothing."""
-    have = manager.num_slot_blocks[slots]
-    need = manager.blocks_for(after)
+    need, have = manager.blocks_for(after), manager.num_slot_blocks[slots]
+    grows = np.flatnonzero(need > have)
+    if not grows.size:
+        return 0
+    num_requests, slots, need, have = len(slots), slots[grows], need[grows], have[grows]
     missing = need - have
     total = int(missing.sum())
-    if not total:
-        return 0
     try:
         ids = manager.allocator.acquire(total)
     except OutOfBlocksError as error:
         raise OutOfBlocksError(
-            f"{error}; in this forward {np.count_nonzero(missing)} of {len(slots)} requests "
-            "grow into new blocks"
+            f"{error}; in this forward {len(slots)} of {num_requests} requests grow into new blocks"
         ) from None
     first = np.cumsum(missing) - missing
     columns = np.arange(total) + np.repeat(have - first, missing)
@@ -197,8 +203,13 @@ def _fill_buffers(
     host["positions_before"][:batch] = before
     host["positions_after"][:batch] = after
     host["workspace_starts"][:batch] = -1 if workspace_starts is None else workspace_starts
-    first_token = np.cumsum(counts) - counts
-    ids = np.repeat(np.arange(batch), counts)
-    host["request_ids"][:num_tokens] = ids
-    host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
+    ids = np.arange(batch)
+    if num_tokens == batch == np.count_nonzero(counts):  # plain decode: one token each
+        host["request_ids"][:batch] = ids
+        host["positions"][:batch] = before
+    else:
+        first_token = np.cumsum(counts) - counts
+        ids = np.repeat(ids, counts)
+        host["request_ids"][:num_tokens] = ids
+        host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
     manager.plan_buffers.upload()
