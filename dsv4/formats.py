@@ -114,7 +114,11 @@ class RowFormat:
 
         scales_start = offset + rows_per_page * self.data_bytes
         return PagedRows(
-            self, section(offset, self.data_bytes), section(scales_start, self.scale_bytes)
+            self,
+            storage,
+            offset,
+            section(offset, self.data_bytes),
+            section(scales_start, self.scale_bytes),
         )
 
 
@@ -124,11 +128,15 @@ class PagedRows:
 
     Attributes:
         format: What the bytes mean.
+        storage: `[num_pages, run_bytes]` uint8, the runs that the pages are cut from.
+        offset: First byte of a page in its run.
         data: `[num_pages, rows_per_page, data_bytes]` uint8.
         scales: `[num_pages, rows_per_page, scale_bytes]` uint8.
     """
 
     format: RowFormat
+    storage: Tensor
+    offset: int
     data: Tensor
     scales: Tensor
 

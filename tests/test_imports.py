@@ -67,6 +67,11 @@ def test_kernels_do_not_know_the_cache(module):
     assert not [name for name in imported(modules()[module]) if name.startswith("dsv4.cache")]
 
 
+@pytest.mark.parametrize("module", [m for m in modules() if m.startswith("dsv4.kernels.triton")])
+def test_triton_does_not_lean_on_the_reference(module):
+    assert not [name for name in imported(modules()[module]) if "reference" in name]
+
+
 def test_import_needs_torch_and_numpy_only():
     code = (
         "import sys, dsv4\n"

@@ -79,8 +79,8 @@ class Capacity:
 
     @property
     def plan_elements(self) -> int:
-        """int32 elements of a plan's buffers: 4 per request, 2 per token."""
-        return 4 * self.max_requests + 2 * self.max_forward_tokens
+        """int32 elements of a plan's buffers: 6 per request, 2 per token."""
+        return 6 * self.max_requests + 2 * self.max_forward_tokens
 
     def memory(self) -> dict[str, ComponentBytes]:
         """Bytes of every tensor a manager of these sizes owns, by component."""

@@ -1,5 +1,6 @@
 """`LayerCacheHandle`: one layer of the cache for one forward. Allocates nothing in the pools."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from dsv4.kernels import (
     Backend,
     CompressorWeights,
     Gathered,
+    LayerMemory,
     LayerProjections,
     LayerWeights,
     Selection,
@@ -162,21 +164,25 @@ class LayerCacheHandle:
 
         All inputs are checked before anything is written.
         """
-        self._check_inputs(inputs, weights)
-        self.write_swa(inputs.kv, weights.kv_norm)
+        self.write(inputs, weights)
         selection = None
-        if inputs.compressor is not None and weights.compressor is not None:
-            index = inputs.indexer
-            self.flush_compression(
-                *inputs.compressor,
-                weights.compressor,
-                index_kv=None if index is None else index.kv,
-                index_gate=None if index is None else index.gate,
-                index_weights=weights.indexer,
-            )
-            if index is not None:
-                selection = self.select_entries(index.query, index.head_weights)
+        if inputs.indexer is not None:
+            selection = self.select_entries(inputs.indexer.query, inputs.indexer.head_weights)
         return self.attend(inputs.query, weights.sinks, selection)
+
+    def write(self, inputs: LayerProjections, weights: LayerWeights) -> None:
+        """`write_swa` and `flush_compression` in one: everything that the layer stores."""
+        self._check_inputs(inputs, weights)
+        with ExitStack() as parts:
+            parts.enter_context(self.plan.writing(self.layer.layer_idx, "window"))
+            if self.paged is not None:
+                parts.enter_context(self.plan.writing(self.layer.layer_idx, "entries"))
+            self.backend.write_layer(
+                inputs, weights, self._memory(), self.tokens, self.rope,
+                ratio=self.layer.ratio,
+                eps=self.config.rms_norm_eps,
+                has_hadamard=self.config.index_hadamard,
+            )  # fmt: skip
 
     def write_swa(self, kv: Tensor, norm_weight: Tensor) -> None:
         """Norm, rotate, quantise and store the window rows of this forward's tokens.
@@ -331,6 +337,17 @@ class LayerCacheHandle:
             pages.indexer_global_scale,
             self.block_table,
             self.block_lens,
+        )
+
+    def _memory(self) -> LayerMemory:
+        pages, state = self.paged, self.state
+        return LayerMemory(
+            self.window,
+            None if pages is None else pages.entries,
+            state.tail,
+            None if pages is None else pages.index_keys,
+            state.index_tail,
+            None if pages is None else global_scale_of(self.config, pages),
         )
 
     def _lengths(self) -> Tensor:

@@ -27,7 +27,7 @@ class KVCacheManager:
         max_requests: Requests open at once, and the most rows of one forward.
         num_blocks: Blocks of `config.block_tokens` tokens, shared by all requests.
         device: Where the pools live.
-        backend: Which kernels run; by default `reference`.
+        backend: Which kernels run: `reference`, or `triton` on a GPU.
         max_forward_tokens: The most tokens of one forward.
         max_request_tokens: The longest request; by default all blocks', or the model's limit.
 
@@ -56,7 +56,7 @@ class KVCacheManager:
             max_request_tokens = min(config.max_position, by_blocks if has_blocks else 1 << 62)
         self.config = config
         self.device = torch.device(device)
-        self.backend = load_backend(backend)
+        self.backend = load_backend(backend, self.device)
         self.capacity = Capacity(
             config, max_requests, num_blocks, max_forward_tokens, max_request_tokens
         )

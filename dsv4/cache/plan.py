@@ -26,7 +26,9 @@ class PlanBuffers:
             "request_slots": max_requests,
             "positions_before": max_requests,
             "positions_after": max_requests,
+            "token_starts": max_requests,
             "workspace_starts": max_requests,
+            "chunk_ids": max_requests,
             "positions": max_tokens,
             "request_ids": max_tokens,
         }
@@ -41,21 +43,20 @@ class PlanBuffers:
             self.device[name] = self.packed[start : start + size]
             start += size
         self._token_map: TokenMap | None = None
+        self._sizes = (0, 0, 0)
 
-    def token_map(self, batch: int, num_tokens: int, block_table: torch.Tensor) -> TokenMap:
+    def token_map(
+        self, batch: int, num_tokens: int, num_chunks: int, block_table: torch.Tensor
+    ) -> TokenMap:
         """The buffers cut to a forward's size; the last cut is kept for the next step."""
-        kept = self._token_map
-        if kept is not None and (len(kept.request_slots), len(kept.positions)) == (
-            batch,
-            num_tokens,
-        ):
-            return kept
-        per_request = ("request_slots", "positions_before", "positions_after", "workspace_starts")
-        self._token_map = TokenMap(
-            **{name: self.device[name][:batch] for name in per_request},
-            **{name: self.device[name][:num_tokens] for name in ("positions", "request_ids")},
-            block_table=block_table,
-        )
+        sizes = (batch, num_tokens, num_chunks)
+        if self._token_map is None or self._sizes != sizes:
+            lengths = {"positions": num_tokens, "request_ids": num_tokens, "chunk_ids": num_chunks}
+            self._sizes = sizes
+            self._token_map = TokenMap(
+                **{name: full[: lengths.get(name, batch)] for name, full in self.device.items()},
+                block_table=block_table,
+            )
         return self._token_map
 
     def upload(self) -> None:

@@ -55,18 +55,20 @@ def prepare_forward(
     num_new = _acquire_blocks(manager, real_slots, real_after)
     manager.lengths[real_slots] = real_after
     workspace_starts = _workspace_starts(manager, slots, counts)
-    _fill_buffers(manager, slots, before, after, counts, workspace_starts, num_tokens)
+    num_chunks = _fill_buffers(manager, slots, before, after, counts, workspace_starts, num_tokens)
     host = manager.plan_buffers.host
     plan = ForwardPlan(
         owner=manager,
-        tokens=manager.plan_buffers.token_map(len(slots), num_tokens, manager.block_table),
+        tokens=manager.plan_buffers.token_map(
+            len(slots), num_tokens, num_chunks, manager.block_table
+        ),
         request_slots=host["request_slots"][: len(slots)].copy(),
         positions_before=host["positions_before"][: len(slots)].copy(),
         positions_after=host["positions_after"][: len(slots)].copy(),
         num_tokens=num_tokens,
         longest=int(real_after.max(initial=0)),
         num_new_blocks=num_new,
-        has_workspace=workspace_starts is not None,
+        has_workspace=num_chunks > 0,
         num_parts=manager.num_parts,
     )
     manager.start_plan(plan)
@@ -197,19 +199,29 @@ def _fill_buffers(
     counts: Int64Array,
     workspace_starts: Int64Array | None,
     num_tokens: int,
-) -> None:
+) -> int:
+    """Write the plan's arrays and bring them to the device; returns the number of chunks."""
     host, batch = manager.plan_buffers.host, len(slots)
     host["request_slots"][:batch] = slots
     host["positions_before"][:batch] = before
     host["positions_after"][:batch] = after
-    host["workspace_starts"][:batch] = -1 if workspace_starts is None else workspace_starts
+    num_chunks = 0
+    if workspace_starts is None:
+        host["workspace_starts"][:batch] = -1
+    else:
+        host["workspace_starts"][:batch] = workspace_starts
+        chunks = np.flatnonzero(workspace_starts >= 0)
+        num_chunks = len(chunks)
+        host["chunk_ids"][:num_chunks] = chunks
     ids = np.arange(batch)
     if num_tokens == batch == np.count_nonzero(counts):  # plain decode: one token each
-        host["request_ids"][:batch] = ids
+        host["request_ids"][:batch] = host["token_starts"][:batch] = ids
         host["positions"][:batch] = before
     else:
         first_token = np.cumsum(counts) - counts
+        host["token_starts"][:batch] = first_token
         ids = np.repeat(ids, counts)
         host["request_ids"][:num_tokens] = ids
         host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
     manager.plan_buffers.upload()
+    return num_chunks

@@ -1,22 +1,25 @@
 """What a step of the cache is given and what it must do: contracts, and the choice of backend.
 
-A backend is a module with the functions of `Backend`. `reference` defines the meaning of each;
-the others store the same bytes and select the same entries. A backend that is asked for runs or
-raises; nothing falls back in silence.
+A backend has the functions of `Backend`. `reference` defines the meaning of each; the others
+store the same bytes and select the same entries. A backend that is asked for runs or raises;
+nothing falls back in silence. `triton` has kernels for the write path; its gathers, its indexer
+and its attention are the reference's.
 
 -1 is the only sentinel: a slot of a padding row, a block or row that does not exist.
 """
 
 import importlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from dsv4.formats import PagedRows
 from dsv4.model.rope import RopeTable
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "triton")
 
 
 @dataclass(frozen=True)
@@ -26,18 +29,22 @@ class TokenMap:
     Attributes:
         request_slots: `[batch]`; -1 is a padding row, which touches nothing.
         positions_before, positions_after: `[batch]`, lengths around this forward.
+        token_starts: `[batch]`, index of a request's first token.
         positions, request_ids: `[num_tokens]`, position of a token and its row of the batch.
         workspace_starts: `[batch]`, first window-workspace row of a request whose chunk is too
             long to be read back from its ring; -1 where the ring is enough.
+        chunk_ids: `[num_chunks]`, the rows of the batch that have a workspace start.
         block_table: `[max_requests, max_blocks]`, by slot; -1 where there is no block.
     """
 
     request_slots: Tensor
     positions_before: Tensor
     positions_after: Tensor
+    token_starts: Tensor
     positions: Tensor
     request_ids: Tensor
     workspace_starts: Tensor
+    chunk_ids: Tensor
     block_table: Tensor
 
 
@@ -103,6 +110,20 @@ class WindowRows(NamedTuple):
     window: int
 
 
+class LayerMemory(NamedTuple):
+    """Where a layer's rows lie: window, and for CSA and HCA entries and tail; CSA has both twice.
+
+    global_scale is NVFP4's, or None.
+    """
+
+    window: WindowRows
+    entries: PagedRows | None
+    tail: Tensor | None
+    index_keys: PagedRows | None
+    index_tail: Tensor | None
+    global_scale: Tensor | None
+
+
 class Selection(NamedTuple):
     """Entries chosen per token, in ascending entry index, then -1.
 
@@ -135,6 +156,11 @@ class AttentionResult(NamedTuple):
 
 class Backend(Protocol):
     """The functions a backend has; `kernels.reference` documents each."""
+
+    def write_layer(
+        self, inputs: LayerProjections, weights: LayerWeights, memory: LayerMemory,
+        tokens: TokenMap, rope: RopeTable, *, ratio: int, eps: float, has_hadamard: bool,
+    ) -> None: ...  # fmt: skip
 
     def append_swa(
         self, kv: Tensor, norm_weight: Tensor, tokens: TokenMap, window: WindowRows,
@@ -175,8 +201,22 @@ class Backend(Protocol):
     def gather_swa_kv(self, window: WindowRows, tokens: TokenMap) -> Gathered: ...
 
 
-def load_backend(name: str) -> Backend:
-    """The backend of that name."""
+def load_backend(name: str, device: torch.device) -> Backend:
+    """The backend of that name, for tensors on `device`."""
     if name not in BACKENDS:
         raise ValueError(f"Unknown backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
-    return cast(Backend, importlib.import_module(f"dsv4.kernels.{name}"))
+    reference = importlib.import_module("dsv4.kernels.reference")
+    if name == "reference":
+        return cast(Backend, reference)
+    try:
+        from triton import knobs
+    except ModuleNotFoundError as error:
+        raise ImportError("backend='triton' needs Triton: pip install 'dsv4[triton]'") from error
+    if device.type != "cuda" and not knobs.runtime.interpret:
+        raise ValueError(
+            f"Invalid device of backend 'triton': expected cuda, got {device} "
+            "(TRITON_INTERPRET=1 runs it on the CPU, slowly)"
+        )
+    kernels = importlib.import_module("dsv4.kernels.triton")
+    functions = {**vars(reference), **{n: getattr(kernels, n) for n in kernels.__all__}}
+    return cast(Backend, SimpleNamespace(**functions))

@@ -145,7 +145,7 @@ def test_shared_components():
     memory = capacity.memory()
     assert capacity.max_request_blocks == 4
     assert memory["block_table"].allocated == 3 * 4 * 4
-    assert memory["plan_buffers"].allocated == (4 * 3 + 2 * 200) * 4
+    assert memory["plan_buffers"].allocated == (6 * 3 + 2 * 200) * 4
     assert memory["rope_tables"].allocated == 2 * 1000 * 64 * 4
     assert memory["index_global_scale"].allocated == 4
     assert memory["window_workspace"].payload == (200 + 3 * 127) * 584

@@ -2,7 +2,7 @@
 
 from dsv4.kernels.reference.append import append_swa
 from dsv4.kernels.reference.attention import attend
-from dsv4.kernels.reference.flush_write import flush_csa, flush_hca
+from dsv4.kernels.reference.flush_write import flush_csa, flush_hca, write_layer
 from dsv4.kernels.reference.gather import (
     gather_all_compressed_kv,
     gather_compressed_kv,
@@ -19,4 +19,5 @@ __all__ = [
     "gather_compressed_kv",
     "gather_swa_kv",
     "select_entries",
+    "write_layer",
 ]

@@ -3,9 +3,15 @@
 from torch import Tensor
 
 from dsv4.formats import PagedRows
-from dsv4.kernels import CompressorWeights, TokenMap
+from dsv4.kernels import (
+    CompressorWeights,
+    LayerMemory,
+    LayerProjections,
+    LayerWeights,
+    TokenMap,
+)
 from dsv4.kernels.reference import addressing
-from dsv4.kernels.reference.append import append_tail, tail_rows
+from dsv4.kernels.reference.append import append_swa, append_tail, tail_rows
 from dsv4.kernels.reference.arithmetic import hadamard
 from dsv4.kernels.reference.codec import encode, write_rows
 from dsv4.kernels.reference.compressor import (
@@ -15,6 +21,34 @@ from dsv4.kernels.reference.compressor import (
 )
 from dsv4.model.layer_schedule import AttentionType
 from dsv4.model.rope import RopeTable
+
+
+def write_layer(
+    inputs: LayerProjections,
+    weights: LayerWeights,
+    memory: LayerMemory,
+    tokens: TokenMap,
+    rope: RopeTable,
+    *,
+    ratio: int,
+    eps: float,
+    has_hadamard: bool,
+) -> None:
+    """All writes of a layer: append, compress, flush."""
+    append_swa(inputs.kv, weights.kv_norm, tokens, memory.window, rope, eps=eps)
+    if inputs.compressor is None or weights.compressor is None:
+        return
+    assert memory.tail is not None and memory.entries is not None, f"ratio {ratio}"
+    main = (*inputs.compressor, weights.compressor, memory.tail, memory.entries)
+    if inputs.indexer is None or weights.indexer is None:
+        flush_hca(*main, tokens, rope, eps=eps)
+        return
+    assert memory.index_tail is not None and memory.index_keys is not None, f"ratio {ratio}"
+    flush_csa(
+        *main, inputs.indexer.kv, inputs.indexer.gate, weights.indexer, memory.index_tail,
+        memory.index_keys, tokens, rope,
+        eps=eps, has_hadamard=has_hadamard, global_scale=memory.global_scale,
+    )  # fmt: skip
 
 
 def flush_csa(

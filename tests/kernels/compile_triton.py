@@ -1,0 +1,103 @@
+"""Compile every kernel ahead of time for an architecture; print registers and spills as JSON.
+
+Run as a script, without the interpreter: `python -m tests.kernels.compile_triton 90`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dsv4 import CacheConfig, KVCacheManager, prepare_forward
+from dsv4.kernels.triton import flush_write
+from dsv4.testing import model_projections, model_weights
+
+TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int32: "i32",
+}  # fmt: skip
+
+
+class Recorder:
+    """Stands in for a kernel and keeps its launches."""
+
+    def __init__(self, kernel, launches: list) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda **arguments: self.launches.append((self.kernel, arguments))
+
+
+def record(ratio: int, num_tokens: int) -> list:
+    """The launches of one layer's write at V4-Flash's width."""
+    launches: list = []
+    names = ("_write_kernel", "_commit_kernel")
+    kernels = {name: getattr(flush_write, name) for name in names}
+    for name, kernel in kernels.items():
+        setattr(flush_write, name, Recorder(kernel, launches))
+    config = CacheConfig.v4_flash(compress_ratios=(ratio,), num_query_heads=1)
+    manager = KVCacheManager(config, max_requests=1, num_blocks=1)
+    manager.backend = flush_write
+    plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
+    (inputs,) = model_projections(config, num_tokens, seed=0, dtype=torch.bfloat16)
+    manager.acquire(0, plan).write(inputs, model_weights(config, seed=0)[0])
+    for name, kernel in kernels.items():
+        setattr(flush_write, name, kernel)
+    return launches
+
+
+def compile_launch(kernel, arguments: dict, arch: int):
+    """Compile as the launcher would: pointers and multiples of 16 are known to be such."""
+    signature, constants, attributes = {}, {}, {}
+    for position, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
+        value = arguments[name]
+        if parameter.is_constexpr:
+            signature[name], constants[(position,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and not parameter.do_not_specialize and value % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    options = {
+        name: arguments[name]
+        for name in ("num_warps", "num_stages", "enable_fp_fusion")
+        if name in arguments
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def resources(compiled, arch: int) -> dict:
+    """Registers and spilled bytes, as ptxas reports them."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    ptxas = tools / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"].encode())
+        file.flush()
+        command = [ptxas, "-v", f"-arch=sm_{arch}a", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (registers,) = re.findall(r"Used (\d+) registers", report)
+    (stores,) = re.findall(r"(\d+) bytes spill stores", report)
+    (loads,) = re.findall(r"(\d+) bytes spill loads", report)
+    return {"registers": int(registers), "spilled_bytes": int(stores) + int(loads)}
+
+
+def main(arch: int) -> None:
+    for ratio in (0, 4, 128):
+        for num_tokens in (1, 3):
+            for kernel, arguments in record(ratio, num_tokens):
+                used = resources(compile_launch(kernel, arguments, arch), arch)
+                kind = "step" if num_tokens == 1 else "chunk"
+                print(json.dumps({"kernel": kernel.__name__, "ratio": ratio, "kind": kind, **used}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
