@@ -50,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--steps", type=_positive, default=400)
     plan.add_argument("--json", action="store_true", help="print one JSON object only")
     plan.set_defaults(run=_bench_plan)
+    write = benches.add_parser("write", help="the write path of a layer, on a GPU")
+    write.add_argument("--json", action="store_true", help="print one JSON object only")
+    write.set_defaults(run=_bench_write)
     return parser
 
 
@@ -100,6 +103,28 @@ def _print_demo(result: dict[str, Any]) -> None:
     memory.add_row("total", *(f"{total:,}" for total in totals))
     console.print(memory)
     console.print("equal" if result["ok"] else "MISMATCH")
+
+
+def _bench_write(options: argparse.Namespace) -> int:
+    from dsv4.bench.write import bench_write
+
+    result = bench_write()
+    if not options.json:
+        table = Table(title="One layer's writes in a decode step, microseconds")
+        for column in ("layer", "batch", "same layer", "43 layers in turn", "bytes / 4.27 TB/s"):
+            table.add_column(column, justify="right")
+        for row in result["rows"]:
+            closing = " closing" if row["closing"] else ""
+            table.add_row(
+                row["type"] + closing,
+                str(row["batch"]),
+                f"{row['warm_us']:.2f}",
+                f"{row['rotating_us']:.2f}",
+                f"{row['floor_us']:.2f}",
+            )
+        Console().print(table)
+    print(json.dumps(result))
+    return 0
 
 
 def _bench_plan(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """What tests, the demo and the benches share: random layers, poison, and a cached forward."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from dsv4.kernels import (
     LayerWeights,
 )
 from dsv4.model.layer_schedule import AttentionType
+
+_Nested = TypeVar("_Nested")
 
 POISON_BYTE = 0xFF  # NaN in E4M3, UE8M0, BF16 and fp32 alike
 
@@ -107,6 +109,15 @@ def model_projections(
         )
         for layer in config.schedule
     ]
+
+
+def move_to(device: str, value: _Nested) -> _Nested:
+    """A named tuple with every tensor in it, however deep, on a device."""
+    if isinstance(value, Tensor):
+        return cast(_Nested, value.to(device))
+    if not isinstance(value, tuple):
+        return value
+    return type(value)(*(move_to(device, part) for part in value))
 
 
 def take_rows(inputs: LayerProjections, rows: slice) -> LayerProjections:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from dsv4 import demo
 from dsv4.cli import main
@@ -53,6 +54,12 @@ def test_bad_usage_exits_with_2(capsys, arguments):
         main(arguments)
     assert error.value.code == 2
     assert "usage: dsv4" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_write_without_a_gpu(capsys):
+    assert main(["bench", "write"]) == 1
+    assert "needs a CUDA device" in capsys.readouterr().err
 
 
 def test_bench_plan(capsys):

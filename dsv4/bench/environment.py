@@ -19,6 +19,7 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "cpu": _cpu(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
 
 

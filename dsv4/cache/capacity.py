@@ -134,9 +134,11 @@ class Capacity:
         tables = self.max_requests * self.max_request_blocks * INT32_BYTES
         rope = len(self.rope_bases) * self.max_request_tokens * self.config.rope_dim * FP32_BYTES
         plan = self.plan_elements * INT32_BYTES
+        scratch = self.max_requests * (self.config.head_dim * FP32_BYTES + INT32_BYTES)
         return {
             "block_table": ComponentBytes(tables, tables),
             "plan_buffers": ComponentBytes(plan, plan),
+            "pooling_scratch": ComponentBytes(scratch, scratch),
             "window_workspace": ComponentBytes(
                 self.workspace_rows * row.row_bytes,
                 row.page_bytes(self.workspace_rows, align=BYTE_ALIGN),

@@ -22,6 +22,7 @@ from dsv4.kernels import (
     LayerMemory,
     LayerProjections,
     LayerWeights,
+    PoolingScratch,
     Selection,
     TokenMap,
     WindowRows,
@@ -84,6 +85,7 @@ class LayerCacheHandle:
     paged: LayerPages | None
     state: LayerState
     workspace: PagedRows
+    scratch: PoolingScratch
     rope: RopeTable
     plan: ForwardPlan
     backend: Backend
@@ -178,7 +180,7 @@ class LayerCacheHandle:
             if self.paged is not None:
                 parts.enter_context(self.plan.writing(self.layer.layer_idx, "entries"))
             self.backend.write_layer(
-                inputs, weights, self._memory(), self.tokens, self.rope,
+                inputs, weights, self.memory, self.tokens, self.rope,
                 ratio=self.layer.ratio,
                 eps=self.config.rms_norm_eps,
                 has_hadamard=self.config.index_hadamard,
@@ -339,7 +341,9 @@ class LayerCacheHandle:
             self.block_lens,
         )
 
-    def _memory(self) -> LayerMemory:
+    @property
+    def memory(self) -> LayerMemory:
+        """Where this layer's rows lie, for kernels that are called directly."""
         pages, state = self.paged, self.state
         return LayerMemory(
             self.window,
@@ -348,6 +352,7 @@ class LayerCacheHandle:
             None if pages is None else pages.index_keys,
             state.index_tail,
             None if pages is None else global_scale_of(self.config, pages),
+            self.scratch,
         )
 
     def _lengths(self) -> Tensor:

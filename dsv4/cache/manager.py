@@ -15,7 +15,7 @@ from dsv4.cache.state_cache import StateCachePool
 from dsv4.config import CacheConfig
 from dsv4.errors import IntegrityError, NoFreeSlotError
 from dsv4.formats import BYTE_ALIGN
-from dsv4.kernels import load_backend
+from dsv4.kernels import PoolingScratch, load_backend
 from dsv4.model.rope import build_rope_table
 
 
@@ -99,6 +99,10 @@ class KVCacheManager:
         workspace_bytes = config.kv_row.page_bytes(rows, align=BYTE_ALIGN)
         self.workspace_storage = torch.zeros(1, workspace_bytes, dtype=torch.uint8, device=device)
         self.workspace = config.kv_row.pages(self.workspace_storage, offset=0, rows_per_page=rows)
+        self.scratch = PoolingScratch(
+            torch.zeros(capacity.max_requests, config.head_dim, device=device),
+            torch.zeros(capacity.max_requests, dtype=torch.int32, device=device),
+        )
         self.rope_tables = {
             base: build_rope_table(
                 config, base, num_positions=capacity.max_request_tokens, device=device
@@ -152,6 +156,7 @@ class KVCacheManager:
             paged=self.paged.layer(layer_idx),
             state=self.state.layer(layer_idx),
             workspace=self.workspace,
+            scratch=self.scratch,
             rope=self.rope_tables[layer.rope_base],
             plan=plan,
             backend=self.backend,
@@ -224,6 +229,8 @@ class KVCacheManager:
             "index_global_scale": self.paged.indexer_global_scale,
             "block_table": self.block_table,
             "plan_buffers": self.plan_buffers.packed,
+            "pooled": self.scratch.pooled,
+            "arrivals": self.scratch.arrivals,
             "window_workspace": self.workspace_storage,
             **rope,
         }

@@ -43,19 +43,25 @@ class PlanBuffers:
             self.device[name] = self.packed[start : start + size]
             start += size
         self._token_map: TokenMap | None = None
-        self._sizes = (0, 0, 0)
+        self._sizes = (0, 0, 0, 0)
 
     def token_map(
-        self, batch: int, num_tokens: int, num_chunks: int, block_table: torch.Tensor
+        self,
+        batch: int,
+        num_tokens: int,
+        num_chunks: int,
+        max_step: int,
+        block_table: torch.Tensor,
     ) -> TokenMap:
         """The buffers cut to a forward's size; the last cut is kept for the next step."""
-        sizes = (batch, num_tokens, num_chunks)
+        sizes = (batch, num_tokens, num_chunks, max_step)
         if self._token_map is None or self._sizes != sizes:
             lengths = {"positions": num_tokens, "request_ids": num_tokens, "chunk_ids": num_chunks}
             self._sizes = sizes
             self._token_map = TokenMap(
                 **{name: full[: lengths.get(name, batch)] for name, full in self.device.items()},
                 block_table=block_table,
+                max_step=max_step,
             )
         return self._token_map
 

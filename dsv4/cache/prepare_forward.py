@@ -60,7 +60,7 @@ def prepare_forward(
     plan = ForwardPlan(
         owner=manager,
         tokens=manager.plan_buffers.token_map(
-            len(slots), num_tokens, num_chunks, manager.block_table
+            len(slots), num_tokens, num_chunks, int(counts.max(initial=0)), manager.block_table
         ),
         request_slots=host["request_slots"][: len(slots)].copy(),
         positions_before=host["positions_before"][: len(slots)].copy(),

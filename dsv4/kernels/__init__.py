@@ -35,6 +35,7 @@ class TokenMap:
             long to be read back from its ring; -1 where the ring is enough.
         chunk_ids: `[num_chunks]`, the rows of the batch that have a workspace start.
         block_table: `[max_requests, max_blocks]`, by slot; -1 where there is no block.
+        max_step: The most tokens of one request; a number, known on the host.
     """
 
     request_slots: Tensor
@@ -46,6 +47,7 @@ class TokenMap:
     workspace_starts: Tensor
     chunk_ids: Tensor
     block_table: Tensor
+    max_step: int
 
 
 class CompressorWeights(NamedTuple):
@@ -110,6 +112,15 @@ class WindowRows(NamedTuple):
     window: int
 
 
+class PoolingScratch(NamedTuple):
+    """Where programs that share a window leave their parts: pooled `[max_requests, head_dim]`
+    fp32, and arrivals `[max_requests]` int32, which is 0 before and after every launch.
+    """
+
+    pooled: Tensor
+    arrivals: Tensor
+
+
 class LayerMemory(NamedTuple):
     """Where a layer's rows lie: window, and for CSA and HCA entries and tail; CSA has both twice.
 
@@ -122,6 +133,7 @@ class LayerMemory(NamedTuple):
     index_keys: PagedRows | None
     index_tail: Tensor | None
     global_scale: Tensor | None
+    scratch: PoolingScratch
 
 
 class Selection(NamedTuple):

@@ -17,7 +17,8 @@ COMPRESSED = ("csa_entries", "index_keys", "hca_entries")
 COMPONENTS = [
     "csa_entries", "index_keys", "hca_entries", "block_padding",
     "window", "csa_tails", "index_tails", "hca_tails", "slot_padding",
-    "block_table", "plan_buffers", "window_workspace", "rope_tables", "index_global_scale",
+    "block_table", "plan_buffers", "pooling_scratch", "window_workspace", "rope_tables",
+    "index_global_scale",
 ]  # fmt: skip
 
 
@@ -148,6 +149,7 @@ def test_shared_components():
     assert memory["plan_buffers"].allocated == (6 * 3 + 2 * 200) * 4
     assert memory["rope_tables"].allocated == 2 * 1000 * 64 * 4
     assert memory["index_global_scale"].allocated == 4
+    assert memory["pooling_scratch"].allocated == 3 * (512 * 4 + 4)
     assert memory["window_workspace"].payload == (200 + 3 * 127) * 584
 
 

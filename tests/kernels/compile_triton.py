@@ -68,7 +68,7 @@ def compile_launch(kernel, arguments: dict, arch: int):
                 attributes[(position,)] = [["tt.divisibility", 16]]
     options = {
         name: arguments[name]
-        for name in ("num_warps", "num_stages", "enable_fp_fusion")
+        for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
         if name in arguments
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)

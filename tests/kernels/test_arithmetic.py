@@ -53,11 +53,11 @@ def test_exp_next_to_the_steps_of_its_range_reduction():
 def test_exp_is_the_written_polynomial():
     x = np.concatenate((np.linspace(-87, 0, 30_001), -np.logspace(-9, 1.9, 10_001)))
     x = x.astype(np.float32)
-    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
+    n = np.rint(x * np.float32(1.4426950408889634))
     r = (x - n * np.float32(355 / 512)) - n * np.float32(-2.1219444005469057e-4)
-    y = np.float32(1 / math.factorial(7))
-    for degree in range(6, -1, -1):
-        y = y * r + np.float32(1 / math.factorial(degree))
+    y = np.float32(0.001394116086885333)
+    for coefficient in (0.008375167846679688, 0.04166635125875473, 0.16666415333747864, 0.5, 1, 1):
+        y = y * r + np.float32(coefficient)
     expected = np.ldexp(y, n.astype(np.int32))
     actual = exp_of_nonpositive(torch.from_numpy(x)).numpy()
     assert expected.dtype == np.float32
@@ -70,9 +70,10 @@ def test_exp_near_zero_is_one(x):
 
 
 @pytest.mark.parametrize("x", [-87.00001, -88.0, -103.0, -1e30, -INF])
-def test_exp_below_its_range_is_zero(x):
-    result = exp_of_nonpositive(torch.tensor([x]))
-    assert result.tolist() == [0.0] and not bool(torch.signbit(result))
+def test_exp_below_its_range_is_that_of_its_end(x):
+    assert torch.equal(
+        exp_of_nonpositive(torch.tensor([x])), exp_of_nonpositive(torch.tensor([-87.0]))
+    )
 
 
 def test_exp_at_the_end_of_its_range_is_a_normal_number():

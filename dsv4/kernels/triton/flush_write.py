@@ -20,24 +20,44 @@ from dsv4.kernels import (
     LayerMemory,
     LayerProjections,
     LayerWeights,
+    PoolingScratch,
     TokenMap,
     WindowRows,
 )
-from dsv4.kernels.triton.compressor import finish_entry, pool_csa, pool_hca
+from dsv4.kernels.triton.compressor import (
+    finish_row,
+    load_finish,
+    pool_csa,
+    pool_csa_step,
+    pool_hca,
+    pool_hca_step,
+)
 from dsv4.kernels.triton.launch import launch_parameters
 from dsv4.kernels.triton.primitives import bf16_bits, hadamard, store_row
 from dsv4.model.rope import RopeTable
 
 
 @triton.jit
-def locate(token, positions_ptr, request_ids_ptr, slots_ptr, before_ptr, after_ptr, starts_ptr):
-    """Position, slot (-1 for padding), lengths and workspace start of a token's request."""
-    request = tl.load(request_ids_ptr + token)
+def locate(
+    token, positions_ptr, request_ids_ptr, slots_ptr, before_ptr, after_ptr, starts_ptr,
+    IS_DECODE: tl.constexpr,
+):  # fmt: skip
+    """Position, slot (-1 for padding), lengths and workspace start of a token's request.
+
+    In a decode step every request has one token, so that the token's index is its request's.
+    """
     position = tl.load(positions_ptr + token)
-    slot = tl.load(slots_ptr + request).to(tl.int64)
-    before = tl.load(before_ptr + request)
-    after = tl.load(after_ptr + request)
-    start = tl.load(starts_ptr + request)
+    if IS_DECODE:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        before = position
+        after = position + 1
+        start = -1
+    else:
+        request = tl.load(request_ids_ptr + token)
+        slot = tl.load(slots_ptr + request).to(tl.int64)
+        before = tl.load(before_ptr + request)
+        after = tl.load(after_ptr + request)
+        start = tl.load(starts_ptr + request)
     return position, slot, before, after, start
 
 
@@ -88,11 +108,12 @@ def write_window_row(
     The tokens of a chunk also carry over the ring's last WINDOW - 1 rows, between them.
     """
     channel = tl.arange(0, BLOCK)
+    weight, cos, sin = load_finish(norm_ptr, cos_ptr, sin_ptr, position, DIM, ROPE, BLOCK)
     values = tl.load(
         kv_ptr + token.to(tl.int64) * kv_stride + channel,
         mask=(slot >= 0) & (channel < DIM), other=0.0,
     ).to(tl.float32)  # fmt: skip
-    values = finish_entry(values, norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, ROPE, BLOCK)
+    values = finish_row(values, weight, cos, sin, eps, DIM, ROPE, BLOCK)
     ring_ptr = slots_ptr + slot * slot_bytes + ring_offset
     row = (position % RING_ROWS).to(tl.int64)
     data_ptr = ring_ptr + row * DATA_BYTES
@@ -119,18 +140,24 @@ def write_window_row(
 
 
 @triton.jit
+def load_block(
+    block_table_ptr, table_stride, slot, position,
+    RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The block of the entry that `position` closes."""
+    column = position // (RATIO * ENTRIES_PER_BLOCK)
+    return tl.load(block_table_ptr + slot * table_stride + column).to(tl.int64)
+
+
+@triton.jit
 def write_entry(
-    entry, blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride, slot, position,
-    global_scale,
+    entry, blocks_ptr, block_bytes, page_offset, block, position, global_scale,
     RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
     DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Store the entry that `position` closes in its request's block."""
-    index = position // RATIO
-    column = index // ENTRIES_PER_BLOCK
-    block = tl.load(block_table_ptr + slot * table_stride + column).to(tl.int64)
-    row = (index % ENTRIES_PER_BLOCK).to(tl.int64)
+    """Store the entry that `position` closes in its block."""
+    row = (position // RATIO % ENTRIES_PER_BLOCK).to(tl.int64)
     page_ptr = blocks_ptr + block * block_bytes + page_offset
     store_row(entry, page_ptr + row * DATA_BYTES,
               page_ptr + ENTRIES_PER_BLOCK * DATA_BYTES + row * SCALE_BYTES, block >= 0,
@@ -147,14 +174,16 @@ def compress_token(
     TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, ROW_ROPE: tl.constexpr, DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr, HAS_HADAMARD: tl.constexpr, LOG_DIM: tl.constexpr,
+    IS_DECODE: tl.constexpr,
 ):  # fmt: skip
     """Flush the window that a token closes, then keep the token's row unless it is a chunk's.
 
     ROPE channels are rotated; ROW_ROPE of them are a field of their own in the row.
     """
     position, slot, before, _, start = locate(
-        token, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr
-    )
+        token, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
+        starts_ptr, IS_DECODE,
+    )  # fmt: skip
     tail_ptr = slots_ptr + slot * slot_bytes + tail_offset
     if TAIL_BF16:
         tail_ptr = tail_ptr.to(tl.pointer_type(tl.bfloat16))
@@ -162,22 +191,76 @@ def compress_token(
         tail_ptr = tail_ptr.to(tl.pointer_type(tl.float32))
     SERIES: tl.constexpr = 2 if RATIO == 4 else 1
     if (slot >= 0) & ((position + 1) % RATIO == 0):
-        if RATIO == 4:
+        block = load_block(block_table_ptr, table_stride, slot, position, RATIO, ENTRIES_PER_BLOCK)
+        weight, cos, sin = load_finish(norm_ptr, cos_ptr, sin_ptr, position + 1 - RATIO, DIM, ROPE,
+                                       BLOCK)  # fmt: skip
+        if IS_DECODE and RATIO == 4:
+            pooled = pool_csa_step(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position,
+                                   DIM, BLOCK, TAIL_ROWS, TAIL_BF16)  # fmt: skip
+        elif RATIO == 4:
             pooled = pool_csa(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position, before,
                               DIM, BLOCK, TAIL_ROWS, TAIL_BF16)  # fmt: skip
         else:
             pooled = pool_hca(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position, before,
                               DIM, BLOCK, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-        entry = finish_entry(pooled, norm_ptr, cos_ptr, sin_ptr, position + 1 - RATIO, eps,
-                             DIM, ROPE, BLOCK)  # fmt: skip
+        entry = finish_row(pooled, weight, cos, sin, eps, DIM, ROPE, BLOCK)
         if HAS_HADAMARD:
             entry = hadamard(entry, DIM, LOG_DIM)
-        write_entry(entry, blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride,
-                    slot, position, global_scale, RATIO, ENTRIES_PER_BLOCK, FORMAT, DIM, ROW_ROPE,
-                    BLOCK, DATA_BYTES, SCALE_BYTES)  # fmt: skip
+        write_entry(entry, blocks_ptr, block_bytes, page_offset, block, position, global_scale,
+                    RATIO, ENTRIES_PER_BLOCK, FORMAT, DIM, ROW_ROPE, BLOCK, DATA_BYTES,
+                    SCALE_BYTES)  # fmt: skip
     store_tail_row(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position,
                    (slot >= 0) & (start < 0), SERIES * DIM, SERIES * BLOCK, RATIO, TAIL_ROWS,
                    TAIL_BF16)  # fmt: skip
+
+
+@triton.jit
+def compress_hca_part(
+    kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr, slot_bytes, tail_offset, blocks_ptr,
+    block_bytes, page_offset, block_table_ptr, table_stride, cos_ptr, sin_ptr,
+    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
+    pooled_ptr, arrivals_ptr, token, part, eps,
+    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """One decode token of an HCA layer: its window's rows are pooled by several programs.
+
+    Each leaves its channels in pooled_ptr `[max_requests, DIM]`; the last one to arrive norms
+    and stores the entry. Which one that is does not change a bit of it.
+    """
+    PARTS: tl.constexpr = BLOCK // CHANNELS
+    position, slot, _, _, _ = locate(
+        token, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
+        starts_ptr, True,
+    )  # fmt: skip
+    tail_ptr = slots_ptr + slot * slot_bytes + tail_offset
+    if TAIL_BF16:
+        tail_ptr = tail_ptr.to(tl.pointer_type(tl.bfloat16))
+    else:
+        tail_ptr = tail_ptr.to(tl.pointer_type(tl.float32))
+    if part == 0:
+        store_tail_row(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position, slot >= 0,
+                       DIM, BLOCK, 128, TAIL_ROWS, TAIL_BF16)  # fmt: skip
+    if (slot >= 0) & ((position + 1) % 128 == 0):
+        pooled = pool_hca_step(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position,
+                               part * CHANNELS, DIM, CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
+        channel = part * CHANNELS + tl.arange(0, CHANNELS)
+        tl.store(pooled_ptr + token * DIM + channel, pooled, mask=channel < DIM)
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        if tl.atomic_add(arrivals_ptr + token, 1, sem="acq_rel") == PARTS - 1:
+            tl.store(arrivals_ptr + token, 0)
+            column = tl.arange(0, BLOCK)
+            row = tl.load(pooled_ptr + token * DIM + column, mask=column < DIM, other=0.0,
+                          cache_modifier=".cg")  # fmt: skip
+            weight, cos, sin = load_finish(norm_ptr, cos_ptr, sin_ptr, position - 127, DIM, ROPE,
+                                           BLOCK)  # fmt: skip
+            block = load_block(block_table_ptr, table_stride, slot, position, 128,
+                               ENTRIES_PER_BLOCK)  # fmt: skip
+            entry = finish_row(row, weight, cos, sin, eps, DIM, ROPE, BLOCK)
+            write_entry(entry, blocks_ptr, block_bytes, page_offset, block, position, 1.0, 128,
+                        ENTRIES_PER_BLOCK, FORMAT, DIM, ROPE, BLOCK, DATA_BYTES,
+                        SCALE_BYTES)  # fmt: skip
 
 
 @triton.jit
@@ -190,7 +273,7 @@ def compress_tile(
     TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr,
     ENTRIES_PER_BLOCK: tl.constexpr, FORMAT: tl.constexpr, ROW_ROPE: tl.constexpr,
     DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, HAS_HADAMARD: tl.constexpr,
-    LOG_DIM: tl.constexpr, TILE: tl.constexpr,
+    LOG_DIM: tl.constexpr, TILE: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
     """One compressor over the TILE tokens from tile × TILE on, those with something to do."""
     if TILE == 1:
@@ -200,6 +283,7 @@ def compress_tile(
             positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
             tile, eps, global_scale, RATIO, DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16,
             ENTRIES_PER_BLOCK, FORMAT, ROW_ROPE, DATA_BYTES, SCALE_BYTES, HAS_HADAMARD, LOG_DIM,
+            IS_DECODE,
         )  # fmt: skip
     else:
         offset = tl.arange(0, TILE)
@@ -218,7 +302,7 @@ def compress_tile(
                 sin_ptr, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
                 starts_ptr, tile * TILE + last, eps, global_scale, RATIO, DIM, ROPE, BLOCK,
                 TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, FORMAT, ROW_ROPE, DATA_BYTES,
-                SCALE_BYTES, HAS_HADAMARD, LOG_DIM,
+                SCALE_BYTES, HAS_HADAMARD, LOG_DIM, False,
             )  # fmt: skip
             last = tl.min(tl.where(has_work & (offset > last), offset, TILE), axis=0)
 
@@ -231,7 +315,7 @@ def _write_kernel(
     window_kv_ptr, window_stride, window_norm_ptr, ring_offset,
     kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, tail_offset, page_offset,
     index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr,
-    index_tail_offset, index_page_offset, global_scale_ptr,
+    index_tail_offset, index_page_offset, global_scale_ptr, pooled_ptr, arrivals_ptr,
     DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
     KV_FORMAT: tl.constexpr, KV_DATA: tl.constexpr, KV_SCALE: tl.constexpr,
     INDEX_DIM: tl.constexpr, INDEX_BLOCK: tl.constexpr, INDEX_FORMAT: tl.constexpr,
@@ -240,13 +324,28 @@ def _write_kernel(
     RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, TAIL_ROWS: tl.constexpr,
     TAIL_BF16: tl.constexpr, RING_ROWS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     HAS_CHUNKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_COMPRESSOR: tl.constexpr,
-    HAS_INDEX: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr,
+    HAS_INDEX: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr, IS_DECODE: tl.constexpr,
+    CHANNELS: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """All of a layer's writes. Programs: main tiles, index tiles, then one per window row."""
+    """All of a layer's writes. Programs: main tiles, index tiles, then one per window row.
+
+    In a decode step an HCA token has a program for every CHANNELS of its window.
+    """
     program = tl.program_id(0)
-    MAIN: tl.constexpr = 1 if HAS_COMPRESSOR else 0
+    SPLITS: tl.constexpr = BLOCK // CHANNELS if IS_SPLIT else 1
+    MAIN: tl.constexpr = SPLITS if HAS_COMPRESSOR else 0
     INDEX: tl.constexpr = 1 if HAS_INDEX else 0
-    if HAS_COMPRESSOR:
+    if IS_SPLIT:
+        if program < SPLITS * num_tiles:
+            compress_hca_part(
+                kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr, slot_bytes, tail_offset,
+                blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride, cos_ptr,
+                sin_ptr, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
+                starts_ptr, pooled_ptr, arrivals_ptr, program // SPLITS, program % SPLITS, eps,
+                DIM, ROPE, BLOCK, CHANNELS, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT,
+                KV_DATA, KV_SCALE,
+            )  # fmt: skip
+    elif HAS_COMPRESSOR:
         if program < num_tiles:
             compress_tile(
                 kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr, slot_bytes, tail_offset,
@@ -254,7 +353,7 @@ def _write_kernel(
                 sin_ptr, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
                 starts_ptr, program, num_tokens, eps, 1.0,
                 RATIO, DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
-                KV_FORMAT, ROPE, KV_DATA, KV_SCALE, False, 0, TILE,
+                KV_FORMAT, ROPE, KV_DATA, KV_SCALE, False, 0, TILE, IS_DECODE,
             )  # fmt: skip
     if HAS_INDEX:
         scale = 1.0
@@ -269,14 +368,14 @@ def _write_kernel(
                 starts_ptr, program - num_tiles, num_tokens, eps, scale,
                 RATIO, INDEX_DIM, ROPE, INDEX_BLOCK, TAIL_ROWS, TAIL_BF16,
                 ENTRIES_PER_BLOCK, INDEX_FORMAT, 0, INDEX_DATA, INDEX_SCALE, HAS_HADAMARD,
-                LOG_INDEX, TILE,
+                LOG_INDEX, TILE, IS_DECODE,
             )  # fmt: skip
     if HAS_WINDOW:
         token = program - (MAIN + INDEX) * num_tiles
         if token >= 0:
             position, slot, before, after, start = locate(
                 token, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-                starts_ptr,
+                starts_ptr, IS_DECODE,
             )  # fmt: skip
             if slot >= 0:
                 write_window_row(
@@ -368,14 +467,20 @@ def launch_write(
     index: CompressorWrite | None = None,
     has_hadamard: bool = False,
     global_scale: Tensor | None = None,
+    scratch: PoolingScratch | None = None,
 ) -> None:
     """Write what is given of one layer: one launch, and a second if the plan has chunks."""
     num_tokens, num_chunks = len(tokens.positions), len(tokens.chunk_ids)
     if not num_tokens:
         return
-    launch = launch_parameters(ratio, has_chunks=num_chunks > 0)
+    launch = launch_parameters(ratio, has_chunks=num_chunks > 0, num_tokens=num_tokens)
     num_tiles = triton.cdiv(num_tokens, launch.tile)
-    num_programs = num_tiles * ((main is not None) + (index is not None))
+    block = triton.next_power_of_2((main.pages if main else cast(Any, window).rows.ring).format.dim)
+    is_decode = tokens.max_step <= 1 and num_tokens == len(tokens.request_slots)
+    channels = min(launch.channels, block)
+    is_split = is_decode and ratio == 128 and scratch is not None
+    splits = block // channels if is_split else 1
+    num_programs = num_tiles * (splits * (main is not None) + (index is not None))
     num_programs += num_tokens if window is not None else 0
     nothing = tokens.positions  # stands in for what this launch doesn't have
     kv_rows = main.pages if main is not None else cast(WindowWrite, window).rows.ring
@@ -383,7 +488,6 @@ def launch_write(
     index_row = index.pages.format if index is not None else row
     slots = window.rows.ring.storage if window is not None else _slots_of(cast(Any, main).tail)
     scale = slots if global_scale is None else global_scale
-    block = triton.next_power_of_2(row.dim)
     parts = {
         "slots_ptr": slots,
         "slot_bytes": slots.shape[1],
@@ -410,7 +514,10 @@ def launch_write(
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         num_tokens=num_tokens, num_tiles=num_tiles, cos_ptr=rope.cos, sin_ptr=rope.sin, eps=eps,
         blocks_ptr=blocks, block_bytes=blocks.shape[-1], global_scale_ptr=scale, **parts,
-        HAS_GLOBAL_SCALE=global_scale is not None,
+        HAS_GLOBAL_SCALE=global_scale is not None, IS_DECODE=is_decode,
+        CHANNELS=channels, IS_SPLIT=is_split,
+        pooled_ptr=nothing if scratch is None else scratch.pooled,
+        arrivals_ptr=nothing if scratch is None else scratch.arrivals,
         DIM=row.dim, ROPE=2 * rope.cos.shape[1], BLOCK=block,
         KV_FORMAT=f"kv_{row.name}", KV_DATA=row.data_bytes, KV_SCALE=row.scale_bytes,
         INDEX_DIM=index_row.dim, INDEX_BLOCK=triton.next_power_of_2(index_row.dim),
@@ -419,7 +526,7 @@ def launch_write(
         LOG_INDEX=index_row.dim.bit_length() - 1,
         ENTRIES_PER_BLOCK=main.pages.rows_per_page if main is not None else 1,
         TILE=launch.tile, HAS_CHUNKS=num_chunks > 0, **sizes,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
         enable_fp_fusion=False,
     )  # fmt: skip
     if not num_chunks:
@@ -462,6 +569,7 @@ def write_layer(
         tokens, rope, eps=eps, ratio=ratio,
         window=WindowWrite(inputs.kv, weights.kv_norm, memory.window),
         main=main, index=index, has_hadamard=has_hadamard, global_scale=memory.global_scale,
+        scratch=memory.scratch,
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ Conversions to BF16 and E4M3 go over the integer bits, for the interpreter's own
 import triton
 import triton.language as tl
 
-EXP_UNDERFLOW = tl.constexpr(-87.0)
+EXP_FLOOR = tl.constexpr(-87.0)
+ROUND_TO_WHOLE = tl.constexpr(12582912.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN2_HIGH = tl.constexpr(0.693359375)
 LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
@@ -35,20 +36,19 @@ def round_to_bf16(x):
 
 @triton.jit
 def exp_of_nonpositive(x):
-    """exp(x) for x <= 0; 0 below -87, NaN for NaN."""
-    is_normal = x >= EXP_UNDERFLOW
-    safe = tl.where(is_normal, x, EXP_UNDERFLOW)
-    n = tl.floor(safe * LOG2_E + 0.5)
-    r = (safe - n * LN2_HIGH) - n * LN2_LOW
-    y = r * (1.0 / 5040) + (1.0 / 720)
-    y = y * r + (1.0 / 120)
-    y = y * r + (1.0 / 24)
-    y = y * r + (1.0 / 6)
+    """exp(x) for x <= 0; what is below -87 counts as -87, NaN stays NaN."""
+    x = tl.maximum(x, EXP_FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    shifted = x * LOG2_E + ROUND_TO_WHOLE
+    n = shifted - ROUND_TO_WHOLE
+    r = (x - n * LN2_HIGH) - n * LN2_LOW
+    y = r * 0.001394116086885333 + 0.008375167846679688
+    y = y * r + 0.04166635125875473
+    y = y * r + 0.16666415333747864
     y = y * r + 0.5
     y = y * r + 1.0
     y = y * r + 1.0
-    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.where(is_normal, y * power, tl.where(x != x, x, 0.0))
+    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
+    return y * power
 
 
 @triton.jit
@@ -64,14 +64,21 @@ def rms_factor(x, DIM: tl.constexpr, eps):
 
 
 @triton.jit
-def rotate_tail(x, cos_ptr, sin_ptr, position, DIM: tl.constexpr, ROPE: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
-    """RoPE on the trailing ROPE of DIM channels of a row `[BLOCK]`."""
+def load_rope(cos_ptr, sin_ptr, position, DIM: tl.constexpr, ROPE: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """cos and sin `[BLOCK / 2]` of a position; 1 and 0 where a pair is not rotated."""
     pair = tl.arange(0, BLOCK // 2) - (DIM - ROPE) // 2
     is_turned = (pair >= 0) & (pair < ROPE // 2)
     address = position.to(tl.int64) * (ROPE // 2) + pair
     cos = tl.load(cos_ptr + address, mask=is_turned, other=1.0)
-    sin = tl.load(sin_ptr + address, mask=is_turned, other=0.0)
+    return cos, tl.load(sin_ptr + address, mask=is_turned, other=0.0)
+
+
+@triton.jit
+def rotate_tail(x, cos, sin, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr):
+    """RoPE on the trailing ROPE of DIM channels of a row `[BLOCK]`."""
+    pair = tl.arange(0, BLOCK // 2) - (DIM - ROPE) // 2
+    is_turned = (pair >= 0) & (pair < ROPE // 2)
     even, odd = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
     new_even = tl.where(is_turned, even * cos - odd * sin, even)
     new_odd = tl.where(is_turned, odd * cos + even * sin, odd)

@@ -1,0 +1,139 @@
+"""`dsv4 bench write`: the write path of one layer in a decode step, on a GPU, by graph replay."""
+
+import statistics
+from typing import Any
+
+import torch
+
+from dsv4.bench.environment import environment
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.config import CacheConfig
+from dsv4.kernels import Backend, LayerProjections, LayerWeights
+from dsv4.model.layer_schedule import AttentionType
+from dsv4.testing import model_projections, model_weights, move_to
+
+BATCHES = (1, 32, 128, 256)
+NUM_LAYERS = 43  # as many pools to rotate over as V4-Flash has layers
+COPY_BANDWIDTH = 4.27e12  # bytes a second, device copy on an H200
+
+
+def bench_write(*, batches: tuple[int, ...] = BATCHES) -> dict[str, Any]:
+    """Microseconds per layer: the same layer again and again, and 43 layers in turn."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("dsv4 bench write needs a CUDA device, and there is none")
+    rows = []
+    for kind in AttentionType:
+        _check_bytes(kind)
+        for is_closing in (False, True) if kind.ratio else (False,):
+            for batch in batches:
+                warm = _time(kind, batch, is_closing=is_closing, num_layers=1)
+                rotating = _time(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS)
+                floor = _bytes_moved(kind, batch, is_closing=is_closing) / COPY_BANDWIDTH * 1e6
+                rows.append(
+                    {
+                        "type": kind.name, "closing": is_closing, "batch": batch,
+                        "warm_us": warm, "rotating_us": rotating, "floor_us": floor,
+                    }
+                )  # fmt: skip
+    return {"bench": "write", "rows": rows, "environment": environment()}
+
+
+def _config(kind: AttentionType, num_layers: int) -> CacheConfig:
+    return CacheConfig.v4_flash(compress_ratios=(kind.ratio,) * num_layers, num_query_heads=1)
+
+
+def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> float:
+    """Median microseconds per layer over replays of a captured step."""
+    config = _config(kind, num_layers)
+    manager = KVCacheManager(
+        config, max_requests=batch, num_blocks=batch, device="cuda", backend="triton",
+        max_forward_tokens=256 * batch,
+    )  # fmt: skip
+    slots = [manager.open_request() for _ in range(batch)]
+    length = 255 if is_closing else 253
+    prepare_forward(manager, slots, [0] * batch, [length] * batch).complete()
+    plan = prepare_forward(manager, slots, [length] * batch, [length + 1] * batch)
+    weights = [move_to("cuda", layer) for layer in model_weights(config, seed=0)]
+    inputs = [
+        move_to("cuda", layer)
+        for layer in model_projections(config, batch, seed=1, dtype=torch.bfloat16)
+    ]
+    handles = [manager.acquire(idx, plan) for idx in range(num_layers)]
+    for handle in handles:
+        for tail in (handle.state.tail, handle.state.index_tail):
+            if tail is not None:
+                tail.normal_()
+    repeats = 20 if num_layers == 1 else 1
+
+    def step() -> None:
+        for _ in range(repeats):
+            for handle, layer, weight in zip(handles, inputs, weights, strict=True):
+                _write(manager.backend, handle, layer, weight)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return _replay_time(graph) / (repeats * num_layers)
+
+
+def _replay_time(graph: torch.cuda.CUDAGraph, *, num_replays: int = 20) -> float:
+    times = []
+    for _ in range(num_replays + 3):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return float(statistics.median(times[3:]))
+
+
+def _write(
+    backend: Backend, handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights
+) -> None:
+    backend.write_layer(
+        inputs, weights, handle.memory, handle.tokens, handle.rope,
+        ratio=handle.layer.ratio, eps=handle.config.rms_norm_eps,
+        has_hadamard=handle.config.index_hadamard,
+    )  # fmt: skip
+
+
+def _bytes_moved(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
+    """Bytes a step must move: projections, window rows, tails, entries."""
+    dim, index_dim, row, key = 512, 128, 584, 68
+    total = dim * 2 + row
+    if kind is AttentionType.CSA:
+        width = 2 * (dim + index_dim)
+        total += width * 2 * 2 + width * 2 * 4  # bf16 kv and gate in, fp32 rows out
+        if is_closing:
+            total += 7 * width * 4 + row + key  # 7 rows of one series, kv and gate
+    if kind is AttentionType.HCA:
+        total += dim * 2 * 2 + dim * 2 * 4
+        if is_closing:
+            total += 127 * dim * 2 * 4 + row
+    return batch * total
+
+
+def _check_bytes(kind: AttentionType) -> None:
+    """Refuse to time kernels that don't store the reference's bytes."""
+    config = _config(kind, 1)
+    stored = []
+    for device, backend in (("cpu", "reference"), ("cuda", "triton")):
+        manager = KVCacheManager(
+            config, max_requests=2, num_blocks=4, device=device, backend=backend
+        )
+        slots = [manager.open_request() for _ in range(2)]
+        weights = move_to(device, model_weights(config, seed=0)[0])
+        for before, after in (([0, 0], [126, 3]), ([126, 3], [127, 4]), ([127, 4], [128, 5])):
+            plan = prepare_forward(manager, slots, before, after)
+            num_tokens = sum(after) - sum(before)
+            (inputs,) = model_projections(config, num_tokens, seed=after[0], dtype=torch.bfloat16)
+            manager.acquire(0, plan).write(move_to(device, inputs), weights)
+        stored.append((manager.paged.storage.cpu(), manager.state.storage.cpu()))
+    if not all(torch.equal(a, b) for a, b in zip(*stored, strict=True)):
+        raise RuntimeError(f"{kind.name}: the bytes differ from the reference's; nothing is timed")
