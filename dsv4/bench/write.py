@@ -1,6 +1,7 @@
-"""`dsv4 bench write`: the write path of one layer in a decode step, on a GPU, by graph replay."""
+"""`dsv4 bench write`: the write path of one layer, decode steps and a prefill, by graph replay."""
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from dsv4.model.layer_schedule import AttentionType
 from dsv4.testing import model_projections, model_weights, move_to
 
 BATCHES = (1, 32, 128, 256)
+PREFILL_TOKENS = 8192
 NUM_LAYERS = 43  # as many pools to rotate over as V4-Flash has layers
 COPY_BANDWIDTH = 4.27e12  # bytes a second, device copy on an H200
 
@@ -37,7 +39,16 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES) -> dict[str, Any]:
                         "warm_us": warm, "rotating_us": rotating, "floor_us": floor,
                     }
                 )  # fmt: skip
-    return {"bench": "write", "rows": rows, "environment": environment()}
+    prefill = [
+        {
+            "type": kind.name,
+            "tokens": PREFILL_TOKENS,
+            "us": _time_prefill(kind),
+            "floor_us": _prefill_bytes(kind) / COPY_BANDWIDTH * 1e6,
+        }
+        for kind in AttentionType
+    ]
+    return {"bench": "write", "rows": rows, "prefill": prefill, "environment": environment()}
 
 
 def _config(kind: AttentionType, num_layers: int) -> CacheConfig:
@@ -72,15 +83,30 @@ def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int)
             for handle, layer, weight in zip(handles, inputs, weights, strict=True):
                 _write(manager.backend, handle, layer, weight)
 
+    return _replay_time(step) / (repeats * num_layers)
+
+
+def _time_prefill(kind: AttentionType) -> float:
+    """Median microseconds of one layer's writes for a chunk from position 0."""
+    config, count = _config(kind, 1), PREFILL_TOKENS
+    manager = KVCacheManager(
+        config, max_requests=1, num_blocks=count // config.block_tokens, device="cuda",
+        backend="triton", max_forward_tokens=count,
+    )  # fmt: skip
+    plan = prepare_forward(manager, [manager.open_request()], [0], [count])
+    weights = move_to("cuda", model_weights(config, seed=0)[0])
+    (layer,) = model_projections(config, count, seed=1, dtype=torch.bfloat16)
+    inputs, handle = move_to("cuda", layer), manager.acquire(0, plan)
+    return _replay_time(lambda: _write(manager.backend, handle, inputs, weights))
+
+
+def _replay_time(step: Callable[[], None], *, num_replays: int = 20) -> float:
+    """Median microseconds of a captured step."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return _replay_time(graph) / (repeats * num_layers)
-
-
-def _replay_time(graph: torch.cuda.CUDAGraph, *, num_replays: int = 20) -> float:
     times = []
     for _ in range(num_replays + 3):
         start = torch.cuda.Event(enable_timing=True)
@@ -117,6 +143,17 @@ def _bytes_moved(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
         if is_closing:
             total += 127 * dim * 2 * 4 + row
     return batch * total
+
+
+def _prefill_bytes(kind: AttentionType) -> int:
+    """Bytes a prefill must move: BF16 projections in, window rows and entries out."""
+    per_token = 512 * 2 + 584
+    if kind is AttentionType.CSA:
+        per_token += 2 * 2 * (512 + 128) * 2
+        return PREFILL_TOKENS * per_token + PREFILL_TOKENS // 4 * (584 + 68)
+    if kind is AttentionType.HCA:
+        return PREFILL_TOKENS * (per_token + 2 * 512 * 2) + PREFILL_TOKENS // 128 * 584
+    return PREFILL_TOKENS * per_token
 
 
 def _check_bytes(kind: AttentionType) -> None:

@@ -62,6 +62,16 @@ def locate(
 
 
 @triton.jit
+def tail_of(byte_ptr, TAIL_BF16: tl.constexpr):
+    """A slot's tail, from the address of its first byte."""
+    if TAIL_BF16:
+        tail_ptr = byte_ptr.to(tl.pointer_type(tl.bfloat16))
+    else:
+        tail_ptr = byte_ptr.to(tl.pointer_type(tl.float32))
+    return tail_ptr
+
+
+@triton.jit
 def copy_words(source_ptr, target_ptr, is_copied, WORDS: tl.constexpr):
     """Copy a record of 4-byte words."""
     BLOCK: tl.constexpr = triton.next_power_of_2(WORDS)
@@ -184,11 +194,7 @@ def compress_token(
         token, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
         starts_ptr, IS_DECODE,
     )  # fmt: skip
-    tail_ptr = slots_ptr + slot * slot_bytes + tail_offset
-    if TAIL_BF16:
-        tail_ptr = tail_ptr.to(tl.pointer_type(tl.bfloat16))
-    else:
-        tail_ptr = tail_ptr.to(tl.pointer_type(tl.float32))
+    tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
     SERIES: tl.constexpr = 2 if RATIO == 4 else 1
     if (slot >= 0) & ((position + 1) % RATIO == 0):
         block = load_block(block_table_ptr, table_stride, slot, position, RATIO, ENTRIES_PER_BLOCK)
@@ -234,11 +240,7 @@ def compress_hca_part(
         token, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
         starts_ptr, True,
     )  # fmt: skip
-    tail_ptr = slots_ptr + slot * slot_bytes + tail_offset
-    if TAIL_BF16:
-        tail_ptr = tail_ptr.to(tl.pointer_type(tl.bfloat16))
-    else:
-        tail_ptr = tail_ptr.to(tl.pointer_type(tl.float32))
+    tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
     if part == 0:
         store_tail_row(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position, slot >= 0,
                        DIM, BLOCK, 128, TAIL_ROWS, TAIL_BF16)  # fmt: skip
@@ -422,14 +424,8 @@ def _commit_kernel(
         if HAS_COMPRESSOR:
             if back < TAIL_ROWS:
                 token = tl.load(token_starts_ptr + request) + position - before
-                tail_ptr = slot_ptr + tail_offset
-                index_tail_ptr = slot_ptr + index_tail_offset
-                if TAIL_BF16:
-                    tail_ptr = tail_ptr.to(tl.pointer_type(tl.bfloat16))
-                    index_tail_ptr = index_tail_ptr.to(tl.pointer_type(tl.bfloat16))
-                else:
-                    tail_ptr = tail_ptr.to(tl.pointer_type(tl.float32))
-                    index_tail_ptr = index_tail_ptr.to(tl.pointer_type(tl.float32))
+                tail_ptr = tail_of(slot_ptr + tail_offset, TAIL_BF16)
+                index_tail_ptr = tail_of(slot_ptr + index_tail_offset, TAIL_BF16)
                 store_tail_row(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position, True,
                                WIDTH, WIDTH_BLOCK, RATIO, TAIL_ROWS, TAIL_BF16)  # fmt: skip
                 if HAS_INDEX:
