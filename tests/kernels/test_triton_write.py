@@ -57,7 +57,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def run(case: Case, *, backend: str, device: str) -> KVCacheManager:
+def run(case: Case, *, backend: str, device: str, in_parts: bool = False) -> KVCacheManager:
     """All steps of a case; padding rows of NaN between the real ones."""
     config = CacheConfig.tiny(compress_ratios=case.ratios, **case.choices)
     manager = KVCacheManager(
@@ -84,10 +84,24 @@ def run(case: Case, *, backend: str, device: str) -> KVCacheManager:
             parts = [take_rows(row[1][layer_idx], slice(row[2], row[3])) for row in rows]
             padding = scaled(take_rows(rows[0][1][layer_idx], slice(0, 1)), torch.nan)
             inputs = move_to(device, join_rows([parts[0], padding, *parts[1:]]))
-            manager.acquire(layer_idx, plan).write(inputs, weights[layer_idx])
+            handle = manager.acquire(layer_idx, plan)
+            (write_in_parts if in_parts else type(handle).write)(handle, inputs, weights[layer_idx])
         for sequence, count in step:
             lengths[sequence] += count
     return manager
+
+
+def write_in_parts(handle, inputs, weights) -> None:
+    handle.write_swa(inputs.kv, weights.kv_norm)
+    if inputs.compressor is not None:
+        index = inputs.indexer
+        handle.flush_compression(
+            *inputs.compressor,
+            weights.compressor,
+            index_kv=None if index is None else index.kv,
+            index_gate=None if index is None else index.gate,
+            index_weights=weights.indexer,
+        )
 
 
 def scaled(value, scale: float):
@@ -108,6 +122,19 @@ def assert_same_bytes(got: KVCacheManager, expected: KVCacheManager) -> None:
 def test_bytes(case):
     expected = run(case, backend="reference", device="cpu")
     assert_same_bytes(run(case, backend="triton", device=DEVICE), expected)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("csa", CSA, steps=[[(0, 5), (1, 1)], [(0, 1), (1, 1)], [(1, 1), (0, 2)]]),
+        Case("hca", HCA, steps=[[(0, 126)], [(0, 1)], [(0, 1)]]),
+    ],
+    ids=str,
+)
+def test_window_and_entries_apart_are_the_same_bytes(case):
+    expected = run(case, backend="reference", device="cpu")
+    assert_same_bytes(run(case, backend="triton", device=DEVICE, in_parts=True), expected)
 
 
 def test_strided_inputs():

@@ -6,14 +6,14 @@ overwrites a row that another token of it still reads. Chunks leave them to `_co
 second launch: there, early windows still read rows that late tokens replace.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.formats import PagedRows
+from dsv4.formats import PagedRows, RowFormat
 from dsv4.kernels import (
     CompressorInputs,
     CompressorWeights,
@@ -471,7 +471,12 @@ def launch_write(
         return
     launch = launch_parameters(ratio, has_chunks=num_chunks > 0, num_tokens=num_tokens)
     num_tiles = triton.cdiv(num_tokens, launch.tile)
-    block = triton.next_power_of_2((main.pages if main else cast(Any, window).rows.ring).format.dim)
+    if window is not None:
+        row, slots = window.rows.ring.format, window.rows.ring.storage
+    else:
+        assert main is not None, "a launch writes something"
+        row, slots = main.pages.format, _slots_of(main.tail)
+    block = triton.next_power_of_2(row.dim)
     is_decode = tokens.max_step <= 1 and num_tokens == len(tokens.request_slots)
     channels = min(launch.channels, block)
     is_split = is_decode and ratio == 128 and scratch is not None
@@ -479,10 +484,7 @@ def launch_write(
     num_programs = num_tiles * (splits * (main is not None) + (index is not None))
     num_programs += num_tokens if window is not None else 0
     nothing = tokens.positions  # stands in for what this launch doesn't have
-    kv_rows = main.pages if main is not None else cast(WindowWrite, window).rows.ring
-    row = kv_rows.format
     index_row = index.pages.format if index is not None else row
-    slots = window.rows.ring.storage if window is not None else _slots_of(cast(Any, main).tail)
     scale = slots if global_scale is None else global_scale
     parts = {
         "slots_ptr": slots,
@@ -491,7 +493,6 @@ def launch_write(
         **_compressor_arguments("", main, nothing),
         **_compressor_arguments("index_", index, nothing),
     }
-    series = 2 if ratio == 4 else 1
     sizes = {
         "RATIO": ratio or 1,
         "TAIL_ROWS": main.tail.shape[1] if main is not None else 1,
@@ -525,17 +526,30 @@ def launch_write(
         num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
         enable_fp_fusion=False,
     )  # fmt: skip
-    if not num_chunks:
-        return
-    for name in ("norm_ptr", "page_offset", "index_norm_ptr", "index_page_offset",
-                 "window_kv_ptr", "window_stride", "window_norm_ptr"):  # fmt: skip
-        del parts[name]
-    num_rows = max(sizes["RING_ROWS"] if window is not None else 0, sizes["TAIL_ROWS"])
-    _commit_kernel[(num_chunks, num_rows)](
+    if num_chunks:
+        _launch_commit(tokens, row, index_row, parts, sizes)
+
+
+def _launch_commit(
+    tokens: TokenMap,
+    row: RowFormat,
+    index_row: RowFormat,
+    parts: dict[str, Any],
+    sizes: dict[str, Any],
+) -> None:
+    """Move the last rows of each chunk to its ring and tails."""
+    series = 2 if sizes["RATIO"] == 4 else 1
+    unused = (
+        "norm_ptr", "page_offset", "index_norm_ptr", "index_page_offset", "window_kv_ptr",
+        "window_stride", "window_norm_ptr",
+    )  # fmt: skip
+    num_rows = max(sizes["RING_ROWS"], sizes["TAIL_ROWS"])
+    _commit_kernel[(len(tokens.chunk_ids), num_rows)](
         chunks_ptr=tokens.chunk_ids, request_slots_ptr=tokens.request_slots,
         before_ptr=tokens.positions_before, after_ptr=tokens.positions_after,
-        starts_ptr=tokens.workspace_starts, token_starts_ptr=tokens.token_starts, **parts,
-        WIDTH=series * row.dim, WIDTH_BLOCK=series * block,
+        starts_ptr=tokens.workspace_starts, token_starts_ptr=tokens.token_starts,
+        **{name: value for name, value in parts.items() if name not in unused},
+        WIDTH=series * row.dim, WIDTH_BLOCK=series * triton.next_power_of_2(row.dim),
         INDEX_WIDTH=2 * index_row.dim,
         INDEX_WIDTH_BLOCK=2 * triton.next_power_of_2(index_row.dim),
         DATA_BYTES=row.data_bytes, SCALE_BYTES=row.scale_bytes, **sizes,
