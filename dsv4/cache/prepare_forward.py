@@ -46,7 +46,8 @@ def prepare_forward(
     slots = _as_ints("request_slots", request_slots)
     before = _as_ints("positions_before", positions_before)
     after = _as_ints("positions_after", positions_after)
-    counts = after - before if len(after) == len(before) else after
+    _check_lengths(slots, before, after)
+    counts = after - before
     real = _check_rows(manager, slots, before, after, counts)
     num_tokens = int(counts.sum())
     _check_capacity(manager, slots, after, num_tokens)
@@ -93,6 +94,14 @@ def _as_ints(name: str, values: Ints) -> Int64Array:
     return array.astype(np.int64, copy=False)
 
 
+def _check_lengths(slots: Int64Array, before: Int64Array, after: Int64Array) -> None:
+    if not slots.shape == before.shape == after.shape:
+        raise ValueError(
+            "Invalid shapes: expected request_slots, positions_before and positions_after of "
+            f"equal length, got {len(slots)}, {len(before)} and {len(after)}"
+        )
+
+
 def _check_rows(
     manager: KVCacheManager,
     slots: Int64Array,
@@ -101,11 +110,6 @@ def _check_rows(
     counts: Int64Array,
 ) -> slice | NDArray[np.bool_]:
     """Refuse rows that contradict the requests; return the index of those that aren't padding."""
-    if not slots.shape == before.shape == after.shape:
-        raise ValueError(
-            "Invalid shapes: expected request_slots, positions_before and positions_after of "
-            f"equal length, got {len(slots)}, {len(before)} and {len(after)}"
-        )
     max_requests = manager.capacity.max_requests
     smallest, largest = (slots.min(), slots.max()) if slots.size else (0, 0)
     if smallest < -1 or largest >= max_requests:
