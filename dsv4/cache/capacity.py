@@ -73,6 +73,11 @@ class Capacity:
         return tokens + max_chunks * (self.config.sliding_window - 1)
 
     @property
+    def pooling_windows(self) -> int:
+        """HCA windows that can close in one forward."""
+        return self.max_requests + self.max_forward_tokens // AttentionType.HCA.ratio
+
+    @property
     def rope_bases(self) -> tuple[str, ...]:
         """The RoPE tables that the schedule uses."""
         return tuple(sorted({layer.rope_base for layer in self.config.schedule}))
@@ -134,7 +139,7 @@ class Capacity:
         tables = self.max_requests * self.max_request_blocks * INT32_BYTES
         rope = len(self.rope_bases) * self.max_request_tokens * self.config.rope_dim * FP32_BYTES
         plan = self.plan_elements * INT32_BYTES
-        scratch = self.max_requests * (self.config.head_dim * FP32_BYTES + INT32_BYTES)
+        scratch = self.pooling_windows * (self.config.head_dim * FP32_BYTES + INT32_BYTES)
         return {
             "block_table": ComponentBytes(tables, tables),
             "plan_buffers": ComponentBytes(plan, plan),

@@ -100,8 +100,8 @@ class KVCacheManager:
         self.workspace_storage = torch.zeros(1, workspace_bytes, dtype=torch.uint8, device=device)
         self.workspace = config.kv_row.pages(self.workspace_storage, offset=0, rows_per_page=rows)
         self.scratch = PoolingScratch(
-            torch.zeros(capacity.max_requests, config.head_dim, device=device),
-            torch.zeros(capacity.max_requests, dtype=torch.int32, device=device),
+            torch.zeros(capacity.pooling_windows, config.head_dim, device=device),
+            torch.zeros(capacity.pooling_windows, dtype=torch.int32, device=device),
         )
         self.rope_tables = {
             base: build_rope_table(

@@ -113,8 +113,11 @@ class WindowRows(NamedTuple):
 
 
 class PoolingScratch(NamedTuple):
-    """Where programs that share a window leave their parts: pooled `[max_requests, head_dim]`
-    fp32, and arrivals `[max_requests]` int32, which is 0 before and after every launch.
+    """Where programs that share a window leave their parts: pooled `[windows, head_dim]` fp32,
+    and arrivals `[windows]` int32, which is 0 before and after every launch.
+
+    There are as many windows as can close in one forward, one every 128 tokens and one more for
+    each request: the window that a token closes is number request + token // 128.
     """
 
     pooled: Tensor

@@ -34,14 +34,17 @@ class Recorder:
         return lambda **arguments: self.launches.append((self.kernel, arguments))
 
 
-def record(ratio: int, num_tokens: int) -> list:
+def record(ratio: int, kind: str) -> list:
     """The launches of one layer's write at V4-Flash's width."""
     launches: list = []
-    names = ("_write_kernel", "_commit_kernel")
+    names = ("_edge_kernel", "_write_kernel")
     kernels = {name: getattr(flush_write, name) for name in names}
     for name, kernel in kernels.items():
         setattr(flush_write, name, Recorder(kernel, launches))
-    config = CacheConfig.v4_flash(compress_ratios=(ratio,), num_query_heads=1)
+    num_tokens = 1 if kind == "decode" else 3
+    config = CacheConfig.v4_flash(
+        compress_ratios=(ratio,), num_query_heads=1, drafts_per_step=2 if kind == "verify" else 0
+    )
     manager = KVCacheManager(config, max_requests=1, num_blocks=1)
     manager.backend = flush_write
     plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
@@ -68,7 +71,7 @@ def compile_launch(kernel, arguments: dict, arch: int):
                 attributes[(position,)] = [["tt.divisibility", 16]]
     options = {
         name: arguments[name]
-        for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+        for name in ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
         if name in arguments
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -92,10 +95,9 @@ def resources(compiled, arch: int) -> dict:
 
 def main(arch: int) -> None:
     for ratio in (0, 4, 128):
-        for num_tokens in (1, 3):
-            for kernel, arguments in record(ratio, num_tokens):
+        for kind in ("decode", "verify", "chunk"):
+            for kernel, arguments in record(ratio, kind):
                 used = resources(compile_launch(kernel, arguments, arch), arch)
-                kind = "step" if num_tokens == 1 else "chunk"
                 print(json.dumps({"kernel": kernel.__name__, "ratio": ratio, "kind": kind, **used}))
 
 

@@ -1,9 +1,13 @@
 """The write path of one layer in one launch: append, compress, flush.
 
-A program is one token (a step) or a tile of tokens (a chunk) in one role: the window row, the
-main compressor, or the indexer's. Steps write rings and tails at once, since a step never
-overwrites a row that another token of it still reads. Chunks leave them to `_commit_kernel`, a
-second launch: there, early windows still read rows that late tokens replace.
+A program does one of three things: it writes window rows, or entries of the main compressor, or
+of the indexer's. In a step it takes one token (of an HCA layer: some of one token's channels), in
+a forward with chunks a tile of tokens.
+
+No row is overwritten while another program may still read it. A step never overwrites a row that
+another token of it reads, because rings and tails are longer by a step. Of a chunk, a ring row is
+overwritten by the program that copied it to the workspace, and the tail by the program of the
+chunk's first token, which pools all windows that reach back into it.
 """
 
 from typing import Any, NamedTuple
@@ -12,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4.formats import PagedRows, RowFormat
+from dsv4.formats import PagedRows
 from dsv4.kernels import (
     CompressorInputs,
     CompressorWeights,
@@ -24,414 +29,411 @@ from dsv4.kernels import (
     TokenMap,
     WindowRows,
 )
+from dsv4.kernels.triton.append import (
+    load_row,
+    locate,
+    store_tail,
+    tail_of,
+    write_window_rows,
+)
 from dsv4.kernels.triton.compressor import (
-    finish_row,
-    load_finish,
     pool_csa,
+    pool_csa_inside,
     pool_csa_step,
     pool_hca,
     pool_hca_step,
 )
-from dsv4.kernels.triton.launch import launch_parameters
-from dsv4.kernels.triton.primitives import bf16_bits, hadamard, store_row
+from dsv4.kernels.triton.launch import Launch, launch_parameters
+from dsv4.kernels.triton.primitives import (
+    INTERPRETED,
+    encode_rows,
+    finish_rows,
+    hadamard,
+    load_norm,
+    load_rope,
+    store_rows,
+)
 from dsv4.model.rope import RopeTable
 
 
 @triton.jit
-def locate(
-    token, positions_ptr, request_ids_ptr, slots_ptr, before_ptr, after_ptr, starts_ptr,
-    IS_DECODE: tl.constexpr,
+def flush_rows(
+    pooled, position, slot, is_closing, norm_ptr, rope, blocks, eps, global_scale,
+    ROWS: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    ROW_ROPE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    HAS_HADAMARD: tl.constexpr, LOG_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Position, slot (-1 for padding), lengths and workspace start of a token's request.
-
-    In a decode step every request has one token, so that the token's index is its request's.
-    """
-    position = tl.load(positions_ptr + token)
-    if IS_DECODE:
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        before = position
-        after = position + 1
-        start = -1
-    else:
-        request = tl.load(request_ids_ptr + token)
-        slot = tl.load(slots_ptr + request).to(tl.int64)
-        before = tl.load(before_ptr + request)
-        after = tl.load(after_ptr + request)
-        start = tl.load(starts_ptr + request)
-    return position, slot, before, after, start
-
-
-@triton.jit
-def tail_of(byte_ptr, TAIL_BF16: tl.constexpr):
-    """A slot's tail, from the address of its first byte."""
-    if TAIL_BF16:
-        tail_ptr = byte_ptr.to(tl.pointer_type(tl.bfloat16))
-    else:
-        tail_ptr = byte_ptr.to(tl.pointer_type(tl.float32))
-    return tail_ptr
-
-
-@triton.jit
-def copy_words(source_ptr, target_ptr, is_copied, WORDS: tl.constexpr):
-    """Copy a record of 4-byte words."""
-    BLOCK: tl.constexpr = triton.next_power_of_2(WORDS)
-    word = tl.arange(0, BLOCK)
-    mask = is_copied & (word < WORDS)
-    values = tl.load(source_ptr.to(tl.pointer_type(tl.int32)) + word, mask=mask, other=0)
-    tl.store(target_ptr.to(tl.pointer_type(tl.int32)) + word, values, mask=mask)
-
-
-@triton.jit
-def store_tail_row(
-    kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position, is_written,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, TAIL_ROWS: tl.constexpr,
-    TAIL_BF16: tl.constexpr,
-):  # fmt: skip
-    """Store kv, and gate + bias, of a token in its slot's tail at tail_ptr."""
-    column = tl.arange(0, BLOCK)
-    mask = is_written & (column < WIDTH)
-    source = token.to(tl.int64) * stride + column
-    kv = tl.load(kv_ptr + source, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + source, mask=mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + position % RATIO * WIDTH + column, mask=mask, other=0.0)
-    gate = gate + bias.to(tl.float32)
-    target = tail_ptr + (position % TAIL_ROWS).to(tl.int64) * (2 * WIDTH) + column
-    if TAIL_BF16:
-        target = target.to(tl.pointer_type(tl.uint16))
-        tl.store(target, bf16_bits(kv), mask=mask)
-        tl.store(target + WIDTH, bf16_bits(gate), mask=mask)
-    else:
-        tl.store(target, kv, mask=mask)
-        tl.store(target + WIDTH, gate, mask=mask)
-
-
-@triton.jit
-def write_window_row(
-    kv_ptr, kv_stride, norm_ptr, cos_ptr, sin_ptr, slots_ptr, slot_bytes, ring_offset,
-    workspace_ptr, workspace_rows, token, position, slot, before, after, start, eps,
-    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, RING_ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Norm, rotate and store a token's KV in its ring, or, of a chunk, in the workspace.
-
-    The tokens of a chunk also carry over the ring's last WINDOW - 1 rows, between them.
-    """
-    channel = tl.arange(0, BLOCK)
-    weight, cos, sin = load_finish(norm_ptr, cos_ptr, sin_ptr, position, DIM, ROPE, BLOCK)
-    values = tl.load(
-        kv_ptr + token.to(tl.int64) * kv_stride + channel,
-        mask=(slot >= 0) & (channel < DIM), other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    values = finish_row(values, weight, cos, sin, eps, DIM, ROPE, BLOCK)
-    ring_ptr = slots_ptr + slot * slot_bytes + ring_offset
-    row = (position % RING_ROWS).to(tl.int64)
-    data_ptr = ring_ptr + row * DATA_BYTES
-    scale_ptr = ring_ptr + RING_ROWS * DATA_BYTES + row * SCALE_BYTES
-    if HAS_CHUNKS:
-        if start >= 0:
-            scales_ptr = workspace_ptr + workspace_rows.to(tl.int64) * DATA_BYTES
-            own = (start + WINDOW - 1 + position - before).to(tl.int64)
-            data_ptr = workspace_ptr + own * DATA_BYTES
-            scale_ptr = scales_ptr + own * SCALE_BYTES
-            old = position - before
-            while old < WINDOW - 1:
-                old_position = before - (WINDOW - 1) + old
-                from_row = ((old_position + RING_ROWS) % RING_ROWS).to(tl.int64)
-                to_row = (start + old).to(tl.int64)
-                copy_words(ring_ptr + from_row * DATA_BYTES, workspace_ptr + to_row * DATA_BYTES,
-                           old_position >= 0, DATA_BYTES // 4)  # fmt: skip
-                if SCALE_BYTES > 0:
-                    copy_words(ring_ptr + RING_ROWS * DATA_BYTES + from_row * SCALE_BYTES,
-                               scales_ptr + to_row * SCALE_BYTES, old_position >= 0,
-                               SCALE_BYTES // 4)  # fmt: skip
-                old += after - before
-    store_row(values, data_ptr, scale_ptr, slot >= 0, FORMAT, DIM, ROPE, BLOCK, 1.0)
-
-
-@triton.jit
-def load_block(
-    block_table_ptr, table_stride, slot, position,
-    RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The block of the entry that `position` closes."""
-    column = position // (RATIO * ENTRIES_PER_BLOCK)
-    return tl.load(block_table_ptr + slot * table_stride + column).to(tl.int64)
-
-
-@triton.jit
-def write_entry(
-    entry, blocks_ptr, block_bytes, page_offset, block, position, global_scale,
-    RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-):  # fmt: skip
-    """Store the entry that `position` closes in its block."""
-    row = (position // RATIO % ENTRIES_PER_BLOCK).to(tl.int64)
-    page_ptr = blocks_ptr + block * block_bytes + page_offset
-    store_row(entry, page_ptr + row * DATA_BYTES,
-              page_ptr + ENTRIES_PER_BLOCK * DATA_BYTES + row * SCALE_BYTES, block >= 0,
-              FORMAT, DIM, ROPE, BLOCK, global_scale)  # fmt: skip
-
-
-@triton.jit
-def compress_token(
-    kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr, slot_bytes, tail_offset, blocks_ptr,
-    block_bytes, page_offset, block_table_ptr, table_stride, cos_ptr, sin_ptr,
-    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
-    token, eps, global_scale,
-    RATIO: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
-    TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr, ROW_ROPE: tl.constexpr, DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr, HAS_HADAMARD: tl.constexpr, LOG_DIM: tl.constexpr,
-    IS_DECODE: tl.constexpr,
-):  # fmt: skip
-    """Flush the window that a token closes, then keep the token's row unless it is a chunk's.
+    """Norm, rotate and store the entries that `position` `[ROWS]` closes, where is_closing.
 
     ROPE channels are rotated; ROW_ROPE of them are a field of their own in the row.
     """
-    position, slot, before, _, start = locate(
-        token, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-        starts_ptr, IS_DECODE,
-    )  # fmt: skip
-    tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
-    SERIES: tl.constexpr = 2 if RATIO == 4 else 1
-    if (slot >= 0) & ((position + 1) % RATIO == 0):
-        block = load_block(block_table_ptr, table_stride, slot, position, RATIO, ENTRIES_PER_BLOCK)
-        weight, cos, sin = load_finish(norm_ptr, cos_ptr, sin_ptr, position + 1 - RATIO, DIM, ROPE,
-                                       BLOCK)  # fmt: skip
-        if IS_DECODE and RATIO == 4:
-            pooled = pool_csa_step(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position,
-                                   DIM, BLOCK, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-        elif RATIO == 4:
-            pooled = pool_csa(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position, before,
-                              DIM, BLOCK, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-        else:
-            pooled = pool_hca(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position, before,
-                              DIM, BLOCK, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-        entry = finish_row(pooled, weight, cos, sin, eps, DIM, ROPE, BLOCK)
-        if HAS_HADAMARD:
-            entry = hadamard(entry, DIM, LOG_DIM)
-        write_entry(entry, blocks_ptr, block_bytes, page_offset, block, position, global_scale,
-                    RATIO, ENTRIES_PER_BLOCK, FORMAT, DIM, ROW_ROPE, BLOCK, DATA_BYTES,
-                    SCALE_BYTES)  # fmt: skip
-    store_tail_row(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position,
-                   (slot >= 0) & (start < 0), SERIES * DIM, SERIES * BLOCK, RATIO, TAIL_ROWS,
-                   TAIL_BF16)  # fmt: skip
+    blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride = blocks
+    column = position // (RATIO * ENTRIES_PER_BLOCK)
+    block = tl.load(block_table_ptr + slot * table_stride + column, mask=is_closing, other=-1)
+    block = block.to(tl.int64)
+    weight = load_norm(norm_ptr, ROWS, DIM, BLOCK)
+    cos, sin = load_rope(rope, position + 1 - RATIO, is_closing, DIM, ROPE, BLOCK)
+    pooled = tl.where(tl.arange(0, BLOCK)[None, :] < DIM, pooled, 0.0)
+    entry = finish_rows(pooled, weight, cos, sin, eps, ROWS, DIM, ROPE, BLOCK)
+    if HAS_HADAMARD:
+        entry = hadamard(entry, ROWS, DIM, LOG_DIM)
+    row = (position // RATIO % ENTRIES_PER_BLOCK).to(tl.int64)
+    page_ptr = blocks_ptr + block * block_bytes + page_offset
+    encoded = encode_rows(entry, global_scale, FORMAT, ROWS, DIM, ROW_ROPE, BLOCK)
+    store_rows(encoded, page_ptr + row * DATA_BYTES,
+               page_ptr + ENTRIES_PER_BLOCK * DATA_BYTES + row * SCALE_BYTES, block >= 0,
+               FORMAT, ROWS, DIM, ROW_ROPE, BLOCK)  # fmt: skip
 
 
 @triton.jit
-def compress_hca_part(
-    kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr, slot_bytes, tail_offset, blocks_ptr,
-    block_bytes, page_offset, block_table_ptr, table_stride, cos_ptr, sin_ptr,
-    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
-    pooled_ptr, arrivals_ptr, token, part, eps,
+def as_row(x):
+    """A scalar as `[1]`."""
+    return tl.zeros((1,), x.dtype) + x
+
+
+@triton.jit
+def compress_csa_token(
+    token, position, slot, before, is_kept, projections, slots, norm_ptr, rope, blocks, eps,
+    global_scale,
+    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, TAIL_ROWS: tl.constexpr,
+    TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    ROW_ROPE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    HAS_HADAMARD: tl.constexpr, LOG_DIM: tl.constexpr, IS_DECODE: tl.constexpr,
+):  # fmt: skip
+    """One token of a CSA layer: flush the window that it closes, keep its row if is_kept."""
+    slots_ptr, slot_bytes, tail_offset = slots
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = column < DIM
+    next_kv, next_gate = load_row(projections, token, position, column, mask, 2 * DIM, 4,
+                                  TAIL_BF16)  # fmt: skip
+    kv, gate = load_row(projections, token, position, column + DIM, mask, 2 * DIM, 4, TAIL_BF16)
+    tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
+    if (slot >= 0) & (position % 4 == 3):
+        if IS_DECODE:
+            pooled = pool_csa_step(kv, gate, tail_ptr, position, column, mask, DIM, BLOCK,
+                                   TAIL_ROWS)  # fmt: skip
+        else:
+            pooled = pool_csa(projections, tail_ptr, token, position, before, column, mask, DIM,
+                              BLOCK, TAIL_ROWS, TAIL_BF16)  # fmt: skip
+        flush_rows(pooled, as_row(position), slot, as_row(slot) >= 0, norm_ptr, rope, blocks, eps,
+                   global_scale, 1, 4, DIM, ROPE, BLOCK, ENTRIES_PER_BLOCK, FORMAT, ROW_ROPE,
+                   DATA_BYTES, SCALE_BYTES, HAS_HADAMARD, LOG_DIM)  # fmt: skip
+    mask = mask & is_kept
+    store_tail(next_kv, next_gate, tail_ptr, position, column, mask, 2 * DIM, TAIL_ROWS, TAIL_BF16)
+    store_tail(kv, gate, tail_ptr, position, column + DIM, mask, 2 * DIM, TAIL_ROWS, TAIL_BF16)
+
+
+@triton.jit
+def keep_last_rows(
+    projections, tail_ptr, token, position, count, column, mask, WIDTH: tl.constexpr,
+    RATIO: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Store in the tail the last of the `count` rows from `token` on, whose position is given."""
+    index = tl.maximum(count - TAIL_ROWS, 0) + tl.arange(0, AT_ONCE)[:, None]
+    for _ in range(0, TAIL_ROWS, AT_ONCE):
+        is_row = mask & (index < count)
+        kv, gate = load_row(projections, token + index, position + index, column, is_row, WIDTH,
+                            RATIO, TAIL_BF16)  # fmt: skip
+        store_tail(kv, gate, tail_ptr, position + index, column, is_row, WIDTH, TAIL_ROWS,
+                   TAIL_BF16)  # fmt: skip
+        index += AT_ONCE
+
+
+@triton.jit
+def compress_csa_tile(
+    tile, num_tokens, tokens, projections, slots, norm_ptr, rope, blocks, eps, global_scale,
+    ROWS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr, ROW_ROPE: tl.constexpr, DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr, HAS_HADAMARD: tl.constexpr, LOG_DIM: tl.constexpr,
+):  # fmt: skip
+    """Chunks among 4 × ROWS tokens of a CSA layer: windows inside them, ROWS at once.
+
+    The program of a chunk's first token keeps the chunk's last rows.
+    """
+    slots_ptr, slot_bytes, tail_offset = slots
+    column = tl.arange(0, BLOCK)[None, :]
+    token = tile * (4 * ROWS)
+    end = tl.minimum(token + 4 * ROWS, num_tokens)
+    while token < end:
+        position, slot, before, after, start = locate(token, tokens, False)
+        count = tl.maximum(tl.minimum(after - position, end - token), 1)
+        if (slot >= 0) & (start >= 0):
+            ahead = 3 - position % 4 + 4 * tl.arange(0, ROWS)
+            is_closing = (ahead < count) & (position + ahead - 7 >= before)
+            pooled = pool_csa_inside(projections, token + ahead, is_closing, ROWS, DIM, BLOCK,
+                                     TAIL_BF16)  # fmt: skip
+            flush_rows(pooled, position + ahead, slot, is_closing, norm_ptr, rope, blocks, eps,
+                       global_scale, ROWS, 4, DIM, ROPE, BLOCK, ENTRIES_PER_BLOCK, FORMAT,
+                       ROW_ROPE, DATA_BYTES, SCALE_BYTES, HAS_HADAMARD, LOG_DIM)  # fmt: skip
+            if position == before:
+                tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
+                for series in tl.static_range(2):
+                    keep_last_rows(projections, tail_ptr, token, position, after - before,
+                                   column + series * DIM, column < DIM, 2 * DIM, 4, TAIL_ROWS,
+                                   TAIL_BF16, 4)  # fmt: skip
+        token += count
+
+
+@triton.jit
+def finish_hca_window(
+    pooled, window, position, slot, part, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks,
+    eps, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    ENTRIES_PER_BLOCK: tl.constexpr, FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Leave a part's channels of a window; the last part to arrive stores the entry.
+
+    Which one that is does not change a bit of it.
+    """
+    channel = part * CHANNELS + tl.arange(0, CHANNELS)
+    tl.store(pooled_ptr + window * DIM + channel, pooled, mask=channel < DIM)
+    tl.debug_barrier()  # all of the program's stores come before its arrival
+    if tl.atomic_add(arrivals_ptr + window, 1, sem="acq_rel") == BLOCK // CHANNELS - 1:
+        tl.store(arrivals_ptr + window, 0)
+        column = tl.arange(0, BLOCK)[None, :]
+        row = tl.load(pooled_ptr + window * DIM + column, mask=column < DIM, other=0.0,
+                      cache_modifier=".cg")  # fmt: skip
+        flush_rows(row, as_row(position), slot, as_row(slot) >= 0, norm_ptr, rope, blocks,
+                   eps, 1.0, 1, 128, DIM, ROPE, BLOCK, ENTRIES_PER_BLOCK, FORMAT, ROPE, DATA_BYTES,
+                   SCALE_BYTES, False, 0)  # fmt: skip
+
+
+@triton.jit
+def compress_hca_step(
+    token, part, tokens, projections, slots, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps,
+    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    IS_DECODE: tl.constexpr,
+):  # fmt: skip
+    """Some channels of one token of an HCA layer in a step."""
+    slots_ptr, slot_bytes, tail_offset = slots
+    column = part * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    mask = column < DIM
+    position, slot, before, _, _ = locate(token, tokens, IS_DECODE)
+    kv, gate = load_row(projections, token, position, column, mask, DIM, 128, TAIL_BF16)
+    tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
+    if (slot >= 0) & (position % 128 == 127):
+        if IS_DECODE:
+            window = token + token // 128
+            pooled = pool_hca_step(kv, gate, tail_ptr, position, column, mask, DIM, CHANNELS,
+                                   TAIL_ROWS)  # fmt: skip
+        else:
+            window = tl.load(tokens[1] + token) + token // 128
+            pooled = pool_hca(projections, tail_ptr, token, position, before, column, mask, DIM,
+                              CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
+        finish_hca_window(pooled, window, position, slot, part, pooled_ptr, arrivals_ptr,
+                          norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK, CHANNELS,
+                          ENTRIES_PER_BLOCK, FORMAT, DATA_BYTES, SCALE_BYTES)  # fmt: skip
+    store_tail(kv, gate, tail_ptr, position, column, mask & (slot >= 0), DIM, TAIL_ROWS, TAIL_BF16)
+
+
+@triton.jit
+def compress_hca_tile(
+    tile, part, num_tokens, tokens, projections, slots, pooled_ptr, arrivals_ptr, norm_ptr, rope,
+    blocks, eps,
     DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
     TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """One decode token of an HCA layer: its window's rows are pooled by several programs.
+    """Some channels of 128 tokens of an HCA layer in a forward with chunks, request by request.
 
-    Each leaves its channels in pooled_ptr `[max_requests, DIM]`; the last one to arrive norms
-    and stores the entry. Which one that is does not change a bit of it.
+    The window that reaches back into the tail is done by the program of its chunk's first token,
+    which then overwrites the tail.
     """
-    PARTS: tl.constexpr = BLOCK // CHANNELS
-    position, slot, _, _, _ = locate(
-        token, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-        starts_ptr, True,
-    )  # fmt: skip
-    tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
-    if part == 0:
-        store_tail_row(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position, slot >= 0,
-                       DIM, BLOCK, 128, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-    if (slot >= 0) & ((position + 1) % 128 == 0):
-        pooled = pool_hca_step(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position,
-                               part * CHANNELS, DIM, CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-        channel = part * CHANNELS + tl.arange(0, CHANNELS)
-        tl.store(pooled_ptr + token * DIM + channel, pooled, mask=channel < DIM)
-        tl.debug_barrier()  # all of the program's stores come before its arrival
-        if tl.atomic_add(arrivals_ptr + token, 1, sem="acq_rel") == PARTS - 1:
-            tl.store(arrivals_ptr + token, 0)
-            column = tl.arange(0, BLOCK)
-            row = tl.load(pooled_ptr + token * DIM + column, mask=column < DIM, other=0.0,
-                          cache_modifier=".cg")  # fmt: skip
-            weight, cos, sin = load_finish(norm_ptr, cos_ptr, sin_ptr, position - 127, DIM, ROPE,
-                                           BLOCK)  # fmt: skip
-            block = load_block(block_table_ptr, table_stride, slot, position, 128,
-                               ENTRIES_PER_BLOCK)  # fmt: skip
-            entry = finish_row(row, weight, cos, sin, eps, DIM, ROPE, BLOCK)
-            write_entry(entry, blocks_ptr, block_bytes, page_offset, block, position, 1.0, 128,
-                        ENTRIES_PER_BLOCK, FORMAT, DIM, ROPE, BLOCK, DATA_BYTES,
-                        SCALE_BYTES)  # fmt: skip
+    slots_ptr, slot_bytes, tail_offset = slots
+    column = part * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    mask = column < DIM
+    token = tile * 128
+    end = tl.minimum(token + 128, num_tokens)
+    while token < end:
+        position, slot, before, after, start = locate(token, tokens, False)
+        count = tl.maximum(tl.minimum(after - position, end - token), 1)
+        if slot >= 0:
+            ahead = 127 - position % 128
+            kept = count
+            limit = count
+            if start >= 0:
+                kept = tl.where(position == before, after - before, 0)
+                limit = tl.where(position + ahead - 127 < before, kept, count)
+            tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
+            if ahead < limit:
+                window = tl.load(tokens[1] + token) + (token + ahead) // 128
+                pooled = pool_hca(projections, tail_ptr, token + ahead, position + ahead, before,
+                                  column, mask, DIM, CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
+                finish_hca_window(pooled, window, position + ahead, slot, part, pooled_ptr,
+                                  arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK,
+                                  CHANNELS, ENTRIES_PER_BLOCK, FORMAT, DATA_BYTES,
+                                  SCALE_BYTES)  # fmt: skip
+            if kept > 0:
+                tl.debug_barrier()  # what the tail held has been read
+                keep_last_rows(projections, tail_ptr, token, position, kept, column, mask, DIM, 128,
+                               TAIL_ROWS, TAIL_BF16, 16)  # fmt: skip
+        token += count
 
 
-@triton.jit
-def compress_tile(
-    kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr, slot_bytes, tail_offset, blocks_ptr,
-    block_bytes, page_offset, block_table_ptr, table_stride, cos_ptr, sin_ptr,
-    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
-    tile, num_tokens, eps, global_scale,
-    RATIO: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
-    TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr,
-    ENTRIES_PER_BLOCK: tl.constexpr, FORMAT: tl.constexpr, ROW_ROPE: tl.constexpr,
-    DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, HAS_HADAMARD: tl.constexpr,
-    LOG_DIM: tl.constexpr, TILE: tl.constexpr, IS_DECODE: tl.constexpr,
-):  # fmt: skip
-    """One compressor over the TILE tokens from tile × TILE on, those with something to do."""
-    if TILE == 1:
-        compress_token(
-            kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr, slot_bytes, tail_offset,
-            blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride, cos_ptr, sin_ptr,
-            positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
-            tile, eps, global_scale, RATIO, DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16,
-            ENTRIES_PER_BLOCK, FORMAT, ROW_ROPE, DATA_BYTES, SCALE_BYTES, HAS_HADAMARD, LOG_DIM,
-            IS_DECODE,
-        )  # fmt: skip
-    else:
-        offset = tl.arange(0, TILE)
-        token = tile * TILE + offset
-        is_token = token < num_tokens
-        request = tl.load(request_ids_ptr + token, mask=is_token, other=0)
-        position = tl.load(positions_ptr + token, mask=is_token, other=0)
-        slot = tl.load(request_slots_ptr + request, mask=is_token, other=-1)
-        start = tl.load(starts_ptr + request, mask=is_token, other=0)
-        has_work = (slot >= 0) & ((start < 0) | ((position + 1) % RATIO == 0))
-        last = tl.min(tl.where(has_work, offset, TILE), axis=0)
-        while last < TILE:
-            compress_token(
-                kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr, slot_bytes, tail_offset,
-                blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride, cos_ptr,
-                sin_ptr, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-                starts_ptr, tile * TILE + last, eps, global_scale, RATIO, DIM, ROPE, BLOCK,
-                TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, FORMAT, ROW_ROPE, DATA_BYTES,
-                SCALE_BYTES, HAS_HADAMARD, LOG_DIM, False,
-            )  # fmt: skip
-            last = tl.min(tl.where(has_work & (offset > last), offset, TILE), axis=0)
+COUNTS = ["num_tokens", "num_tiles", "num_index_tiles", "workspace_rows"]
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_tokens", "num_tiles", "workspace_rows"])
+@triton.jit(do_not_specialize=COUNTS)
 def _write_kernel(
     positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
-    block_table_ptr, table_stride, num_tokens, num_tiles, cos_ptr, sin_ptr, eps,
-    slots_ptr, slot_bytes, blocks_ptr, block_bytes, workspace_ptr, workspace_rows,
-    window_kv_ptr, window_stride, window_norm_ptr, ring_offset,
+    block_table_ptr, table_stride, num_tokens, num_tiles, num_index_tiles, cos_ptr, sin_ptr, eps,
+    slots_ptr, slot_bytes, blocks_ptr, block_bytes,
+    window_kv_ptr, window_stride, window_norm_ptr, ring_offset, workspace_ptr, workspace_rows,
     kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, tail_offset, page_offset,
-    index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr,
-    index_tail_offset, index_page_offset, global_scale_ptr, pooled_ptr, arrivals_ptr,
-    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
+    index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr, index_tail_offset,
+    index_page_offset, global_scale_ptr, pooled_ptr, arrivals_ptr,
+    RATIO: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
     KV_FORMAT: tl.constexpr, KV_DATA: tl.constexpr, KV_SCALE: tl.constexpr,
     INDEX_DIM: tl.constexpr, INDEX_BLOCK: tl.constexpr, INDEX_FORMAT: tl.constexpr,
     INDEX_DATA: tl.constexpr, INDEX_SCALE: tl.constexpr, HAS_HADAMARD: tl.constexpr,
-    LOG_INDEX: tl.constexpr,
-    RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, TAIL_ROWS: tl.constexpr,
-    TAIL_BF16: tl.constexpr, RING_ROWS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    HAS_CHUNKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_COMPRESSOR: tl.constexpr,
-    HAS_INDEX: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr, IS_DECODE: tl.constexpr,
-    CHANNELS: tl.constexpr, IS_SPLIT: tl.constexpr,
+    HAS_GLOBAL_SCALE: tl.constexpr, LOG_INDEX: tl.constexpr, TAIL_ROWS: tl.constexpr,
+    TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, RING_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, INDEX_ROWS: tl.constexpr, WINDOW_ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_COMPRESSOR: tl.constexpr,
+    HAS_INDEX: tl.constexpr, HAS_CHUNKS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """All of a layer's writes. Programs: main tiles, index tiles, then one per window row.
-
-    In a decode step an HCA token has a program for every CHANNELS of its window.
-    """
+    """Programs in this order: the main compressor's, the indexer's, the window's."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
-    SPLITS: tl.constexpr = BLOCK // CHANNELS if IS_SPLIT else 1
-    MAIN: tl.constexpr = SPLITS if HAS_COMPRESSOR else 0
-    INDEX: tl.constexpr = 1 if HAS_INDEX else 0
-    if IS_SPLIT:
-        if program < SPLITS * num_tiles:
-            compress_hca_part(
-                kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr, slot_bytes, tail_offset,
-                blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride, cos_ptr,
-                sin_ptr, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-                starts_ptr, pooled_ptr, arrivals_ptr, program // SPLITS, program % SPLITS, eps,
-                DIM, ROPE, BLOCK, CHANNELS, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT,
-                KV_DATA, KV_SCALE,
-            )  # fmt: skip
+    tokens = (positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr)
+    rope = (cos_ptr, sin_ptr)
+    if HAS_COMPRESSOR and RATIO == 128:
+        PARTS: tl.constexpr = BLOCK // CHANNELS
+        projections = (kv_ptr, gate_ptr, stride, bias_ptr)
+        slots = (slots_ptr, slot_bytes, tail_offset)
+        blocks = (blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride)
+        if program < num_tiles * PARTS:
+            if HAS_CHUNKS:
+                compress_hca_tile(
+                    program // PARTS, program % PARTS, num_tokens, tokens, projections, slots,
+                    pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK,
+                    CHANNELS, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
+                )  # fmt: skip
+            else:
+                compress_hca_step(
+                    program // PARTS, program % PARTS, tokens, projections, slots, pooled_ptr,
+                    arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK, CHANNELS,
+                    TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
+                    IS_DECODE,
+                )  # fmt: skip
+        program -= num_tiles * PARTS
     elif HAS_COMPRESSOR:
+        projections = (kv_ptr, gate_ptr, stride, bias_ptr)
+        slots = (slots_ptr, slot_bytes, tail_offset)
+        blocks = (blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride)
         if program < num_tiles:
-            compress_tile(
-                kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr, slot_bytes, tail_offset,
-                blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride, cos_ptr,
-                sin_ptr, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-                starts_ptr, program, num_tokens, eps, 1.0,
-                RATIO, DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
-                KV_FORMAT, ROPE, KV_DATA, KV_SCALE, False, 0, TILE, IS_DECODE,
-            )  # fmt: skip
+            if HAS_CHUNKS:
+                compress_csa_tile(
+                    program, num_tokens, tokens, projections, slots, norm_ptr, rope, blocks, eps,
+                    1.0, ROWS, DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
+                    KV_FORMAT, ROPE, KV_DATA, KV_SCALE, False, 0,
+                )  # fmt: skip
+            else:
+                position, slot, before, _, _ = locate(program, tokens, IS_DECODE)
+                compress_csa_token(
+                    program, position, slot, before, slot >= 0, projections, slots, norm_ptr, rope, blocks, eps, 1.0, DIM,
+                    ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, ROPE, KV_DATA,
+                    KV_SCALE, False, 0, IS_DECODE,
+                )  # fmt: skip
+        program -= num_tiles
     if HAS_INDEX:
         scale = 1.0
         if HAS_GLOBAL_SCALE:
             scale = tl.load(global_scale_ptr)
-        if (program >= num_tiles) & (program < 2 * num_tiles):
-            compress_tile(
-                index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr,
-                slots_ptr, slot_bytes, index_tail_offset, blocks_ptr, block_bytes,
-                index_page_offset, block_table_ptr, table_stride, cos_ptr, sin_ptr,
-                positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-                starts_ptr, program - num_tiles, num_tokens, eps, scale,
-                RATIO, INDEX_DIM, ROPE, INDEX_BLOCK, TAIL_ROWS, TAIL_BF16,
-                ENTRIES_PER_BLOCK, INDEX_FORMAT, 0, INDEX_DATA, INDEX_SCALE, HAS_HADAMARD,
-                LOG_INDEX, TILE, IS_DECODE,
-            )  # fmt: skip
-    if HAS_WINDOW:
-        token = program - (MAIN + INDEX) * num_tiles
-        if token >= 0:
-            position, slot, before, after, start = locate(
-                token, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-                starts_ptr, IS_DECODE,
-            )  # fmt: skip
-            if slot >= 0:
-                write_window_row(
-                    window_kv_ptr, window_stride, window_norm_ptr, cos_ptr, sin_ptr, slots_ptr,
-                    slot_bytes, ring_offset, workspace_ptr, workspace_rows, token, position, slot,
-                    before, after, start, eps, DIM, ROPE, BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
-                    RING_ROWS, WINDOW, HAS_CHUNKS,
+        projections = (index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr)
+        slots = (slots_ptr, slot_bytes, index_tail_offset)
+        blocks = (blocks_ptr, block_bytes, index_page_offset, block_table_ptr, table_stride)
+        if (program >= 0) & (program < num_index_tiles):
+            if HAS_CHUNKS:
+                compress_csa_tile(
+                    program, num_tokens, tokens, projections, slots, index_norm_ptr, rope, blocks,
+                    eps, scale, INDEX_ROWS, INDEX_DIM, ROPE, INDEX_BLOCK, TAIL_ROWS, TAIL_BF16,
+                    ENTRIES_PER_BLOCK, INDEX_FORMAT, 0, INDEX_DATA, INDEX_SCALE, HAS_HADAMARD,
+                    LOG_INDEX,
                 )  # fmt: skip
+            else:
+                position, slot, before, _, _ = locate(program, tokens, IS_DECODE)
+                compress_csa_token(
+                    program, position, slot, before, slot >= 0, projections, slots, index_norm_ptr, rope, blocks, eps, scale,
+                    INDEX_DIM, ROPE, INDEX_BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
+                    INDEX_FORMAT, 0, INDEX_DATA, INDEX_SCALE, HAS_HADAMARD, LOG_INDEX, IS_DECODE,
+                )  # fmt: skip
+        program -= num_index_tiles
+    if HAS_WINDOW:
+        token = program * WINDOW_ROWS
+        end = tl.minimum(token + WINDOW_ROWS, num_tokens)
+        while (token >= 0) & (token < end):
+            position, slot, before, after, start = locate(token, tokens, IS_DECODE)
+            count = tl.maximum(tl.minimum(after - position, end - token), 1)
+            write_window_rows(
+                token, count, position, slot, before, after, start, window_kv_ptr, window_stride,
+                num_tokens, window_norm_ptr, rope, slots_ptr, slot_bytes, ring_offset,
+                workspace_ptr, workspace_rows, eps, WINDOW_ROWS, DIM, ROPE, BLOCK, KV_FORMAT,
+                KV_DATA, KV_SCALE, RING_ROWS, WINDOW, HAS_CHUNKS,
+            )  # fmt: skip
+            token += count
 
 
-@triton.jit(do_not_specialize=["workspace_rows"])
-def _commit_kernel(
-    chunks_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr, token_starts_ptr,
-    slots_ptr, slot_bytes, workspace_ptr, workspace_rows, ring_offset,
-    kv_ptr, gate_ptr, stride, bias_ptr, tail_offset,
-    index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_tail_offset,
-    WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, INDEX_WIDTH: tl.constexpr,
-    INDEX_WIDTH_BLOCK: tl.constexpr, RATIO: tl.constexpr,
-    TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, RING_ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_COMPRESSOR: tl.constexpr, HAS_INDEX: tl.constexpr,
+@triton.jit
+def _edge_kernel(
+    request_slots_ptr, before_ptr, after_ptr, starts_ptr, token_starts_ptr, block_table_ptr,
+    table_stride, cos_ptr, sin_ptr, eps, slots_ptr, slot_bytes, blocks_ptr, block_bytes,
+    kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, tail_offset, page_offset,
+    index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr, index_tail_offset,
+    index_page_offset, global_scale_ptr,
+    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, KV_FORMAT: tl.constexpr,
+    KV_DATA: tl.constexpr, KV_SCALE: tl.constexpr, INDEX_DIM: tl.constexpr,
+    INDEX_BLOCK: tl.constexpr, INDEX_FORMAT: tl.constexpr, INDEX_DATA: tl.constexpr,
+    INDEX_SCALE: tl.constexpr, HAS_HADAMARD: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr,
+    LOG_INDEX: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr,
+    ENTRIES_PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The last rows of each chunk go to its ring and tails, one program per chunk and row."""
-    request = tl.load(chunks_ptr + tl.program_id(0))
-    back = tl.program_id(1)
+    """What a CSA layer reads from tails in a forward with chunks, before they are overwritten.
+
+    A program is one request, one of its tokens and one compressor. Of a chunk the tokens are
+    those that close a window which reaches back into the tail, at most two; of other requests
+    all.
+    """
+    if not INTERPRETED:
+        gdc_launch_dependents()
+        gdc_wait()
+    request = tl.program_id(0)
+    index = tl.program_id(1)
     slot = tl.load(request_slots_ptr + request).to(tl.int64)
     before = tl.load(before_ptr + request)
-    position = tl.load(after_ptr + request) - 1 - back
-    start = tl.load(starts_ptr + request)
-    if (slot >= 0) & (position >= before):
-        slot_ptr = slots_ptr + slot * slot_bytes
-        if HAS_WINDOW:
-            ring_ptr = slot_ptr + ring_offset
-            from_row = (start + WINDOW - 1 + position - before).to(tl.int64)
-            to_row = (position % RING_ROWS).to(tl.int64)
-            is_kept = back < RING_ROWS
-            copy_words(workspace_ptr + from_row * DATA_BYTES, ring_ptr + to_row * DATA_BYTES,
-                       is_kept, DATA_BYTES // 4)  # fmt: skip
-            if SCALE_BYTES > 0:
-                scales_ptr = workspace_ptr + workspace_rows.to(tl.int64) * DATA_BYTES
-                copy_words(scales_ptr + from_row * SCALE_BYTES,
-                           ring_ptr + RING_ROWS * DATA_BYTES + to_row * SCALE_BYTES, is_kept,
-                           SCALE_BYTES // 4)  # fmt: skip
-        if HAS_COMPRESSOR:
-            if back < TAIL_ROWS:
-                token = tl.load(token_starts_ptr + request) + position - before
-                tail_ptr = tail_of(slot_ptr + tail_offset, TAIL_BF16)
-                index_tail_ptr = tail_of(slot_ptr + index_tail_offset, TAIL_BF16)
-                store_tail_row(kv_ptr, gate_ptr, stride, bias_ptr, tail_ptr, token, position, True,
-                               WIDTH, WIDTH_BLOCK, RATIO, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-                if HAS_INDEX:
-                    store_tail_row(index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr,
-                                   index_tail_ptr, token, position, True, INDEX_WIDTH,
-                                   INDEX_WIDTH_BLOCK, RATIO, TAIL_ROWS, TAIL_BF16)  # fmt: skip
+    count = tl.load(after_ptr + request) - before
+    is_chunk = tl.load(starts_ptr + request) >= 0
+    ahead = tl.where(is_chunk, 3 - before % 4 + 4 * index, index)
+    if (slot >= 0) & (ahead < tl.where(is_chunk, tl.minimum(count, 7), count)):
+        token = tl.load(token_starts_ptr + request) + ahead
+        rope = (cos_ptr, sin_ptr)
+        if tl.program_id(2) == 0:
+            compress_csa_token(
+                token, before + ahead, slot, before, ~is_chunk,
+                (kv_ptr, gate_ptr, stride, bias_ptr), (slots_ptr, slot_bytes, tail_offset),
+                norm_ptr, rope,
+                (blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride), eps, 1.0,
+                DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, ROPE,
+                KV_DATA, KV_SCALE, False, 0, False,
+            )  # fmt: skip
+        else:
+            scale = 1.0
+            if HAS_GLOBAL_SCALE:
+                scale = tl.load(global_scale_ptr)
+            compress_csa_token(
+                token, before + ahead, slot, before, ~is_chunk,
+                (index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr),
+                (slots_ptr, slot_bytes, index_tail_offset), index_norm_ptr, rope,
+                (blocks_ptr, block_bytes, index_page_offset, block_table_ptr, table_stride), eps,
+                scale, INDEX_DIM, ROPE, INDEX_BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
+                INDEX_FORMAT, 0, INDEX_DATA, INDEX_SCALE, HAS_HADAMARD, LOG_INDEX, False,
+            )  # fmt: skip
 
 
 class WindowWrite(NamedTuple):
@@ -457,103 +459,97 @@ def launch_write(
     rope: RopeTable,
     *,
     eps: float,
+    scratch: PoolingScratch | None = None,
     ratio: int = 0,
     window: WindowWrite | None = None,
     main: CompressorWrite | None = None,
     index: CompressorWrite | None = None,
     has_hadamard: bool = False,
     global_scale: Tensor | None = None,
-    scratch: PoolingScratch | None = None,
+    launch: Launch | None = None,
 ) -> None:
-    """Write what is given of one layer: one launch, and a second if the plan has chunks."""
-    num_tokens, num_chunks = len(tokens.positions), len(tokens.chunk_ids)
+    """Write what is given of one layer: one launch, two if a CSA layer has chunks."""
+    num_tokens, has_chunks = len(tokens.positions), len(tokens.chunk_ids) > 0
     if not num_tokens:
         return
-    launch = launch_parameters(ratio, has_chunks=num_chunks > 0, num_tokens=num_tokens)
-    num_tiles = triton.cdiv(num_tokens, launch.tile)
+    is_decode = tokens.max_step <= 1 and num_tokens == len(tokens.request_slots)
+    if launch is None:
+        launch = launch_parameters(ratio, is_decode, has_chunks, num_tokens, rope.cos.device)
     if window is not None:
         row, slots = window.rows.ring.format, window.rows.ring.storage
     else:
         assert main is not None, "a launch writes something"
         row, slots = main.pages.format, _slots_of(main.tail)
-    block = triton.next_power_of_2(row.dim)
-    is_decode = tokens.max_step <= 1 and num_tokens == len(tokens.request_slots)
-    channels = min(launch.channels, block)
-    is_split = is_decode and ratio == 128 and scratch is not None
-    splits = block // channels if is_split else 1
-    num_programs = num_tiles * (splits * (main is not None) + (index is not None))
-    num_programs += num_tokens if window is not None else 0
-    nothing = tokens.positions  # stands in for what this launch doesn't have
     index_row = index.pages.format if index is not None else row
-    scale = slots if global_scale is None else global_scale
-    parts = {
+    block, index_block = (triton.next_power_of_2(r.dim) for r in (row, index_row))
+    channels = min(launch.channels, block)
+    index_rows = launch.rows * max(1, block // index_block)
+    num_tiles = num_index_tiles = num_tokens
+    if has_chunks:
+        num_tiles = triton.cdiv(num_tokens, 128 if ratio == 128 else 4 * launch.rows)
+        num_index_tiles = triton.cdiv(num_tokens, 4 * index_rows)
+    parts = block // channels if ratio == 128 else 1
+    num_programs = num_tiles * parts if main is not None else 0
+    num_programs += num_index_tiles if index is not None else 0
+    num_programs += triton.cdiv(num_tokens, launch.window_rows) if window is not None else 0
+    nothing = tokens.positions  # stands in for what this launch doesn't have
+    blocks = main.pages.storage if main is not None else nothing
+    arguments = {
+        "request_slots_ptr": tokens.request_slots,
+        "before_ptr": tokens.positions_before,
+        "after_ptr": tokens.positions_after,
+        "starts_ptr": tokens.workspace_starts,
+        "block_table_ptr": tokens.block_table,
+        "table_stride": tokens.block_table.stride(0),
+        "cos_ptr": rope.cos,
+        "sin_ptr": rope.sin,
+        "eps": eps,
         "slots_ptr": slots,
         "slot_bytes": slots.shape[1],
-        **_window_arguments(window, nothing),
+        "blocks_ptr": blocks,
+        "block_bytes": blocks.shape[-1],
         **_compressor_arguments("", main, nothing),
         **_compressor_arguments("index_", index, nothing),
-    }
-    sizes = {
-        "RATIO": ratio or 1,
+        "global_scale_ptr": slots if global_scale is None else global_scale,
+        "DIM": row.dim,
+        "ROPE": 2 * rope.cos.shape[1],
+        "BLOCK": block,
+        "KV_FORMAT": f"kv_{row.name}",
+        "KV_DATA": row.data_bytes,
+        "KV_SCALE": row.scale_bytes,
+        "INDEX_DIM": index_row.dim,
+        "INDEX_BLOCK": index_block,
+        "INDEX_FORMAT": f"index_{index_row.name}",
+        "INDEX_DATA": index_row.data_bytes,
+        "INDEX_SCALE": index_row.scale_bytes,
+        "HAS_HADAMARD": has_hadamard,
+        "HAS_GLOBAL_SCALE": global_scale is not None,
+        "LOG_INDEX": index_row.dim.bit_length() - 1,
         "TAIL_ROWS": main.tail.shape[1] if main is not None else 1,
         "TAIL_BF16": main is not None and main.tail.dtype is torch.bfloat16,
-        "RING_ROWS": window.rows.ring.rows_per_page if window is not None else 1,
-        "WINDOW": window.rows.window if window is not None else 1,
-        "HAS_WINDOW": window is not None,
-        "HAS_COMPRESSOR": main is not None,
-        "HAS_INDEX": index is not None,
+        "ENTRIES_PER_BLOCK": main.pages.rows_per_page if main is not None else 1,
+        "num_stages": 1,
+        "launch_pdl": True,
+        "enable_fp_fusion": False,
     }
-    blocks = main.pages.storage if main is not None else nothing
+    if has_chunks and index is not None:
+        # A chunk has at most two such windows, another request at most a step of tokens.
+        most = max(2, arguments["TAIL_ROWS"] - 7)
+        grid = (len(tokens.request_slots), most, 2)
+        _edge_kernel[grid](token_starts_ptr=tokens.token_starts, **arguments, num_warps=8)
     _write_kernel[(num_programs,)](
         positions_ptr=tokens.positions, request_ids_ptr=tokens.request_ids,
-        request_slots_ptr=tokens.request_slots, before_ptr=tokens.positions_before,
-        after_ptr=tokens.positions_after, starts_ptr=tokens.workspace_starts,
-        block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
-        num_tokens=num_tokens, num_tiles=num_tiles, cos_ptr=rope.cos, sin_ptr=rope.sin, eps=eps,
-        blocks_ptr=blocks, block_bytes=blocks.shape[-1], global_scale_ptr=scale, **parts,
-        HAS_GLOBAL_SCALE=global_scale is not None, IS_DECODE=is_decode,
-        CHANNELS=channels, IS_SPLIT=is_split,
+        num_tokens=num_tokens, num_tiles=num_tiles, num_index_tiles=num_index_tiles,
+        **_window_arguments(window, nothing),
         pooled_ptr=nothing if scratch is None else scratch.pooled,
         arrivals_ptr=nothing if scratch is None else scratch.arrivals,
-        DIM=row.dim, ROPE=2 * rope.cos.shape[1], BLOCK=block,
-        KV_FORMAT=f"kv_{row.name}", KV_DATA=row.data_bytes, KV_SCALE=row.scale_bytes,
-        INDEX_DIM=index_row.dim, INDEX_BLOCK=triton.next_power_of_2(index_row.dim),
-        INDEX_FORMAT=f"index_{index_row.name}", INDEX_DATA=index_row.data_bytes,
-        INDEX_SCALE=index_row.scale_bytes, HAS_HADAMARD=has_hadamard,
-        LOG_INDEX=index_row.dim.bit_length() - 1,
-        ENTRIES_PER_BLOCK=main.pages.rows_per_page if main is not None else 1,
-        TILE=launch.tile, HAS_CHUNKS=num_chunks > 0, **sizes,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.maxnreg,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    if num_chunks:
-        _launch_commit(tokens, row, index_row, parts, sizes)
-
-
-def _launch_commit(
-    tokens: TokenMap,
-    row: RowFormat,
-    index_row: RowFormat,
-    parts: dict[str, Any],
-    sizes: dict[str, Any],
-) -> None:
-    """Move the last rows of each chunk to its ring and tails."""
-    series = 2 if sizes["RATIO"] == 4 else 1
-    unused = (
-        "norm_ptr", "page_offset", "index_norm_ptr", "index_page_offset", "window_kv_ptr",
-        "window_stride", "window_norm_ptr",
-    )  # fmt: skip
-    num_rows = max(sizes["RING_ROWS"], sizes["TAIL_ROWS"])
-    _commit_kernel[(len(tokens.chunk_ids), num_rows)](
-        chunks_ptr=tokens.chunk_ids, request_slots_ptr=tokens.request_slots,
-        before_ptr=tokens.positions_before, after_ptr=tokens.positions_after,
-        starts_ptr=tokens.workspace_starts, token_starts_ptr=tokens.token_starts,
-        **{name: value for name, value in parts.items() if name not in unused},
-        WIDTH=series * row.dim, WIDTH_BLOCK=series * triton.next_power_of_2(row.dim),
-        INDEX_WIDTH=2 * index_row.dim,
-        INDEX_WIDTH_BLOCK=2 * triton.next_power_of_2(index_row.dim),
-        DATA_BYTES=row.data_bytes, SCALE_BYTES=row.scale_bytes, **sizes,
-        num_warps=4, enable_fp_fusion=False,
+        **arguments, RATIO=ratio or 1,
+        RING_ROWS=window.rows.ring.rows_per_page if window is not None else 1,
+        WINDOW=window.rows.window if window is not None else 1,
+        ROWS=launch.rows, INDEX_ROWS=index_rows, WINDOW_ROWS=launch.window_rows,
+        CHANNELS=channels, HAS_WINDOW=window is not None, HAS_COMPRESSOR=main is not None,
+        HAS_INDEX=index is not None, HAS_CHUNKS=has_chunks, IS_DECODE=is_decode,
+        num_warps=launch.num_warps, maxnreg=launch.maxnreg,
     )  # fmt: skip
 
 

@@ -2,17 +2,20 @@
 
 Every function here repeats one of `kernels.reference.arithmetic` or `codec` in operations that
 round alike on a GPU, under Triton's interpreter and in PyTorch. They need `enable_fp_fusion` off.
-Conversions to BF16 and E4M3 go over the integer bits, for the interpreter's own are wrong.
+A tile is `[ROWS, BLOCK]`: rows with their channels, padded to a power of two with zeros.
+
+Conversions to BF16 and E4M3 are the hardware's on a GPU; the interpreter's are wrong, so there
+they go over the integer bits.
 """
 
 import triton
 import triton.language as tl
+from triton import knobs
 
-EXP_FLOOR = tl.constexpr(-87.0)
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+EXPONENT_FLOOR = tl.constexpr(-125.0)
 ROUND_TO_WHOLE = tl.constexpr(12582912.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN2_HIGH = tl.constexpr(0.693359375)
-LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
 E4M3_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-4)
 MXFP4_AMAX_FLOOR = tl.constexpr(6.0 * 2.0**-126)
@@ -23,89 +26,144 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 @triton.jit
 def bf16_bits(x):
     """fp32 to the bits of BF16, as uint16: nearest even, every NaN 0x7FC0."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+    else:
+        rounded = x.to(tl.bfloat16).to(tl.uint16, bitcast=True)
     return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16)
+
+
+@triton.jit
+def bf16_value(bits):
+    """The bits of BF16 to fp32."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def round_to_bf16(x):
     """fp32 rounded to the nearest BF16 value, still fp32."""
-    return (bf16_bits(x).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return bf16_value(bf16_bits(x))
 
 
 @triton.jit
 def exp_of_nonpositive(x):
-    """exp(x) for x <= 0; what is below -87 counts as -87, NaN stays NaN."""
-    x = tl.maximum(x, EXP_FLOOR, propagate_nan=tl.PropagateNan.ALL)
-    shifted = x * LOG2_E + ROUND_TO_WHOLE
-    n = shifted - ROUND_TO_WHOLE
-    r = (x - n * LN2_HIGH) - n * LN2_LOW
-    y = r * 0.001394116086885333 + 0.008375167846679688
-    y = y * r + 0.04166635125875473
-    y = y * r + 0.16666415333747864
-    y = y * r + 0.5
-    y = y * r + 1.0
-    y = y * r + 1.0
-    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
-    return y * power
+    """exp(x) for x <= 0, at least 2^-125; of NaN anything."""
+    exponent = tl.maximum(x * LOG2_E, EXPONENT_FLOOR)
+    shifted = exponent + ROUND_TO_WHOLE
+    f = exponent - (shifted - ROUND_TO_WHOLE)
+    y = f * 0.0013269406044855714 + 0.009671294130384922
+    y = y * f + 0.0555071122944355
+    y = y * f + 0.24022246897220612
+    y = y * f + 0.6931470036506653
+    y = y * f + 1.0
+    bits = y.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def rms_factor(x, DIM: tl.constexpr, eps):
-    """1 / sqrt(mean(x²) + eps) of a row `[BLOCK]`, zero beyond DIM: fp64, rounded once."""
-    largest = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=0)
+def nan_unless_finite(x, y):
+    """y where x is finite, else NaN."""
+    return tl.where(tl.abs(x) < float("inf"), y, float("nan"))
+
+
+@triton.jit
+def mean_of_squares(x, DIM: tl.constexpr):
+    """`[ROWS]` fp64: mean of x² of a tile's rows, the same number in whatever order it is added."""
+    largest = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.int64)
     magic = ((2 * exponent + 12 + 1023) << 52) | (1 << 51)
-    magic = magic.to(tl.float64, bitcast=True)
+    magic = magic.to(tl.float64, bitcast=True)[:, None]
     wide = x.to(tl.float64)
-    total = tl.sum((wide * wide + magic) - magic, axis=0)
-    return (1.0 / tl.sqrt(total / DIM + eps)).to(tl.float32)
+    return tl.sum((wide * wide + magic) - magic, axis=1) / DIM
 
 
 @triton.jit
-def load_rope(cos_ptr, sin_ptr, position, DIM: tl.constexpr, ROPE: tl.constexpr,
+def reciprocal_root(x):
+    """1 / sqrt(x) of fp64 `[ROWS]`, in fp64, rounded once to fp32.
+
+    An estimate, refined to less than 2^-50 off, rounds to the same fp32 number as the exact
+    operations do, unless it lies within 2^-46 of the middle between two of them. Then, and for
+    numbers that fp32 doesn't hold, the exact operations are done.
+    """
+    estimate = tl.rsqrt(x.to(tl.float32)).to(tl.float64)
+    error = 1.0 - (x * estimate) * estimate
+    refined = estimate + estimate * (error * (0.5 + 0.375 * error))
+    below_fp32 = refined.to(tl.int64, bitcast=True) & 0x1FFFFFFF
+    is_near_middle = tl.abs(below_fp32 - 0x10000000) < 64
+    is_hard = is_near_middle | ~((x > 1e-30) & (x < 1e30))
+    if tl.max(is_hard.to(tl.int32), axis=0) > 0:
+        refined = 1.0 / tl.sqrt(x)
+    return refined.to(tl.float32)
+
+
+@triton.jit
+def load_norm(norm_ptr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """A norm's weight as a tile of equal rows, so that each thread loads what it needs."""
+    channel = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
+    return tl.load(norm_ptr + channel, mask=channel < DIM, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_rope(rope, position, is_wanted, DIM: tl.constexpr, ROPE: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
-    """cos and sin `[BLOCK / 2]` of a position; 1 and 0 where a pair is not rotated."""
-    pair = tl.arange(0, BLOCK // 2) - (DIM - ROPE) // 2
-    is_turned = (pair >= 0) & (pair < ROPE // 2)
-    address = position.to(tl.int64) * (ROPE // 2) + pair
-    cos = tl.load(cos_ptr + address, mask=is_turned, other=1.0)
-    return cos, tl.load(sin_ptr + address, mask=is_turned, other=0.0)
+    """cos and sin `[ROWS, BLOCK / 2]` of positions `[ROWS]`; 1 and 0 where a pair isn't rotated."""
+    cos_ptr, sin_ptr = rope
+    pair = tl.arange(0, BLOCK // 2)[None, :] - (DIM - ROPE) // 2
+    mask = (pair >= 0) & (pair < ROPE // 2) & is_wanted[:, None]
+    address = position.to(tl.int64)[:, None] * (ROPE // 2) + pair
+    cos = tl.load(cos_ptr + address, mask=mask, other=1.0)
+    return cos, tl.load(sin_ptr + address, mask=mask, other=0.0)
 
 
 @triton.jit
-def rotate_tail(x, cos, sin, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr):
-    """RoPE on the trailing ROPE of DIM channels of a row `[BLOCK]`."""
-    pair = tl.arange(0, BLOCK // 2) - (DIM - ROPE) // 2
+def rotate_tail(x, cos, sin, ROWS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """RoPE on the trailing ROPE of DIM channels of a tile."""
+    pair = tl.arange(0, BLOCK // 2)[None, :] - (DIM - ROPE) // 2
     is_turned = (pair >= 0) & (pair < ROPE // 2)
-    even, odd = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
+    even, odd = tl.split(tl.reshape(x, (ROWS, BLOCK // 2, 2)))
     new_even = tl.where(is_turned, even * cos - odd * sin, even)
     new_odd = tl.where(is_turned, odd * cos + even * sin, odd)
-    return tl.reshape(tl.join(new_even, new_odd), (BLOCK,))
+    return tl.reshape(tl.join(new_even, new_odd), (ROWS, BLOCK))
 
 
 @triton.jit
-def hadamard(x, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
-    """Orthonormal Walsh-Hadamard transform of a row `[DIM]`: strides 1, 2, 4, ..."""
+def finish_rows(x, weight, cos, sin, eps, ROWS: tl.constexpr, DIM: tl.constexpr,
+                ROPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Norm a tile's rows and rotate them; weight, cos and sin as loaded above."""
+    factor = reciprocal_root(mean_of_squares(x, DIM) + eps)
+    normed = (x * factor[:, None]) * weight
+    return rotate_tail(normed, cos, sin, ROWS, DIM, ROPE, BLOCK)
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
+    """Orthonormal Walsh-Hadamard transform of a tile's rows: strides 1, 2, 4, ..."""
+    is_low = tl.arange(0, 2)[None, None, :, None] == 0
     for step in tl.static_range(LOG_DIM):
-        pairs = tl.permute(tl.reshape(x, (DIM // (2 << step), 2, 1 << step)), (0, 2, 1))
-        low, high = tl.split(pairs)
-        x = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (DIM,))
+        pairs = tl.reshape(x, (ROWS, DIM // (2 << step), 2, 1 << step))
+        sums = tl.sum(pairs, axis=2)[:, :, None, :]
+        differences = tl.sum(tl.where(is_low, pairs, -pairs), axis=2)[:, :, None, :]
+        x = tl.reshape(tl.where(is_low, sums, differences), (ROWS, DIM))
     return x * (DIM**-0.5)
 
 
 @triton.jit
 def e4m3_code(x):
     """fp32 to E4M3 codes, as uint8: nearest even, saturating; NaN is 0x7F."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(tl.abs(x), E4M3_MAX)
-    wide = magnitude.to(tl.int32, bitcast=True)
-    normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Below 2^-6 the codes are multiples of 2^-9; adding 1.5 × 2^23 rounds to whole ones.
-    subnormal = (magnitude * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 0xF
-    code = tl.where(magnitude < 0.015625, subnormal, normal) | ((bits >> 24) & 0x80)
-    return tl.where(x != x, 0x7F, code).to(tl.uint8)
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = tl.minimum(tl.abs(x), E4M3_MAX)
+        wide = magnitude.to(tl.int32, bitcast=True)
+        normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+        # Below 2^-6 the codes are multiples of 2^-9; adding 1.5 × 2^23 rounds to whole ones.
+        subnormal = (magnitude * 512.0 + ROUND_TO_WHOLE).to(tl.int32, bitcast=True) & 0xF
+        code = tl.where(magnitude < 0.015625, subnormal, normal) | ((bits >> 24) & 0x80)
+        code = tl.where(x != x, 0x7F, code).to(tl.uint8)
+    else:
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return code
 
 
 @triton.jit
@@ -147,83 +205,109 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def group_amax(x, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """`[BLOCK / GROUP, GROUP]` values and `[BLOCK / GROUP]` largest magnitudes, NaN left out."""
-    groups = tl.reshape(x, (BLOCK // GROUP, GROUP))
-    amax = tl.max(tl.where(groups == groups, tl.abs(groups), 0.0), axis=1)
+def group_amax(x, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """`[ROWS, BLOCK / GROUP, GROUP]` values and `[ROWS, BLOCK / GROUP]` largest magnitudes.
+
+    NaN is left out.
+    """
+    groups = tl.reshape(x, (ROWS, BLOCK // GROUP, GROUP))
+    amax = tl.max(tl.where(groups == groups, tl.abs(groups), 0.0), axis=2)
     return groups, tl.minimum(amax, BF16_MAX)
 
 
 @triton.jit
-def store_row(x, data_ptr, scale_ptr, is_written, FORMAT: tl.constexpr, DIM: tl.constexpr,
-              ROPE: tl.constexpr, BLOCK: tl.constexpr, global_scale):  # fmt: skip
-    """Encode a row `[BLOCK]` fp32 and store its two records; nothing if not `is_written`.
+def encode_rows(x, global_scale, FORMAT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+                ROPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """A tile's rows in a row format: values, what has a field of its own, scales.
 
-    data_ptr and scale_ptr are uint8 pointers to the row's records. FORMAT is a row format's name,
-    prefixed with kv_ or index_.
+    FORMAT is a row format's name, prefixed with kv_ or index_. A part that it doesn't have is 0.
     """
-    channel = tl.arange(0, BLOCK)
     NOPE: tl.constexpr = DIM - ROPE
+    own = 0
+    scales = 0
     if FORMAT == "kv_fp32" or FORMAT == "index_fp32":
-        canonical = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
-        tl.store(data_ptr.to(tl.pointer_type(tl.int32)) + channel, canonical,
-                 mask=is_written & (channel < DIM))  # fmt: skip
+        values = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
     elif FORMAT == "kv_bf16" or FORMAT == "index_bf16":
-        tl.store(data_ptr.to(tl.pointer_type(tl.uint16)) + channel, bf16_bits(x),
-                 mask=is_written & (channel < DIM))  # fmt: skip
-    elif FORMAT == "kv_fp8" or FORMAT == "kv_fp8_entry_scale":
-        bits = bf16_bits(x)
-        rounded = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        is_nope = channel < NOPE
-        rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16))
-        tl.store(rope_ptr + channel - NOPE, bits,
-                 mask=is_written & (channel >= NOPE) & (channel < DIM))  # fmt: skip
-        if FORMAT == "kv_fp8":
-            groups, amax = group_amax(rounded, 64, BLOCK)
-            exponent = ceil_log2_over_448(tl.maximum(amax, AMAX_FLOOR))
-            scaled = groups * power_of_two(-exponent)[:, None]
-            group = tl.arange(0, BLOCK // 64)
-            # The records' last bytes are padding and always 0.
-            SCALES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8
-            byte = tl.where(group < NOPE // 64, exponent + 127, 0).to(tl.uint8)
-            tl.store(scale_ptr + group, byte, mask=is_written & (group < SCALES))
-            if SCALES > BLOCK // 64:
-                rest = tl.arange(0, 8)
-                tl.store(scale_ptr + rest, tl.zeros((8,), tl.uint8),
-                         mask=is_written & (rest >= BLOCK // 64))  # fmt: skip
-            code = tl.reshape(e4m3_code(scaled), (BLOCK,))
-        else:
-            safe = tl.where(is_nope & (rounded == rounded), tl.abs(rounded), 0.0)
-            amax = tl.minimum(tl.max(safe, axis=0), BF16_MAX)
-            scale = tl.div_rn(tl.maximum(amax, AMAX_FLOOR), E4M3_MAX)
-            tl.store(scale_ptr.to(tl.pointer_type(tl.float32)), scale, mask=is_written)
-            code = e4m3_code(tl.div_rn(rounded, tl.broadcast_to(scale, (BLOCK,))))
-        tl.store(data_ptr + channel, code, mask=is_written & is_nope)
+        values = bf16_bits(x)
+    elif FORMAT == "kv_fp8":
+        own = bf16_bits(x)
+        groups, amax = group_amax(bf16_value(own), 64, ROWS, BLOCK)
+        exponent = ceil_log2_over_448(tl.maximum(amax, AMAX_FLOOR))
+        values = tl.reshape(e4m3_code(groups * power_of_two(-exponent)[:, :, None]), (ROWS, BLOCK))
+        is_scale = tl.arange(0, BLOCK // 64)[None, :] < NOPE // 64
+        scales = tl.where(is_scale, exponent + 127, 0).to(tl.uint8)
+    elif FORMAT == "kv_fp8_entry_scale":
+        own = bf16_bits(x)
+        rounded = bf16_value(own)
+        is_safe = (tl.arange(0, BLOCK)[None, :] < NOPE) & (rounded == rounded)
+        amax = tl.minimum(tl.max(tl.where(is_safe, tl.abs(rounded), 0.0), axis=1), BF16_MAX)
+        scales = tl.div_rn(tl.maximum(amax, AMAX_FLOOR), E4M3_MAX)
+        values = e4m3_code(tl.div_rn(rounded, tl.broadcast_to(scales[:, None], (ROWS, BLOCK))))
     elif FORMAT == "index_fp8":
         rounded = round_to_bf16(x)
-        amax = tl.max(tl.where(rounded == rounded, tl.abs(rounded), 0.0), axis=0)
-        amax = tl.maximum(tl.minimum(amax, BF16_MAX), AMAX_FLOOR)
-        exponent = ceil_log2_over_448(amax)
-        tl.store(scale_ptr.to(tl.pointer_type(tl.float32)), power_of_two(exponent),
-                 mask=is_written)  # fmt: skip
-        code = e4m3_code(rounded * power_of_two(-exponent))
-        tl.store(data_ptr + channel, code, mask=is_written & (channel < DIM))
+        amax = tl.max(tl.where(rounded == rounded, tl.abs(rounded), 0.0), axis=1)
+        exponent = ceil_log2_over_448(tl.maximum(tl.minimum(amax, BF16_MAX), AMAX_FLOOR))
+        scales = power_of_two(exponent)
+        values = e4m3_code(rounded * power_of_two(-exponent)[:, None])
     else:
         GROUP: tl.constexpr = 32 if FORMAT == "index_mxfp4" else 16
-        rounded = round_to_bf16(x)
-        groups, amax = group_amax(rounded, GROUP, BLOCK)
-        group = tl.arange(0, BLOCK // GROUP)
+        groups, amax = group_amax(round_to_bf16(x), GROUP, ROWS, BLOCK)
         if FORMAT == "index_mxfp4":
             exponent = ceil_log2_over_6(tl.maximum(amax, MXFP4_AMAX_FLOOR))
-            stored = (exponent + 127).to(tl.uint8)
-            scaled = groups * power_of_two(-exponent)[:, None]
+            scales = (exponent + 127).to(tl.uint8)
+            scaled = groups * power_of_two(-exponent)[:, :, None]
         else:
-            limit = tl.broadcast_to(6.0 * global_scale, (BLOCK // GROUP,))
-            stored = e4m3_code(tl.maximum(tl.div_rn(amax, limit), NVFP4_SCALE_FLOOR))
-            scale = e4m3_value(stored.to(tl.int32)) * global_scale
-            scaled = tl.div_rn(groups, tl.broadcast_to(scale[:, None], (BLOCK // GROUP, GROUP)))
-        tl.store(scale_ptr + group, stored, mask=is_written & (group < DIM // GROUP))
-        low, high = tl.split(tl.reshape(e2m1_code(scaled), (BLOCK // 2, 2)))
-        pair = tl.arange(0, BLOCK // 2)
-        tl.store(data_ptr + pair, (low | (high << 4)).to(tl.uint8),
-                 mask=is_written & (pair < DIM // 2))  # fmt: skip
+            limit = tl.broadcast_to(6.0 * global_scale, (ROWS, BLOCK // GROUP))
+            scales = e4m3_code(tl.maximum(tl.div_rn(amax, limit), NVFP4_SCALE_FLOOR))
+            scale = e4m3_value(scales.to(tl.int32)) * global_scale
+            scaled = tl.div_rn(groups, tl.broadcast_to(scale[:, :, None],
+                                                       (ROWS, BLOCK // GROUP, GROUP)))  # fmt: skip
+        low, high = tl.split(tl.reshape(e2m1_code(scaled), (ROWS, BLOCK // 2, 2)))
+        values = (low | (high << 4)).to(tl.uint8)
+    return values, own, scales
+
+
+@triton.jit
+def store_rows(encoded, data_ptr, scale_ptr, is_written, FORMAT: tl.constexpr, ROWS: tl.constexpr,
+               DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Store the records of encoded rows; nothing where not `is_written` `[ROWS]`.
+
+    data_ptr and scale_ptr `[ROWS]` are uint8 pointers to the rows' records.
+    """
+    values, own, scales = encoded
+    NOPE: tl.constexpr = DIM - ROPE
+    is_written = is_written[:, None]
+    channel = tl.arange(0, BLOCK)[None, :]
+    if FORMAT == "kv_fp32" or FORMAT == "index_fp32":
+        tl.store(data_ptr.to(tl.pointer_type(tl.int32))[:, None] + channel, values,
+                 mask=is_written & (channel < DIM))  # fmt: skip
+    elif FORMAT == "kv_bf16" or FORMAT == "index_bf16":
+        tl.store(data_ptr.to(tl.pointer_type(tl.uint16))[:, None] + channel, values,
+                 mask=is_written & (channel < DIM))  # fmt: skip
+    elif FORMAT == "kv_fp8" or FORMAT == "kv_fp8_entry_scale":
+        tl.store(data_ptr[:, None] + channel, values, mask=is_written & (channel < NOPE))
+        rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16))[:, None]
+        tl.store(rope_ptr + channel - NOPE, own,
+                 mask=is_written & (channel >= NOPE) & (channel < DIM))  # fmt: skip
+    elif FORMAT == "index_fp8":
+        tl.store(data_ptr[:, None] + channel, values, mask=is_written & (channel < DIM))
+    else:
+        pair = tl.arange(0, BLOCK // 2)[None, :]
+        tl.store(data_ptr[:, None] + pair, values, mask=is_written & (pair < DIM // 2))
+    if FORMAT == "kv_fp8":
+        # The records' last bytes are padding and always 0.
+        BYTES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8
+        group = tl.arange(0, BLOCK // 64)[None, :]
+        tl.store(scale_ptr[:, None] + group, scales, mask=is_written & (group < BYTES))
+        if BYTES > BLOCK // 64:
+            rest = tl.arange(0, 8)[None, :]
+            tl.store(scale_ptr[:, None] + rest, tl.zeros((ROWS, 8), tl.uint8),
+                     mask=is_written & (rest >= BLOCK // 64))  # fmt: skip
+    elif FORMAT == "kv_fp8_entry_scale" or FORMAT == "index_fp8":
+        tl.store(scale_ptr.to(tl.pointer_type(tl.float32))[:, None], scales[:, None],
+                 mask=is_written)  # fmt: skip
+    elif FORMAT == "index_mxfp4" or FORMAT == "index_nvfp4":
+        GROUPS: tl.constexpr = BLOCK // 32 if FORMAT == "index_mxfp4" else BLOCK // 16
+        USED: tl.constexpr = DIM // 32 if FORMAT == "index_mxfp4" else DIM // 16
+        group = tl.arange(0, GROUPS)[None, :]
+        tl.store(scale_ptr[:, None] + group, scales, mask=is_written & (group < USED))
