@@ -15,11 +15,10 @@ from torch import Tensor
 
 from dsv4.formats import PagedRows, RowFormat
 from dsv4.kernels import (
-    CompressorInputs,
     CompressorWeights,
+    EntryInputs,
     LayerMemory,
-    LayerProjections,
-    LayerWeights,
+    LayerWrites,
     PoolingScratch,
     TokenMap,
     WindowRows,
@@ -558,85 +557,27 @@ def _launch_commit(
 
 
 def write_layer(
-    inputs: LayerProjections,
-    weights: LayerWeights,
+    writes: LayerWrites,
     memory: LayerMemory,
     tokens: TokenMap,
     rope: RopeTable,
     *,
-    ratio: int,
     eps: float,
     has_hadamard: bool,
 ) -> None:
-    """All writes of a layer in one launch; see `kernels.reference.flush_write`."""
-    main = index = None
-    if inputs.compressor is not None:
-        main = _compressor_write(inputs.compressor, weights.compressor, memory.tail, memory.entries)
-    if inputs.indexer is not None:
-        own = CompressorInputs(inputs.indexer.kv, inputs.indexer.gate)
-        index = _compressor_write(own, weights.indexer, memory.index_tail, memory.index_keys)
+    """What is given of a layer, in one launch; see `kernels.reference.flush_write`."""
+    window = main = index = None
+    if writes.window is not None:
+        window = WindowWrite(*writes.window, memory.window)
+    if writes.entries is not None:
+        main = _compressor_write(writes.entries, memory.tail, memory.entries)
+    if writes.index_keys is not None:
+        index = _compressor_write(writes.index_keys, memory.index_tail, memory.index_keys)
     launch_write(
-        tokens, rope, eps=eps, ratio=ratio,
-        window=WindowWrite(inputs.kv, weights.kv_norm, memory.window),
-        main=main, index=index, has_hadamard=has_hadamard, global_scale=memory.global_scale,
-        scratch=memory.scratch,
+        tokens, rope, eps=eps, ratio=memory.layout.ratio if main is not None else 0,
+        window=window, main=main, index=index, has_hadamard=has_hadamard,
+        global_scale=memory.global_scale, scratch=memory.scratch,
     )  # fmt: skip
-
-
-def append_swa(
-    kv: Tensor,
-    norm_weight: Tensor,
-    tokens: TokenMap,
-    window: WindowRows,
-    rope: RopeTable,
-    *,
-    eps: float,
-) -> None:
-    """See `kernels.reference.append`."""
-    launch_write(tokens, rope, eps=eps, window=WindowWrite(kv, norm_weight, window))
-
-
-def flush_csa(
-    kv: Tensor,
-    gate: Tensor,
-    weights: CompressorWeights,
-    tail: Tensor,
-    entries: PagedRows,
-    index_kv: Tensor,
-    index_gate: Tensor,
-    index_weights: CompressorWeights,
-    index_tail: Tensor,
-    index_keys: PagedRows,
-    tokens: TokenMap,
-    rope: RopeTable,
-    *,
-    eps: float,
-    has_hadamard: bool,
-    global_scale: Tensor | None,
-) -> None:
-    """See `kernels.reference.flush_write`."""
-    launch_write(
-        tokens, rope, eps=eps, ratio=4,
-        main=CompressorWrite(kv, gate, weights, tail, entries),
-        index=CompressorWrite(index_kv, index_gate, index_weights, index_tail, index_keys),
-        has_hadamard=has_hadamard, global_scale=global_scale,
-    )  # fmt: skip
-
-
-def flush_hca(
-    kv: Tensor,
-    gate: Tensor,
-    weights: CompressorWeights,
-    tail: Tensor,
-    entries: PagedRows,
-    tokens: TokenMap,
-    rope: RopeTable,
-    *,
-    eps: float,
-) -> None:
-    """See `kernels.reference.flush_write`."""
-    main = CompressorWrite(kv, gate, weights, tail, entries)
-    launch_write(tokens, rope, eps=eps, ratio=128, main=main)
 
 
 def _window_arguments(window: WindowWrite | None, nothing: Tensor) -> dict[str, Any]:
@@ -676,13 +617,10 @@ def _compressor_arguments(
 
 
 def _compressor_write(
-    inputs: CompressorInputs,
-    weights: CompressorWeights | None,
-    tail: Tensor | None,
-    pages: PagedRows | None,
+    inputs: EntryInputs, tail: Tensor | None, pages: PagedRows | None
 ) -> CompressorWrite:
-    assert weights is not None and tail is not None and pages is not None, "checked by the handle"
-    return CompressorWrite(inputs.kv, inputs.gate, weights, tail, pages)
+    assert tail is not None and pages is not None, "checked by the handle"
+    return CompressorWrite(*inputs, tail, pages)
 
 
 def _slots_of(tail: Tensor) -> Tensor:
