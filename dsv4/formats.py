@@ -22,6 +22,7 @@ same rules build the rows of smaller models. Values are turned into these bytes 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -103,23 +104,7 @@ class RowFormat:
         Args:
             storage: `[num_pages, run_bytes]` uint8, contiguous.
         """
-        num_pages, run_bytes = storage.shape
-
-        def section(start: int, size: int) -> Tensor:
-            return storage.as_strided(
-                (num_pages, rows_per_page, size),
-                (run_bytes, size, 1),
-                storage.storage_offset() + start,
-            )
-
-        scales_start = offset + rows_per_page * self.data_bytes
-        return PagedRows(
-            self,
-            storage,
-            offset,
-            section(offset, self.data_bytes),
-            section(scales_start, self.scale_bytes),
-        )
+        return PagedRows(self, storage, offset, rows_per_page)
 
 
 @dataclass(frozen=True)
@@ -128,21 +113,34 @@ class PagedRows:
 
     Attributes:
         format: What the bytes mean.
-        storage: `[num_pages, run_bytes]` uint8, the runs that the pages are cut from.
+        storage: `[num_pages, run_bytes]` uint8, contiguous, the runs that the pages are cut from.
         offset: First byte of a page in its run.
-        data: `[num_pages, rows_per_page, data_bytes]` uint8.
-        scales: `[num_pages, rows_per_page, scale_bytes]` uint8.
+        rows_per_page: Rows of a page.
     """
 
     format: RowFormat
     storage: Tensor
     offset: int
-    data: Tensor
-    scales: Tensor
+    rows_per_page: int
 
-    @property
-    def rows_per_page(self) -> int:
-        return self.data.shape[1]
+    @cached_property
+    def data(self) -> Tensor:
+        """`[num_pages, rows_per_page, data_bytes]` uint8."""
+        return self._section(self.offset, self.format.data_bytes)
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """`[num_pages, rows_per_page, scale_bytes]` uint8."""
+        start = self.offset + self.rows_per_page * self.format.data_bytes
+        return self._section(start, self.format.scale_bytes)
+
+    def _section(self, start: int, size: int) -> Tensor:
+        num_pages, run_bytes = self.storage.shape
+        return self.storage.as_strided(
+            (num_pages, self.rows_per_page, size),
+            (run_bytes, size, 1),
+            self.storage.storage_offset() + start,
+        )
 
     def field(self, name: str) -> Tensor:
         """A typed view `[num_pages, rows_per_page, count]` of one field, sharing memory."""
@@ -150,6 +148,18 @@ class PagedRows:
         section = self.data if field.section == "data" else self.scales
         end = field.offset + field.count * field.dtype.itemsize
         return section[..., field.offset : end].view(field.dtype)
+
+
+def cut_tail(
+    storage: Tensor, *, offset: int, num_rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    """The tails `[num_runs, num_rows, 2, width]` that start at byte `offset` of each run.
+
+    A row holds kv and gate of one token. storage is `[num_runs, run_bytes]` uint8.
+    """
+    end = offset + num_rows * 2 * width * dtype.itemsize
+    tail: Tensor = storage[:, offset:end].view(dtype).unflatten(1, (num_rows, 2, width))
+    return tail
 
 
 def kv_row(name: KVFormatName, *, head_dim: int, rope_dim: int) -> RowFormat:

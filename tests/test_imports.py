@@ -14,7 +14,7 @@ RANKS = [
     ["dsv4.errors", "dsv4.formats", "dsv4.model.layer_schedule"],
     ["dsv4.config"],
     ["dsv4.model.rope"],
-    ["dsv4.kernels"],
+    ["dsv4.kernels"],  # ops and the backends too
     ["dsv4.cache.schema", "dsv4.cache.block_allocator"],
     ["dsv4.cache.layout"],
     ["dsv4.cache.capacity", "dsv4.cache.paged_cache", "dsv4.cache.state_cache", "dsv4.cache.plan"],

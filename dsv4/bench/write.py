@@ -11,7 +11,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
-from dsv4.kernels import Backend, LayerProjections, LayerWeights
+from dsv4.kernels import LayerProjections, LayerWeights, LayerWrites, ops
 from dsv4.model.layer_schedule import AttentionType
 from dsv4.testing import model_projections, model_weights, move_to
 
@@ -81,7 +81,7 @@ def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int)
     def step() -> None:
         for _ in range(repeats):
             for handle, layer, weight in zip(handles, inputs, weights, strict=True):
-                _write(manager.backend, handle, layer, weight)
+                _write(handle, layer, weight)
 
     return _replay_time(step) / (repeats * num_layers)
 
@@ -97,7 +97,7 @@ def _time_prefill(kind: AttentionType) -> float:
     weights = move_to("cuda", model_weights(config, seed=0)[0])
     (layer,) = model_projections(config, count, seed=1, dtype=torch.bfloat16)
     inputs, handle = move_to("cuda", layer), manager.acquire(0, plan)
-    return _replay_time(lambda: _write(manager.backend, handle, inputs, weights))
+    return _replay_time(lambda: _write(handle, inputs, weights))
 
 
 def _replay_time(step: Callable[[], None], *, num_replays: int = 20) -> float:
@@ -119,13 +119,12 @@ def _replay_time(step: Callable[[], None], *, num_replays: int = 20) -> float:
     return float(statistics.median(times[3:]))
 
 
-def _write(
-    backend: Backend, handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights
-) -> None:
-    backend.write_layer(
-        inputs, weights, handle.memory, handle.tokens, handle.rope,
-        ratio=handle.layer.ratio, eps=handle.config.rms_norm_eps,
-        has_hadamard=handle.config.index_hadamard,
+def _write(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:
+    """The handle's write without its books, which allow one write a forward."""
+    ops.write_layer(
+        LayerWrites.of(inputs, weights), handle.memory, handle.tokens, handle.rope,
+        eps=handle.config.rms_norm_eps, has_hadamard=handle.config.index_hadamard,
+        backend=handle.backend,
     )  # fmt: skip
 
 

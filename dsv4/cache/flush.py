@@ -2,10 +2,8 @@
 
 from torch import Tensor
 
-from dsv4.cache.paged_cache import LayerPages
-from dsv4.cache.state_cache import LayerState
 from dsv4.config import CacheConfig
-from dsv4.kernels import Backend, CompressorWeights, TokenMap
+from dsv4.kernels import CompressorWeights, EntryInputs, LayerMemory, LayerWrites, TokenMap, ops
 from dsv4.model.rope import RopeTable
 
 
@@ -16,13 +14,12 @@ def maybe_flush_csa(
     index_kv: Tensor,
     index_gate: Tensor,
     index_weights: CompressorWeights,
-    pages: LayerPages,
-    state: LayerState,
+    memory: LayerMemory,
     tokens: TokenMap,
     rope: RopeTable,
     *,
     config: CacheConfig,
-    backend: Backend,
+    backend: str,
 ) -> None:
     """Append a CSA layer's projections to its tails and flush the windows they close.
 
@@ -30,15 +27,13 @@ def maybe_flush_csa(
         kv, gate: `[num_tokens, 2 × head_dim]` fp32 or bf16.
         index_kv, index_gate: `[num_tokens, 2 × index_head_dim]` fp32 or bf16.
     """
-    assert state.tail is not None and state.index_tail is not None, "a CSA layer has two tails"
-    assert pages.index_keys is not None, "a CSA layer has index keys"
-    backend.flush_csa(
-        kv, gate, weights, state.tail, pages.entries,
-        index_kv, index_gate, index_weights, state.index_tail, pages.index_keys,
-        tokens, rope,
-        eps=config.rms_norm_eps,
-        has_hadamard=config.index_hadamard,
-        global_scale=global_scale_of(config, pages),
+    writes = LayerWrites(
+        entries=EntryInputs(kv, gate, weights),
+        index_keys=EntryInputs(index_kv, index_gate, index_weights),
+    )
+    ops.write_layer(
+        writes, memory, tokens, rope,
+        eps=config.rms_norm_eps, has_hadamard=config.index_hadamard, backend=backend,
     )  # fmt: skip
 
 
@@ -46,25 +41,19 @@ def maybe_flush_hca(
     kv: Tensor,
     gate: Tensor,
     weights: CompressorWeights,
-    pages: LayerPages,
-    state: LayerState,
+    memory: LayerMemory,
     tokens: TokenMap,
     rope: RopeTable,
     *,
     config: CacheConfig,
-    backend: Backend,
+    backend: str,
 ) -> None:
     """Append an HCA layer's projections to its tail and flush the windows they close.
 
     Args:
         kv, gate: `[num_tokens, head_dim]` fp32 or bf16.
     """
-    assert state.tail is not None, "an HCA layer has a tail"
-    backend.flush_hca(
-        kv, gate, weights, state.tail, pages.entries, tokens, rope, eps=config.rms_norm_eps
-    )
-
-
-def global_scale_of(config: CacheConfig, pages: LayerPages) -> Tensor | None:
-    """NVFP4's global scale where one was set."""
-    return None if config.index_global_scale is None else pages.indexer_global_scale
+    ops.write_layer(
+        LayerWrites(entries=EntryInputs(kv, gate, weights)), memory, tokens, rope,
+        eps=config.rms_norm_eps, has_hadamard=config.index_hadamard, backend=backend,
+    )  # fmt: skip

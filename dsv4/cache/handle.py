@@ -1,31 +1,30 @@
 """`LayerCacheHandle`: one layer of the cache for one forward. Allocates nothing in the pools."""
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.cache.flush import global_scale_of, maybe_flush_csa, maybe_flush_hca
+from dsv4.cache.flush import maybe_flush_csa, maybe_flush_hca
 from dsv4.cache.paged_cache import LayerPages
-from dsv4.cache.plan import ForwardPlan, Part
+from dsv4.cache.plan import ForwardPlan, LayerProgress
 from dsv4.cache.schema import LayerCacheSchema
 from dsv4.cache.state_cache import LayerState
 from dsv4.config import CacheConfig
-from dsv4.formats import PagedRows
 from dsv4.kernels import (
     AttentionResult,
-    Backend,
     CompressorWeights,
     Gathered,
     LayerMemory,
     LayerProjections,
     LayerWeights,
-    PoolingScratch,
+    LayerWrites,
     Selection,
     TokenMap,
+    WindowInputs,
     WindowRows,
+    ops,
 )
 from dsv4.model.layer_schedule import AttentionType, LayerSpec
 from dsv4.model.rope import RopeTable
@@ -70,7 +69,7 @@ class IndexerView(NamedTuple):
     block_lens: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LayerCacheHandle:
     """Typed access to one layer in one forward; made by `KVCacheManager.acquire`.
 
@@ -84,11 +83,11 @@ class LayerCacheHandle:
     schema: LayerCacheSchema
     paged: LayerPages | None
     state: LayerState
-    workspace: PagedRows
-    scratch: PoolingScratch
+    memory: LayerMemory
     rope: RopeTable
     plan: ForwardPlan
-    backend: Backend
+    progress: LayerProgress
+    backend: str
 
     @property
     def num_query_heads(self) -> int:
@@ -159,7 +158,7 @@ class LayerCacheHandle:
     @property
     def window(self) -> WindowRows:
         """Where this layer's window rows lie."""
-        return WindowRows(self.state.ring, self.workspace, self.config.sliding_window)
+        return self.memory.window
 
     def forward(self, inputs: LayerProjections, weights: LayerWeights) -> AttentionResult:
         """Everything between a layer's projections and its attention output, in order.
@@ -175,16 +174,7 @@ class LayerCacheHandle:
     def write(self, inputs: LayerProjections, weights: LayerWeights) -> None:
         """`write_swa` and `flush_compression` in one: everything that the layer stores."""
         self._check_inputs(inputs, weights)
-        with ExitStack() as parts:
-            parts.enter_context(self.plan.writing(self.layer.layer_idx, "window"))
-            if self.paged is not None:
-                parts.enter_context(self.plan.writing(self.layer.layer_idx, "entries"))
-            self.backend.write_layer(
-                inputs, weights, self.memory, self.tokens, self.rope,
-                ratio=self.layer.ratio,
-                eps=self.config.rms_norm_eps,
-                has_hadamard=self.config.index_hadamard,
-            )  # fmt: skip
+        self._write(LayerWrites.of(inputs, weights))
 
     def write_swa(self, kv: Tensor, norm_weight: Tensor) -> None:
         """Norm, rotate, quantise and store the window rows of this forward's tokens.
@@ -194,11 +184,7 @@ class LayerCacheHandle:
             norm_weight: `[head_dim]`.
         """
         self._check_kv(kv, norm_weight)
-        with self.plan.writing(self.layer.layer_idx, "window"):
-            self.backend.append_swa(
-                kv, norm_weight, self.tokens, self.window, self.rope,
-                eps=self.config.rms_norm_eps,
-            )  # fmt: skip
+        self._write(LayerWrites(window=WindowInputs(kv, norm_weight)))
 
     def flush_compression(
         self,
@@ -217,19 +203,20 @@ class LayerCacheHandle:
             index_kv, index_gate: `[num_tokens, 2 × index_head_dim]`; for CSA, and only there.
         """
         self._check_compression(kv, gate, weights, index_kv, index_gate, index_weights)
-        assert self.paged is not None, "checked above"
-        common = (self.paged, self.state, self.tokens, self.rope)
-        if index_kv is None or index_gate is None or index_weights is None:
-            with self.plan.writing(self.layer.layer_idx, "entries"):
+        memory, tokens, rope, config = self.memory, self.tokens, self.rope, self.config
+
+        def flush() -> None:
+            if index_kv is None or index_gate is None or index_weights is None:
                 maybe_flush_hca(
-                    kv, gate, weights, *common, config=self.config, backend=self.backend
+                    kv, gate, weights, memory, tokens, rope, config=config, backend=self.backend
                 )
-            return
-        with self.plan.writing(self.layer.layer_idx, "entries"):
-            maybe_flush_csa(
-                kv, gate, weights, index_kv, index_gate, index_weights, *common,
-                config=self.config, backend=self.backend,
-            )  # fmt: skip
+            else:
+                maybe_flush_csa(
+                    kv, gate, weights, index_kv, index_gate, index_weights, memory, tokens, rope,
+                    config=config, backend=self.backend,
+                )  # fmt: skip
+
+        self.plan.run_write(self.progress, flush, window=False, entries=True)
 
     def select_entries(self, query: Tensor, head_weights: Tensor) -> Selection:
         """The top-k entries of each token of a CSA layer.
@@ -238,16 +225,15 @@ class LayerCacheHandle:
             query: `[num_tokens, index_heads, index_head_dim]` fp32 or bf16, before RoPE.
             head_weights: `[num_tokens, index_heads]`, as projected.
         """
-        pages, keys = self._index_pages()
+        self._index_pages()
         self._check_index_query(query, head_weights)
-        self._check_written("entries")
-        return self.backend.select_entries(
-            query, head_weights, keys, self.tokens, self.rope,
-            ratio=self.layer.ratio,
+        self._check_entries()
+        return ops.select_entries(
+            query, head_weights, self.memory, self.tokens, self.rope,
             topk=self.config.index_topk,
             max_entries=self.plan.max_entries(self.layer.ratio),
             has_hadamard=self.config.index_hadamard,
-            global_scale=global_scale_of(self.config, pages),
+            backend=self.backend,
         )  # fmt: skip
 
     def attend(
@@ -276,37 +262,35 @@ class LayerCacheHandle:
             self._check("selection.rows", selection.rows, shape, (torch.int64,))
         self._check_window()
         if self.paged is not None:
-            self._check_written("entries")
-        return self.backend.attend(
-            query, sinks, self.window,
-            None if self.paged is None else self.paged.entries,
-            None if selection is None else selection.rows,
+            self._check_entries()
+        return ops.attend(
+            query, sinks, self.memory, None if selection is None else selection.rows,
             self.tokens, self.rope,
-            ratio=self.layer.ratio,
             max_entries=self.plan.max_entries(self.layer.ratio),
+            backend=self.backend,
         )  # fmt: skip
 
     def gather_compressed_kv(self, rows: Tensor) -> Gathered:
         """Dense entries `[num_tokens, k, head_dim]` at a selection's rows."""
-        pages = self._pages()
+        self._pages()
         self._check("rows", rows, tuple(rows.shape), (torch.int64, torch.int32))
-        self._check_written("entries")
-        return self.backend.gather_compressed_kv(pages.entries, rows)
+        self._check_entries()
+        return ops.gather_compressed_kv(self.memory, rows, backend=self.backend)
 
     def gather_all_compressed_kv(self) -> Gathered:
         """Dense entries `[batch, max_entries, head_dim]`: all closed ones of each request."""
-        pages = self._pages()
-        self._check_written("entries")
-        return self.backend.gather_all_compressed_kv(
-            pages.entries, self.tokens,
-            ratio=self.layer.ratio,
+        self._pages()
+        self._check_entries()
+        return ops.gather_all_compressed_kv(
+            self.memory, self.tokens,
             max_entries=self.plan.max_entries(self.layer.ratio),
+            backend=self.backend,
         )  # fmt: skip
 
     def gather_swa_kv(self) -> Gathered:
         """Dense window rows `[num_tokens, window, head_dim]`, each token's own last."""
         self._check_window()
-        return self.backend.gather_swa_kv(self.window, self.tokens)
+        return ops.gather_swa_kv(self.memory, self.tokens, backend=self.backend)
 
     def read_swa_view(self) -> SWAView:
         """The window rings, with positions and head derived from the lengths."""
@@ -332,7 +316,7 @@ class LayerCacheHandle:
 
     def read_indexer_view(self) -> IndexerView:
         """The index keys of a CSA layer."""
-        pages, _ = self._index_pages()
+        pages = self._index_pages()
         return IndexerView(
             pages.indexer_keys_fp4,
             pages.indexer_scale if self.schema.index_row.scale_bytes else None,
@@ -341,19 +325,19 @@ class LayerCacheHandle:
             self.block_lens,
         )
 
-    @property
-    def memory(self) -> LayerMemory:
-        """Where this layer's rows lie, for kernels that are called directly."""
-        pages, state = self.paged, self.state
-        return LayerMemory(
-            self.window,
-            None if pages is None else pages.entries,
-            state.tail,
-            None if pages is None else pages.index_keys,
-            state.index_tail,
-            None if pages is None else global_scale_of(self.config, pages),
-            self.scratch,
-        )
+    def _write(self, writes: LayerWrites) -> None:
+        tokens = self.tokens
+
+        def write() -> None:
+            ops.write_layer(
+                writes, self.memory, tokens, self.rope,
+                eps=self.config.rms_norm_eps,
+                has_hadamard=self.config.index_hadamard,
+                backend=self.backend,
+            )  # fmt: skip
+
+        has_entries = writes.entries is not None
+        self.plan.run_write(self.progress, write, window=True, entries=has_entries)
 
     def _lengths(self) -> Tensor:
         """`[batch]` int32, lengths after this forward; 0 for padding."""
@@ -364,14 +348,14 @@ class LayerCacheHandle:
             raise ValueError(f"Layer {self.layer.layer_idx} is SWA: it has no compressed entries")
         return self.paged
 
-    def _index_pages(self) -> tuple[LayerPages, PagedRows]:
+    def _index_pages(self) -> LayerPages:
         pages = self._pages()
         if pages.index_keys is None:
             raise ValueError(
                 f"Layer {self.layer.layer_idx} is {self.layer.attention_type.name}: "
                 "only CSA layers have index keys"
             )
-        return pages, pages.index_keys
+        return pages
 
     def _check(
         self,
@@ -467,18 +451,20 @@ class LayerCacheHandle:
         self._check(f"{prefix}position_bias", weights.position_bias, (self.layer.ratio, width))
         self._check(f"{prefix}norm_weight", weights.norm_weight, (dim,))
 
-    def _check_written(self, part: Part) -> None:
-        self.plan.check_current()
-        if not self.plan.has_written(self.layer.layer_idx, part):
-            step = "write_swa" if part == "window" else "flush_compression"
-            raise RuntimeError(
-                f"Layer {self.layer.layer_idx} is read before it is written: call {step} first"
-            )
-
     def _check_window(self) -> None:
-        self._check_written("window")
-        if self.plan.has_workspace and not self.plan.owns_workspace(self.layer.layer_idx):
+        self._check_written("write_swa", is_written=self.progress.has_window)
+        if self.plan.has_workspace and not self.plan.owns_workspace(self.progress):
             raise RuntimeError(
                 f"The window rows of layer {self.layer.layer_idx} are gone: a chunk longer than "
                 "the ring must be attended before the next layer is written"
+            )
+
+    def _check_entries(self) -> None:
+        self._check_written("flush_compression", is_written=self.progress.has_entries)
+
+    def _check_written(self, step: str, *, is_written: bool) -> None:
+        self.plan.check_current()
+        if not is_written:
+            raise RuntimeError(
+                f"Layer {self.layer.layer_idx} is read before it is written: call {step} first"
             )

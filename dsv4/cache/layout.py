@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dsv4.cache.schema import LayerCacheSchema
+from dsv4.config import CacheConfig
 from dsv4.formats import round_up
+from dsv4.kernels import LayerLayout
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,40 @@ def slot_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> Ru
             *((idx, "index_tail", s.index_tail_bytes) for idx, s in enumerate(schemas)),
         ],
         align=page_align,
+    )
+
+
+def layer_layouts(
+    config: CacheConfig,
+    schemas: tuple[LayerCacheSchema, ...],
+    slots: RunLayout,
+    blocks: RunLayout,
+    *,
+    workspace_rows: int,
+) -> tuple[LayerLayout, ...]:
+    """Each layer's rows in the storages, as kernels are told about them."""
+    return tuple(
+        LayerLayout(
+            ratio=schema.ratio,
+            window=config.sliding_window,
+            ring_offset=slots.offsets[idx]["ring"],
+            ring_rows=schema.ring_rows,
+            workspace_rows=workspace_rows,
+            entries_offset=blocks.offsets[idx].get("entries", -1),
+            index_offset=blocks.offsets[idx].get("index_keys", -1),
+            entries_per_block=schema.entries_per_block,
+            tail_offset=slots.offsets[idx].get("tail", -1),
+            index_tail_offset=slots.offsets[idx].get("index_tail", -1),
+            tail_rows=schema.tail_rows,
+            num_series=schema.num_series,
+            head_dim=config.head_dim,
+            rope_dim=config.rope_dim,
+            index_head_dim=config.index_head_dim,
+            kv_format=config.kv_format,
+            index_format=config.index_format,
+            tail_dtype=config.tail_dtype,
+        )
+        for idx, schema in enumerate(schemas)
     )
 
 

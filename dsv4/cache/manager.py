@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from dsv4.cache.block_allocator import BlockAllocator
 from dsv4.cache.capacity import Capacity, ComponentBytes
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.layout import block_layout, slot_layout
+from dsv4.cache.layout import block_layout, layer_layouts, slot_layout
 from dsv4.cache.paged_cache import PagedKVPool
 from dsv4.cache.plan import ForwardPlan, IntArray, PlanBuffers
 from dsv4.cache.schema import build_schemas
@@ -15,7 +15,7 @@ from dsv4.cache.state_cache import StateCachePool
 from dsv4.config import CacheConfig
 from dsv4.errors import IntegrityError, NoFreeSlotError
 from dsv4.formats import BYTE_ALIGN
-from dsv4.kernels import PoolingScratch, load_backend
+from dsv4.kernels import LayerMemory, check_backend, default_backend
 from dsv4.model.rope import build_rope_table
 
 
@@ -27,7 +27,7 @@ class KVCacheManager:
         max_requests: Requests open at once, and the most rows of one forward.
         num_blocks: Blocks of `config.block_tokens` tokens, shared by all requests.
         device: Where the pools live.
-        backend: Which kernels run: `reference`, or `triton` on a GPU.
+        backend: Which kernels run: `triton`, the default on a GPU, or `reference`.
         max_forward_tokens: The most tokens of one forward.
         max_request_tokens: The longest request; by default all blocks', or the model's limit.
 
@@ -46,7 +46,7 @@ class KVCacheManager:
         max_requests: int,
         num_blocks: int,
         device: torch.device | str = "cpu",
-        backend: str = "reference",
+        backend: str | None = None,
         max_forward_tokens: int = 8192,
         max_request_tokens: int | None = None,
     ) -> None:
@@ -56,7 +56,8 @@ class KVCacheManager:
             max_request_tokens = min(config.max_position, by_blocks if has_blocks else 1 << 62)
         self.config = config
         self.device = torch.device(device)
-        self.backend = load_backend(backend, self.device)
+        self.backend = default_backend(self.device) if backend is None else backend
+        check_backend(self.backend, self.device)
         self.capacity = Capacity(
             config, max_requests, num_blocks, max_forward_tokens, max_request_tokens
         )
@@ -98,17 +99,23 @@ class KVCacheManager:
         rows = capacity.workspace_rows
         workspace_bytes = config.kv_row.page_bytes(rows, align=BYTE_ALIGN)
         self.workspace_storage = torch.zeros(1, workspace_bytes, dtype=torch.uint8, device=device)
-        self.workspace = config.kv_row.pages(self.workspace_storage, offset=0, rows_per_page=rows)
-        self.scratch = PoolingScratch(
-            torch.zeros(capacity.pooling_windows, config.head_dim, device=device),
-            torch.zeros(capacity.pooling_windows, dtype=torch.int32, device=device),
-        )
+        self.pooled = torch.zeros(capacity.pooling_windows, config.head_dim, device=device)
+        self.arrivals = torch.zeros(capacity.pooling_windows, dtype=torch.int32, device=device)
         self.rope_tables = {
             base: build_rope_table(
                 config, base, num_positions=capacity.max_request_tokens, device=device
             )
             for base in capacity.rope_bases
         }
+        has_scale = config.index_global_scale is not None
+        storages = (
+            self.state.storage, self.paged.storage, self.workspace_storage, self.pooled,
+            self.arrivals, self.paged.indexer_global_scale if has_scale else None,
+        )  # fmt: skip
+        layouts = layer_layouts(
+            config, self.schemas, self.state.layout, self.paged.layout, workspace_rows=rows
+        )
+        self.memories = tuple(LayerMemory(*storages, layout) for layout in layouts)
 
     @property
     def num_free_slots(self) -> int:
@@ -155,10 +162,10 @@ class KVCacheManager:
             schema=self.schemas[layer_idx],
             paged=self.paged.layer(layer_idx),
             state=self.state.layer(layer_idx),
-            workspace=self.workspace,
-            scratch=self.scratch,
+            memory=self.memories[layer_idx],
             rope=self.rope_tables[layer.rope_base],
             plan=plan,
+            progress=plan.layer(layer_idx),
             backend=self.backend,
         )
 
@@ -229,8 +236,8 @@ class KVCacheManager:
             "index_global_scale": self.paged.indexer_global_scale,
             "block_table": self.block_table,
             "plan_buffers": self.plan_buffers.packed,
-            "pooled": self.scratch.pooled,
-            "arrivals": self.scratch.arrivals,
+            "pooled": self.pooled,
+            "arrivals": self.arrivals,
             "window_workspace": self.workspace_storage,
             **rope,
         }

@@ -1,9 +1,7 @@
 """`ForwardPlan`: one forward as data, in buffers whose addresses never change."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -12,7 +10,6 @@ from numpy.typing import NDArray
 from dsv4.kernels import TokenMap
 
 IntArray = NDArray[np.int32]
-Part = Literal["window", "entries"]
 
 
 class PlanBuffers:
@@ -71,7 +68,7 @@ class PlanBuffers:
             self.packed.copy_(torch.from_numpy(self._packed))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ForwardPlan:
     """What `prepare_forward` decided. Valid until the next plan of the same manager.
 
@@ -115,7 +112,9 @@ class ForwardPlan:
         progress = self._progress
         if progress.has_failed:
             return False
-        return progress.is_declared_complete or len(progress.written) == self.num_parts
+        written = progress.layers.values()
+        num_written = sum(layer.has_window + layer.has_entries for layer in written)
+        return progress.is_declared_complete or num_written == self.num_parts
 
     @property
     def is_retired(self) -> bool:
@@ -135,29 +134,40 @@ class ForwardPlan:
         """Mark the buffers as taken over by a newer plan."""
         self._progress.is_retired = True
 
-    def has_written(self, layer_idx: int, part: Part) -> bool:
-        return (layer_idx, part) in self._progress.written
+    def layer(self, layer_idx: int) -> "LayerProgress":
+        """What this forward has written of a layer."""
+        layers = self._progress.layers
+        if layer_idx not in layers:
+            layers[layer_idx] = LayerProgress(layer_idx)
+        return layers[layer_idx]
 
-    def owns_workspace(self, layer_idx: int) -> bool:
+    def owns_workspace(self, layer: "LayerProgress") -> bool:
         """The window workspace holds this layer's rows."""
-        return self._progress.workspace_layer == layer_idx
+        return self._progress.workspace_owner is layer
 
-    @contextmanager
-    def writing(self, layer_idx: int, part: Part) -> Iterator[None]:
-        """Around the one write of a layer's part; a failure in it tears the forward."""
+    def run_write(
+        self, layer: "LayerProgress", step: Callable[[], None], *, window: bool, entries: bool
+    ) -> None:
+        """Run `step`, the one write of these parts; a failure in it tears the forward."""
         self.check_current()
-        if self.has_written(layer_idx, part):
-            raise RuntimeError(f"Layer {layer_idx} has already written its {part} in this forward")
-        if part == "window":
-            self._progress.workspace_layer = None  # from here on it may hold anything
+        if (window and layer.has_window) or (entries and layer.has_entries):
+            part = "window" if window and layer.has_window else "entries"
+            raise RuntimeError(
+                f"Layer {layer.layer_idx} has already written its {part} in this forward"
+            )
+        progress = self._progress
+        if window:
+            progress.workspace_owner = None  # from here on it may hold anything
         try:
-            yield
+            step()
         except BaseException:
-            self._progress.has_failed = True
+            progress.has_failed = True
             raise
-        self._progress.written.add((layer_idx, part))
-        if part == "window":
-            self._progress.workspace_layer = layer_idx
+        if window:
+            layer.has_window = True
+            progress.workspace_owner = layer
+        if entries:
+            layer.has_entries = True
 
     def check_current(self) -> None:
         """Refuse a plan whose buffers a newer one has taken over."""
@@ -168,10 +178,19 @@ class ForwardPlan:
             )
 
 
-@dataclass
+@dataclass(eq=False)
+class LayerProgress:
+    """Which parts of a layer a forward has written."""
+
+    layer_idx: int
+    has_window: bool = False
+    has_entries: bool = False
+
+
+@dataclass(eq=False)
 class _Progress:
-    written: set[tuple[int, str]] = field(default_factory=set)
-    workspace_layer: int | None = None
+    layers: dict[int, LayerProgress] = field(default_factory=dict)
+    workspace_owner: LayerProgress | None = None
     is_declared_complete: bool = False
     has_failed: bool = False
     is_retired: bool = False

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4.cache.layout import RunLayout
 from dsv4.cache.schema import LayerCacheSchema
-from dsv4.formats import PagedRows
+from dsv4.formats import PagedRows, cut_tail
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,7 @@ class StateCachePool:
     def _tail(self, schema: LayerCacheSchema, offset: int | None, head_dim: int) -> Tensor | None:
         if offset is None:
             return None
-        width = schema.num_series * head_dim
-        end = offset + schema.tail_rows * 2 * width * schema.tail_dtype.itemsize
-        typed = self.storage[:, offset:end].view(schema.tail_dtype)
-        tail: Tensor = typed.unflatten(1, (schema.tail_rows, 2, width))
-        return tail
+        return cut_tail(
+            self.storage, offset=offset, num_rows=schema.tail_rows,
+            width=schema.num_series * head_dim, dtype=schema.tail_dtype,
+        )  # fmt: skip

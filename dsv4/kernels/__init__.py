@@ -9,21 +9,29 @@ and its attention are the reference's.
 """
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field, fields
+from functools import cache, cached_property
 from types import SimpleNamespace
-from typing import NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from dsv4.formats import PagedRows
+from dsv4.formats import (
+    IndexFormatName,
+    KVFormatName,
+    PagedRows,
+    RowFormat,
+    cut_tail,
+    index_row,
+    kv_row,
+)
 from dsv4.model.rope import RopeTable
 
 BACKENDS = ("reference", "triton")
 
 
-@dataclass(frozen=True)
-class TokenMap:
+class TokenMap(NamedTuple):
     """The device side of a plan: whose tokens these are and where their rows go. All int32.
 
     Attributes:
@@ -124,19 +132,167 @@ class PoolingScratch(NamedTuple):
     arrivals: Tensor
 
 
-class LayerMemory(NamedTuple):
-    """Where a layer's rows lie: window, and for CSA and HCA entries and tail; CSA has both twice.
+@dataclass(frozen=True)
+class LayerLayout:
+    """Where a layer's rows lie in the raw storages, as plain numbers and names.
 
-    global_scale is NVFP4's, or None.
+    Attributes:
+        ratio: Tokens per entry; 0 for SWA.
+        window: Tokens of the sliding window.
+        ring_offset, ring_rows: First byte of the ring in a slot, and its rows.
+        workspace_rows: Rows of the window workspace.
+        entries_offset, index_offset: First byte of the pages in a block; -1 for none.
+        entries_per_block: Rows of a page.
+        tail_offset, index_tail_offset: First byte of the tails in a slot; -1 for none.
+        tail_rows: Rows of a tail.
+        num_series: Projections a token carries: CSA 2, HCA 1, SWA 0.
+        head_dim, rope_dim: Width of a KV row, and of its rotated part.
+        index_head_dim: Width of an index key.
+        kv_format, index_format, tail_dtype: Names of the row formats and of the tails' dtype.
+        key: All of the above in one string, which `from_key` reads back.
     """
 
-    window: WindowRows
-    entries: PagedRows | None
-    tail: Tensor | None
-    index_keys: PagedRows | None
-    index_tail: Tensor | None
+    ratio: int
+    window: int
+    ring_offset: int
+    ring_rows: int
+    workspace_rows: int
+    entries_offset: int
+    index_offset: int
+    entries_per_block: int
+    tail_offset: int
+    index_tail_offset: int
+    tail_rows: int
+    num_series: int
+    head_dim: int
+    rope_dim: int
+    index_head_dim: int
+    kv_format: KVFormatName
+    index_format: IndexFormatName
+    tail_dtype: Literal["float32", "bfloat16"]
+    key: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", " ".join(map(str, astuple(self)[:-1])))
+
+    @staticmethod
+    @cache
+    def from_key(key: str) -> "LayerLayout":
+        """The layout of that key."""
+        names = [field.name for field in fields(LayerLayout) if field.init]
+        values = [int(part) if part.lstrip("-").isdigit() else part for part in key.split(" ")]
+        return LayerLayout(**dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
+
+    @cached_property
+    def kv_row(self) -> RowFormat:
+        """The row of a window token or compressed entry."""
+        return kv_row(self.kv_format, head_dim=self.head_dim, rope_dim=self.rope_dim)
+
+    @cached_property
+    def index_row(self) -> RowFormat:
+        """The row of an index key."""
+        return index_row(self.index_format, head_dim=self.index_head_dim)
+
+
+class LayerMemory(NamedTuple):
+    """The raw storages and where one layer's rows lie in them. A property cuts its rows out.
+
+    slots is `[max_requests, slot_bytes]`, blocks `[num_blocks, block_bytes]`, workspace
+    `[1, bytes]`, all uint8; pooled and arrivals are those of `PoolingScratch`; global_scale is
+    NVFP4's `[]` fp32, or None.
+    """
+
+    slots: Tensor
+    blocks: Tensor
+    workspace: Tensor
+    pooled: Tensor
+    arrivals: Tensor
     global_scale: Tensor | None
-    scratch: PoolingScratch
+    layout: LayerLayout
+
+    @property
+    def window(self) -> WindowRows:
+        """The ring and the workspace."""
+        layout = self.layout
+        return WindowRows(
+            PagedRows(layout.kv_row, self.slots, layout.ring_offset, layout.ring_rows),
+            PagedRows(layout.kv_row, self.workspace, 0, layout.workspace_rows),
+            layout.window,
+        )
+
+    @property
+    def entries(self) -> PagedRows | None:
+        """Pages of compressed entries; None for SWA."""
+        return self._pages(self.layout.entries_offset, self.layout.kv_row)
+
+    @property
+    def index_keys(self) -> PagedRows | None:
+        """Pages of index keys; None unless CSA."""
+        if self.layout.index_offset < 0:
+            return None
+        return self._pages(self.layout.index_offset, self.layout.index_row)
+
+    @property
+    def tail(self) -> Tensor | None:
+        """`[max_requests, tail_rows, 2, num_series × head_dim]`; None for SWA."""
+        return self._tail(self.layout.tail_offset, self.layout.head_dim)
+
+    @property
+    def index_tail(self) -> Tensor | None:
+        """The same of the indexer; None unless CSA."""
+        return self._tail(self.layout.index_tail_offset, self.layout.index_head_dim)
+
+    @property
+    def scratch(self) -> PoolingScratch:
+        return PoolingScratch(self.pooled, self.arrivals)
+
+    def _pages(self, offset: int, row: RowFormat) -> PagedRows | None:
+        if offset < 0:
+            return None
+        return PagedRows(row, self.blocks, offset, self.layout.entries_per_block)
+
+    def _tail(self, offset: int, head_dim: int) -> Tensor | None:
+        layout = self.layout
+        if offset < 0:
+            return None
+        return cut_tail(
+            self.slots, offset=offset, num_rows=layout.tail_rows,
+            width=layout.num_series * head_dim, dtype=getattr(torch, layout.tail_dtype),
+        )  # fmt: skip
+
+
+class WindowInputs(NamedTuple):
+    """kv `[num_tokens, head_dim]` before its norm, and norm_weight `[head_dim]`."""
+
+    kv: Tensor
+    norm_weight: Tensor
+
+
+class EntryInputs(NamedTuple):
+    """A compressor's projections `[num_tokens, num_series × dim]` and its learned tensors."""
+
+    kv: Tensor
+    gate: Tensor
+    weights: CompressorWeights
+
+
+class LayerWrites(NamedTuple):
+    """What one write stores: window rows, entries, index keys; a part that is None is left out."""
+
+    window: WindowInputs | None = None
+    entries: EntryInputs | None = None
+    index_keys: EntryInputs | None = None
+
+    @classmethod
+    def of(cls, inputs: LayerProjections, weights: LayerWeights) -> "LayerWrites":
+        """Everything that a layer stores in one forward."""
+        entries = index_keys = None
+        if inputs.compressor is not None and weights.compressor is not None:
+            compressor = inputs.compressor
+            entries = EntryInputs(compressor.kv, compressor.gate, weights.compressor)
+        if inputs.indexer is not None and weights.indexer is not None:
+            index_keys = EntryInputs(inputs.indexer.kv, inputs.indexer.gate, weights.indexer)
+        return cls(WindowInputs(inputs.kv, weights.kv_norm), entries, index_keys)
 
 
 class Selection(NamedTuple):
@@ -173,65 +329,61 @@ class Backend(Protocol):
     """The functions a backend has; `kernels.reference` documents each."""
 
     def write_layer(
-        self, inputs: LayerProjections, weights: LayerWeights, memory: LayerMemory,
-        tokens: TokenMap, rope: RopeTable, *, ratio: int, eps: float, has_hadamard: bool,
-    ) -> None: ...  # fmt: skip
-
-    def append_swa(
-        self, kv: Tensor, norm_weight: Tensor, tokens: TokenMap, window: WindowRows,
-        rope: RopeTable, *, eps: float,
-    ) -> None: ...  # fmt: skip
-
-    def flush_csa(
-        self, kv: Tensor, gate: Tensor, weights: CompressorWeights, tail: Tensor,
-        entries: PagedRows, index_kv: Tensor, index_gate: Tensor,
-        index_weights: CompressorWeights, index_tail: Tensor, index_keys: PagedRows,
-        tokens: TokenMap, rope: RopeTable, *,
-        eps: float, has_hadamard: bool, global_scale: Tensor | None,
-    ) -> None: ...  # fmt: skip
-
-    def flush_hca(
-        self, kv: Tensor, gate: Tensor, weights: CompressorWeights, tail: Tensor,
-        entries: PagedRows, tokens: TokenMap, rope: RopeTable, *, eps: float,
+        self, writes: LayerWrites, memory: LayerMemory, tokens: TokenMap, rope: RopeTable, *,
+        eps: float, has_hadamard: bool,
     ) -> None: ...  # fmt: skip
 
     def select_entries(
-        self, query: Tensor, head_weights: Tensor, keys: PagedRows, tokens: TokenMap,
-        rope: RopeTable, *, ratio: int, topk: int, max_entries: int, has_hadamard: bool,
-        global_scale: Tensor | None,
+        self, query: Tensor, head_weights: Tensor, memory: LayerMemory, tokens: TokenMap,
+        rope: RopeTable, *, topk: int, max_entries: int, has_hadamard: bool,
     ) -> Selection: ...  # fmt: skip
 
     def attend(
-        self, query: Tensor, sinks: Tensor | None, window: WindowRows,
-        entries: PagedRows | None, selected_rows: Tensor | None, tokens: TokenMap,
-        rope: RopeTable, *, ratio: int, max_entries: int,
+        self, query: Tensor, sinks: Tensor | None, memory: LayerMemory,
+        selected_rows: Tensor | None, tokens: TokenMap, rope: RopeTable, *, max_entries: int,
     ) -> AttentionResult: ...  # fmt: skip
 
-    def gather_compressed_kv(self, entries: PagedRows, rows: Tensor) -> Gathered: ...
+    def gather_compressed_kv(self, memory: LayerMemory, rows: Tensor) -> Gathered: ...
 
     def gather_all_compressed_kv(
-        self, entries: PagedRows, tokens: TokenMap, *, ratio: int, max_entries: int
+        self, memory: LayerMemory, tokens: TokenMap, *, max_entries: int
     ) -> Gathered: ...
 
-    def gather_swa_kv(self, window: WindowRows, tokens: TokenMap) -> Gathered: ...
+    def gather_swa_kv(self, memory: LayerMemory, tokens: TokenMap) -> Gathered: ...
 
 
-def load_backend(name: str, device: torch.device) -> Backend:
-    """The backend of that name, for tensors on `device`."""
+def default_backend(device: torch.device) -> str:
+    """The backend for tensors on `device` where none is asked for."""
+    return "triton" if device.type == "cuda" else "reference"
+
+
+def check_backend(name: str, device: torch.device) -> None:
+    """Refuse a backend that does not exist, is not installed or cannot run on `device`."""
+    load_backend(name)
+    if name != "triton" or device.type == "cuda":
+        return
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        raise ValueError(
+            f"Invalid device of backend 'triton': expected cuda, got {device} "
+            "(TRITON_INTERPRET=1 runs it on the CPU, slowly)"
+        )
+
+
+@cache
+def load_backend(name: str) -> Backend:
+    """The functions of the backend of that name."""
     if name not in BACKENDS:
         raise ValueError(f"Unknown backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     reference = importlib.import_module("dsv4.kernels.reference")
     if name == "reference":
         return cast(Backend, reference)
     try:
-        from triton import knobs
+        kernels = importlib.import_module("dsv4.kernels.triton")
     except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
         raise ImportError("backend='triton' needs Triton: pip install 'dsv4[triton]'") from error
-    if device.type != "cuda" and not knobs.runtime.interpret:
-        raise ValueError(
-            f"Invalid device of backend 'triton': expected cuda, got {device} "
-            "(TRITON_INTERPRET=1 runs it on the CPU, slowly)"
-        )
-    kernels = importlib.import_module("dsv4.kernels.triton")
     functions = {**vars(reference), **{n: getattr(kernels, n) for n in kernels.__all__}}
     return cast(Backend, SimpleNamespace(**functions))

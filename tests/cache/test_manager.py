@@ -8,7 +8,7 @@ import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.errors import IntegrityError, NoFreeSlotError, TornForwardError
-from dsv4.kernels import BACKENDS
+from dsv4.kernels import BACKENDS, default_backend, reference
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 
 CONFIG = CacheConfig.tiny()
@@ -26,9 +26,9 @@ def make_manager(config=CONFIG, **sizes):
 def finish(manager, plan):
     """Mark all that a forward writes as written, with no kernel run."""
     for layer in manager.schedule:
-        for part in ("window", "entries")[: 2 if layer.ratio else 1]:
-            with plan.writing(layer.layer_idx, part):
-                pass
+        plan.run_write(
+            plan.layer(layer.layer_idx), lambda: None, window=True, entries=layer.ratio > 0
+        )
 
 
 def grown_manager(*lengths, **sizes):
@@ -128,6 +128,18 @@ def test_a_layer_that_is_not_there_is_refused(layer_idx):
     plan = prepare_forward(manager, [0], [5], [6])
     with pytest.raises(ValueError, match=f"Invalid layer_idx: expected 0 to 3, got {layer_idx}"):
         manager.acquire(layer_idx, plan)
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "reference"), ("cuda:1", "triton")])
+def test_the_default_backend_is_the_devices(device, backend):
+    assert default_backend(torch.device(device)) == backend
+
+
+def test_the_backend_is_chosen_once(monkeypatch):
+    assert make_manager().backend == "reference"
+    monkeypatch.setattr("dsv4.cache.manager.default_backend", lambda device: "triton")
+    assert make_manager().backend == "triton"
+    assert make_manager(backend="reference").backend == "reference"
 
 
 def test_an_unknown_backend_lists_the_valid_ones():
@@ -273,23 +285,22 @@ def test_integrity_names_every_problem():
         manager.check_integrity()
 
 
-def fail_on_call(monkeypatch, manager, name, call):
+def fail_on_call(monkeypatch, name, call):
     """Let a kernel raise on its `call`-th call, after it has written NaN."""
-    kernel, calls = getattr(manager.backend, name), []
+    kernel, calls = getattr(reference, name), []
 
-    def failing(*args, **kwargs):
+    def failing(**kwargs):
         calls.append(None)
         if len(calls) == call:
-            first = args[0]
-            if isinstance(first, torch.Tensor):
-                first = torch.full_like(first, torch.nan)
-            else:
-                first = first._replace(kv=torch.full_like(first.kv, torch.nan))
-            kernel(first, *args[1:], **kwargs)
+            if name == "write_layer":
+                window = kwargs["writes"].window
+                window = window._replace(kv=torch.full_like(window.kv, torch.nan))
+                kwargs["writes"] = kwargs["writes"]._replace(window=window)
+            kernel(**kwargs)
             raise RuntimeError(f"{name} failed")
-        return kernel(*args, **kwargs)
+        return kernel(**kwargs)
 
-    monkeypatch.setattr(manager.backend, name, failing)
+    monkeypatch.setattr(reference, name, failing)
 
 
 def assert_torn(manager, slot):
@@ -337,7 +348,7 @@ def test_a_kernel_that_raises_tears_the_forward(monkeypatch, name, call):
     slot = manager.open_request()
     run_forward(manager, WEIGHTS, [Row(slot, LAYERS, 0, 7)])
     with monkeypatch.context() as patch:
-        fail_on_call(patch, manager, name, call)
+        fail_on_call(patch, name, call)
         with pytest.raises(RuntimeError, match=f"{name} failed"):
             run_forward(manager, WEIGHTS, [Row(slot, LAYERS, 7, 140)])
     assert_recovers(manager, slot)
@@ -404,8 +415,8 @@ def test_a_failed_write_tears_the_forward_even_if_it_is_repeated(monkeypatch):
     slot = manager.open_request()
     plan = prepare_forward(manager, [slot], [0], [7])
     with monkeypatch.context() as patch:
-        fail_on_call(patch, manager, "append_swa", 1)
-        with pytest.raises(RuntimeError, match="append_swa failed"):
+        fail_on_call(patch, "write_layer", 1)
+        with pytest.raises(RuntimeError, match="write_layer failed"):
             write_window(manager, plan, SWA)
     finish(manager, plan)
     assert not plan.is_complete
@@ -427,8 +438,8 @@ def test_a_torn_or_stale_forward_cannot_be_declared_complete(monkeypatch):
     manager = grown_manager(5, 6)
     torn = prepare_forward(manager, [0], [5], [6])
     with monkeypatch.context() as patch:
-        fail_on_call(patch, manager, "append_swa", 1)
-        with pytest.raises(RuntimeError, match="append_swa failed"):
+        fail_on_call(patch, "write_layer", 1)
+        with pytest.raises(RuntimeError, match="write_layer failed"):
             write_window(manager, torn, SWA)
     torn.complete()
     assert not torn.is_complete
@@ -442,7 +453,7 @@ def test_a_read_that_fails_after_every_write_tears_nothing(monkeypatch):
     manager = make_manager()
     slot = manager.open_request()
     with monkeypatch.context() as patch:
-        fail_on_call(patch, manager, "attend", 4)
+        fail_on_call(patch, "attend", 4)
         with pytest.raises(RuntimeError, match="attend failed"):
             run_forward(manager, WEIGHTS, [Row(slot, LAYERS, 0, 5)])
     run_forward(manager, WEIGHTS, [Row(slot, LAYERS, 5, 6)])

@@ -12,6 +12,7 @@ from dsv4 import (
     TornForwardError,
     prepare_forward,
 )
+from dsv4.kernels import reference
 from dsv4.model.rope import build_rope_table
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward, take_rows
 
@@ -103,13 +104,13 @@ def test_a_failed_write_leaves_no_layer_reading_the_workspace(manager, monkeypat
     plan = prepare_forward(manager, [manager.open_request()], [0], [8])
     first, second = manager.acquire(SWA, plan), manager.acquire(CSA, plan)
     first.write_swa(SEQUENCE[SWA].kv[:8], WEIGHTS[SWA].kv_norm)
-    append = manager.backend.append_swa
+    write = reference.write_layer
 
     def fail(*args, **kwargs):
-        append(*args, **kwargs)
+        write(*args, **kwargs)
         raise MemoryError
 
-    monkeypatch.setattr(manager.backend, "append_swa", fail)
+    monkeypatch.setattr(reference, "write_layer", fail)
     with pytest.raises(MemoryError):
         second.write_swa(SEQUENCE[CSA].kv[:8], WEIGHTS[CSA].kv_norm)
     with pytest.raises(RuntimeError, match="window rows of layer 0 are gone"):

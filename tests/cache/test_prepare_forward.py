@@ -1,7 +1,5 @@
 """`prepare_forward`: what a plan says, when blocks are taken, and refusals that change nothing."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,7 @@ MODELS = {
 
 def tensor_fields(tokens):
     """All fields but `max_step`, a number."""
-    return [field for field in dataclasses.fields(tokens) if field.name != "max_step"]
+    return [name for name in tokens._fields if name != "max_step"]
 
 
 def make_manager(config=MODELS["mixed"], **sizes):
@@ -32,9 +30,9 @@ def make_manager(config=MODELS["mixed"], **sizes):
 def finish(manager, plan):
     """Mark all that a forward writes as written, with no kernel run."""
     for layer in manager.schedule:
-        for part in ("window", "entries")[: 2 if layer.ratio else 1]:
-            with plan.writing(layer.layer_idx, part):
-                pass
+        plan.run_write(
+            plan.layer(layer.layer_idx), lambda: None, window=True, entries=layer.ratio > 0
+        )
 
 
 def grow(manager, slots, after):
@@ -53,10 +51,7 @@ def grown_manager(*lengths, config=MODELS["mixed"], **sizes):
 
 def plan_arrays(plan):
     """Everything a plan says, as plain lists."""
-    device = {
-        field.name: getattr(plan.tokens, field.name).tolist()
-        for field in tensor_fields(plan.tokens)
-    }
+    device = {name: getattr(plan.tokens, name).tolist() for name in tensor_fields(plan.tokens)}
     host = {
         name: getattr(plan, name).tolist()
         for name in ("request_slots", "positions_before", "positions_after")
@@ -138,8 +133,8 @@ def test_contents_of_a_plan(rows, drafts):
     assert [plan.max_entries(ratio) for ratio in (0, 4, 128)] == [0, longest // 4, longest // 128]
     assert plan.has_workspace == (end > 0)
     assert not plan.is_complete and not plan.is_retired
-    for field in tensor_fields(tokens):
-        assert getattr(tokens, field.name).dtype == torch.int32
+    for name in tensor_fields(tokens):
+        assert getattr(tokens, name).dtype == torch.int32
     for slot, _, last in rows:
         assert slot < 0 or manager.lengths[slot] == last
     manager.check_integrity()
@@ -294,9 +289,9 @@ def test_addresses_never_change():
 
     def addresses(plan):
         return {
-            field.name: getattr(plan.tokens, field.name).data_ptr()
-            for field in tensor_fields(plan.tokens)
-            if getattr(plan.tokens, field.name).numel()
+            name: getattr(plan.tokens, name).data_ptr()
+            for name in tensor_fields(plan.tokens)
+            if getattr(plan.tokens, name).numel()
         }
 
     expected = addresses(first)

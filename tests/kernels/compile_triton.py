@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
+from dsv4.kernels import LayerWrites
 from dsv4.kernels.triton import flush_write
 from dsv4.testing import model_projections, model_weights
 
@@ -46,10 +47,14 @@ def record(ratio: int, kind: str) -> list:
         compress_ratios=(ratio,), num_query_heads=1, drafts_per_step=2 if kind == "verify" else 0
     )
     manager = KVCacheManager(config, max_requests=1, num_blocks=1)
-    manager.backend = flush_write
     plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
     (inputs,) = model_projections(config, num_tokens, seed=0, dtype=torch.bfloat16)
-    manager.acquire(0, plan).write(inputs, model_weights(config, seed=0)[0])
+    writes = LayerWrites.of(inputs, model_weights(config, seed=0)[0])
+    handle = manager.acquire(0, plan)
+    flush_write.write_layer(
+        writes, handle.memory, handle.tokens, handle.rope,
+        eps=config.rms_norm_eps, has_hadamard=config.index_hadamard,
+    )  # fmt: skip
     for name, kernel in kernels.items():
         setattr(flush_write, name, kernel)
     return launches

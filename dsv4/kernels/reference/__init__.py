@@ -2,7 +2,8 @@
 
 from dsv4.kernels.reference.append import append_swa
 from dsv4.kernels.reference.attention import attend
-from dsv4.kernels.reference.flush_write import flush_csa, flush_hca, write_layer
+from dsv4.kernels.reference.compressor import csa_compress_tail, hca_compress_tail
+from dsv4.kernels.reference.flush_write import flush_write_csa, flush_write_hca, write_layer
 from dsv4.kernels.reference.gather import (
     gather_all_compressed_kv,
     gather_compressed_kv,
@@ -13,11 +14,13 @@ from dsv4.kernels.reference.indexer import select_entries
 __all__ = [
     "append_swa",
     "attend",
-    "flush_csa",
-    "flush_hca",
+    "csa_compress_tail",
+    "flush_write_csa",
+    "flush_write_hca",
     "gather_all_compressed_kv",
     "gather_compressed_kv",
     "gather_swa_kv",
+    "hca_compress_tail",
     "select_entries",
     "write_layer",
 ]

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.formats import PagedRows
-from dsv4.kernels import AttentionResult, TokenMap, WindowRows
+from dsv4.kernels import AttentionResult, LayerMemory, TokenMap
 from dsv4.kernels.reference.arithmetic import rotate
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows, window_values_of
 from dsv4.model.rope import RopeTable
@@ -15,13 +14,11 @@ _SLICE_ELEMENTS = 1 << 23  # KV elements attended at a time, to bound the tempor
 def attend(
     query: Tensor,
     sinks: Tensor | None,
-    window: WindowRows,
-    entries: PagedRows | None,
+    memory: LayerMemory,
     selected_rows: Tensor | None,
     tokens: TokenMap,
     rope: RopeTable,
     *,
-    ratio: int,
     max_entries: int,
     compute_dtype: torch.dtype = torch.float32,
 ) -> AttentionResult:
@@ -31,11 +28,11 @@ def attend(
         query: `[num_tokens, heads, head_dim]` fp32 or bf16, normed and rotated.
         sinks: `[heads]` logits that take weight and give no value; None leaves them out, so
             that results over parts of the context can be merged by their lse.
-        entries: The layer's pages, or None for SWA.
         selected_rows: `[num_tokens, k]` flat rows to attend, -1 for none; None means every
             visible entry.
         max_entries: The most entries any token of this forward sees.
     """
+    window, entries = memory.window, memory.entries
     num_rows = window.window
     if entries is not None:
         num_rows += max_entries if selected_rows is None else selected_rows.shape[1]
@@ -47,7 +44,7 @@ def attend(
         if entries is not None:
             if selected_rows is None:
                 rows = visible_entry_rows(
-                    entries, tokens, part, ratio=ratio, max_entries=max_entries
+                    entries, tokens, part, ratio=memory.layout.ratio, max_entries=max_entries
                 )
             else:
                 rows = selected_rows[part]
@@ -60,7 +57,8 @@ def attend(
         outputs.append(unrotate(output, positions, rope).to(query.dtype))
         lses.append(lse.float())
     if not outputs:
-        return AttentionResult(torch.empty_like(query), query.new_empty(query.shape[:2]).float())
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        return AttentionResult(query.new_empty(query.shape), lse)
     return AttentionResult(torch.cat(outputs), torch.cat(lses))
 
 

@@ -3,15 +3,9 @@
 from torch import Tensor
 
 from dsv4.formats import PagedRows
-from dsv4.kernels import (
-    CompressorWeights,
-    LayerMemory,
-    LayerProjections,
-    LayerWeights,
-    TokenMap,
-)
+from dsv4.kernels import EntryInputs, LayerMemory, LayerWrites, TokenMap
 from dsv4.kernels.reference import addressing
-from dsv4.kernels.reference.append import append_swa, append_tail, tail_rows
+from dsv4.kernels.reference.append import TailRows, append_swa, append_tail, tail_rows
 from dsv4.kernels.reference.arithmetic import hadamard
 from dsv4.kernels.reference.codec import encode, write_rows
 from dsv4.kernels.reference.compressor import (
@@ -24,91 +18,72 @@ from dsv4.model.rope import RopeTable
 
 
 def write_layer(
-    inputs: LayerProjections,
-    weights: LayerWeights,
+    writes: LayerWrites,
     memory: LayerMemory,
     tokens: TokenMap,
     rope: RopeTable,
     *,
-    ratio: int,
     eps: float,
     has_hadamard: bool,
 ) -> None:
-    """All writes of a layer: append, compress, flush."""
-    append_swa(inputs.kv, weights.kv_norm, tokens, memory.window, rope, eps=eps)
-    if inputs.compressor is None or weights.compressor is None:
-        return
-    assert memory.tail is not None and memory.entries is not None, f"ratio {ratio}"
-    main = (*inputs.compressor, weights.compressor, memory.tail, memory.entries)
-    if inputs.indexer is None or weights.indexer is None:
-        flush_hca(*main, tokens, rope, eps=eps)
-        return
-    assert memory.index_tail is not None and memory.index_keys is not None, f"ratio {ratio}"
-    flush_csa(
-        *main, inputs.indexer.kv, inputs.indexer.gate, weights.indexer, memory.index_tail,
-        memory.index_keys, tokens, rope,
-        eps=eps, has_hadamard=has_hadamard, global_scale=memory.global_scale,
-    )  # fmt: skip
+    """Append, compress and flush what is given of a layer.
+
+    Windows that close in this forward are compressed, quantised and stored; then the tails take
+    the rows of the open ones.
+    """
+    if writes.window is not None:
+        append_swa(*writes.window, tokens, memory.window, rope, eps=eps)
+    if writes.entries is not None and writes.index_keys is not None:
+        _write_csa(
+            writes.entries, writes.index_keys, memory, tokens, rope,
+            eps=eps, has_hadamard=has_hadamard,
+        )  # fmt: skip
+    elif writes.entries is not None:
+        _write_hca(writes.entries, memory, tokens, rope, eps=eps)
 
 
-def flush_csa(
-    kv: Tensor,
-    gate: Tensor,
-    weights: CompressorWeights,
-    tail: Tensor,
-    entries: PagedRows,
-    index_kv: Tensor,
-    index_gate: Tensor,
-    index_weights: CompressorWeights,
-    index_tail: Tensor,
-    index_keys: PagedRows,
+def _write_csa(
+    main: EntryInputs,
+    index: EntryInputs,
+    memory: LayerMemory,
     tokens: TokenMap,
     rope: RopeTable,
     *,
     eps: float,
     has_hadamard: bool,
-    global_scale: Tensor | None,
 ) -> None:
-    """Compress, quantise and store the closing CSA windows, then keep the open ones' rows.
-
-    Args:
-        kv, gate: `[num_tokens, 2 × head_dim]` fp32 or bf16, of the main compressor.
-        index_kv, index_gate: `[num_tokens, 2 × index_head_dim]`, of the indexer's own.
-        global_scale: NVFP4's, or None.
-    """
-    positions = tokens.positions.long()
-    rows = tail_rows(kv, gate, weights.position_bias, positions, tail.dtype)
-    index_rows = tail_rows(
-        index_kv, index_gate, index_weights.position_bias, positions, index_tail.dtype
-    )
-    closed = csa_compress_tail(rows, tail, weights.norm_weight, tokens, rope, eps=eps)
+    tail, index_tail = memory.tail, memory.index_tail
+    assert tail is not None and index_tail is not None, memory.layout
+    entries, index_keys = memory.entries, memory.index_keys
+    assert entries is not None and index_keys is not None, memory.layout
+    rows = _tail_rows(main, tail, tokens)
+    index_rows = _tail_rows(index, index_tail, tokens)
+    closed = csa_compress_tail(rows, tail, main.weights.norm_weight, tokens, rope, eps=eps)
     closed_keys = csa_compress_tail(
-        index_rows, index_tail, index_weights.norm_weight, tokens, rope, eps=eps
+        index_rows, index_tail, index.weights.norm_weight, tokens, rope, eps=eps
     )
     flush_write_csa(
         closed, closed_keys, entries, index_keys, tokens,
-        has_hadamard=has_hadamard, global_scale=global_scale,
+        has_hadamard=has_hadamard, global_scale=memory.global_scale,
     )  # fmt: skip
     append_tail(rows, tail, tokens)
     append_tail(index_rows, index_tail, tokens)
 
 
-def flush_hca(
-    kv: Tensor,
-    gate: Tensor,
-    weights: CompressorWeights,
-    tail: Tensor,
-    entries: PagedRows,
-    tokens: TokenMap,
-    rope: RopeTable,
-    *,
-    eps: float,
+def _write_hca(
+    main: EntryInputs, memory: LayerMemory, tokens: TokenMap, rope: RopeTable, *, eps: float
 ) -> None:
-    """The same for HCA windows: one series of `[num_tokens, head_dim]`, no indexer."""
-    rows = tail_rows(kv, gate, weights.position_bias, tokens.positions.long(), tail.dtype)
-    closed = hca_compress_tail(rows, tail, weights.norm_weight, tokens, rope, eps=eps)
+    tail, entries = memory.tail, memory.entries
+    assert tail is not None and entries is not None, memory.layout
+    rows = _tail_rows(main, tail, tokens)
+    closed = hca_compress_tail(rows, tail, main.weights.norm_weight, tokens, rope, eps=eps)
     flush_write_hca(closed, entries, tokens)
     append_tail(rows, tail, tokens)
+
+
+def _tail_rows(inputs: EntryInputs, tail: Tensor, tokens: TokenMap) -> TailRows:
+    bias, positions = inputs.weights.position_bias, tokens.positions.long()
+    return tail_rows(inputs.kv, inputs.gate, bias, positions, tail.dtype)
 
 
 def flush_write_csa(

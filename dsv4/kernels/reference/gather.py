@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import PagedRows
-from dsv4.kernels import Gathered, TokenMap, WindowRows
+from dsv4.kernels import Gathered, LayerMemory, TokenMap, WindowRows
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.append import workspace_rows
 from dsv4.kernels.reference.codec import decode, read_rows
@@ -24,23 +24,26 @@ def gather_rows(pages: PagedRows, rows: Tensor, *, global_scale: Tensor | None =
     return values[where]
 
 
-def gather_compressed_kv(entries: PagedRows, rows: Tensor) -> Gathered:
+def gather_compressed_kv(memory: LayerMemory, rows: Tensor) -> Gathered:
     """The entries at flat rows `[num_tokens, k]`, such as a selection's."""
-    return Gathered(gather_rows(entries, rows.long()).to(entries.format.value_dtype), rows >= 0)
+    entries = _entries(memory)
+    rows = rows.long().contiguous()
+    return Gathered(gather_rows(entries, rows).to(entries.format.value_dtype), rows >= 0)
 
 
 def gather_all_compressed_kv(
-    entries: PagedRows, tokens: TokenMap, *, ratio: int, max_entries: int
+    memory: LayerMemory, tokens: TokenMap, *, max_entries: int
 ) -> Gathered:
     """All closed entries of each request, `[batch, max_entries, dim]`."""
     slots, after = tokens.request_slots.long(), tokens.positions_after.long()
-    counts = addressing.visible_entries(after - 1, ratio)
-    rows = _first_rows(entries, tokens, slots, counts, max_entries)
-    return gather_compressed_kv(entries, rows)
+    counts = addressing.visible_entries(after - 1, memory.layout.ratio)
+    rows = _first_rows(_entries(memory), tokens, slots, counts, max_entries)
+    return gather_compressed_kv(memory, rows)
 
 
-def gather_swa_kv(window: WindowRows, tokens: TokenMap) -> Gathered:
+def gather_swa_kv(memory: LayerMemory, tokens: TokenMap) -> Gathered:
     """The window of each token, `[num_tokens, window, dim]`, itself last."""
+    window = memory.window
     values, is_present = window_values_of(window, tokens, slice(None))
     return Gathered(values.to(window.ring.format.value_dtype), is_present)
 
@@ -66,6 +69,12 @@ def window_values_of(window: WindowRows, tokens: TokenMap, part: slice) -> tuple
         return values, from_ring >= 0
     copied = gather_rows(window.workspace, from_workspace)
     return torch.where(is_copied[:, :, None], copied, values), from_ring >= 0
+
+
+def _entries(memory: LayerMemory) -> PagedRows:
+    entries = memory.entries
+    assert entries is not None, memory.layout
+    return entries
 
 
 def _first_rows(

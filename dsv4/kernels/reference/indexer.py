@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from dsv4.formats import PagedRows, RowFormat
-from dsv4.kernels import Selection, TokenMap
+from dsv4.formats import RowFormat
+from dsv4.kernels import LayerMemory, Selection, TokenMap
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.arithmetic import hadamard, rotate
 from dsv4.kernels.reference.codec import decode, encode
@@ -17,15 +17,13 @@ _SLICE_ELEMENTS = 1 << 23  # key elements scored at a time, to bound the tempora
 def select_entries(
     query: Tensor,
     head_weights: Tensor,
-    keys: PagedRows,
+    memory: LayerMemory,
     tokens: TokenMap,
     rope: RopeTable,
     *,
-    ratio: int,
     topk: int,
     max_entries: int,
     has_hadamard: bool,
-    global_scale: Tensor | None,
 ) -> Selection:
     """The `topk` best visible entries of each token.
 
@@ -38,6 +36,8 @@ def select_entries(
         Equal scores go to the smaller entry; a NaN score is never chosen. Where no token sees
         more than `topk` entries nothing is scored.
     """
+    keys, ratio, global_scale = memory.index_keys, memory.layout.ratio, memory.global_scale
+    assert keys is not None, memory.layout
     slots, positions = addressing.token_slots(tokens), tokens.positions.long()
     counts = addressing.visible_entries(positions, ratio)
     counts = torch.where(slots >= 0, counts, 0)

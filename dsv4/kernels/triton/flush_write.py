@@ -12,22 +12,17 @@ chunk's first token, which pools all windows that reach back into it.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4.formats import PagedRows
 from dsv4.kernels import (
-    CompressorInputs,
-    CompressorWeights,
+    EntryInputs,
     LayerMemory,
-    LayerProjections,
-    LayerWeights,
-    PoolingScratch,
+    LayerWrites,
     TokenMap,
-    WindowRows,
+    WindowInputs,
 )
 from dsv4.kernels.triton.append import (
     load_row,
@@ -382,8 +377,9 @@ def _write_kernel(
 
 @triton.jit
 def _edge_kernel(
-    request_slots_ptr, before_ptr, after_ptr, starts_ptr, token_starts_ptr, block_table_ptr,
-    table_stride, cos_ptr, sin_ptr, eps, slots_ptr, slot_bytes, blocks_ptr, block_bytes,
+    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
+    token_starts_ptr, block_table_ptr, table_stride, cos_ptr, sin_ptr, eps, slots_ptr, slot_bytes,
+    blocks_ptr, block_bytes,
     kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, tail_offset, page_offset,
     index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr, index_tail_offset,
     index_page_offset, global_scale_ptr,
@@ -392,7 +388,7 @@ def _edge_kernel(
     INDEX_BLOCK: tl.constexpr, INDEX_FORMAT: tl.constexpr, INDEX_DATA: tl.constexpr,
     INDEX_SCALE: tl.constexpr, HAS_HADAMARD: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr,
     LOG_INDEX: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr,
-    ENTRIES_PER_BLOCK: tl.constexpr,
+    ENTRIES_PER_BLOCK: tl.constexpr, RING_ROWS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """What a CSA layer reads from tails in a forward with chunks, before they are overwritten.
 
@@ -436,256 +432,151 @@ def _edge_kernel(
             )  # fmt: skip
 
 
-class WindowWrite(NamedTuple):
-    """A layer's window rows to write: kv `[num_tokens, head_dim]`, its norm, and where."""
-
-    kv: Tensor
-    norm_weight: Tensor
-    rows: WindowRows
-
-
-class CompressorWrite(NamedTuple):
-    """A compressor's projections, its learned tensors, its tail and its pages."""
-
-    kv: Tensor
-    gate: Tensor
-    weights: CompressorWeights
-    tail: Tensor
-    pages: PagedRows
-
-
-def launch_write(
-    tokens: TokenMap,
-    rope: RopeTable,
-    *,
-    eps: float,
-    scratch: PoolingScratch | None = None,
-    ratio: int = 0,
-    window: WindowWrite | None = None,
-    main: CompressorWrite | None = None,
-    index: CompressorWrite | None = None,
-    has_hadamard: bool = False,
-    global_scale: Tensor | None = None,
-    launch: Launch | None = None,
-) -> None:
-    """Write what is given of one layer: one launch, two if a CSA layer has chunks."""
-    num_tokens, has_chunks = len(tokens.positions), len(tokens.chunk_ids) > 0
-    if not num_tokens:
-        return
-    is_decode = tokens.max_step <= 1 and num_tokens == len(tokens.request_slots)
-    if launch is None:
-        launch = launch_parameters(ratio, is_decode, has_chunks, num_tokens, rope.cos.device)
-    if window is not None:
-        row, slots = window.rows.ring.format, window.rows.ring.storage
-    else:
-        assert main is not None, "a launch writes something"
-        row, slots = main.pages.format, _slots_of(main.tail)
-    index_row = index.pages.format if index is not None else row
-    block, index_block = (triton.next_power_of_2(r.dim) for r in (row, index_row))
-    channels = min(launch.channels, block)
-    index_rows = launch.rows * max(1, block // index_block)
-    num_tiles = num_index_tiles = num_tokens
-    if has_chunks:
-        num_tiles = triton.cdiv(num_tokens, 128 if ratio == 128 else 4 * launch.rows)
-        num_index_tiles = triton.cdiv(num_tokens, 4 * index_rows)
-    parts = block // channels if ratio == 128 else 1
-    num_programs = num_tiles * parts if main is not None else 0
-    num_programs += num_index_tiles if index is not None else 0
-    num_programs += triton.cdiv(num_tokens, launch.window_rows) if window is not None else 0
-    nothing = tokens.positions  # stands in for what this launch doesn't have
-    blocks = main.pages.storage if main is not None else nothing
-    arguments = {
-        "request_slots_ptr": tokens.request_slots,
-        "before_ptr": tokens.positions_before,
-        "after_ptr": tokens.positions_after,
-        "starts_ptr": tokens.workspace_starts,
-        "block_table_ptr": tokens.block_table,
-        "table_stride": tokens.block_table.stride(0),
-        "cos_ptr": rope.cos,
-        "sin_ptr": rope.sin,
-        "eps": eps,
-        "slots_ptr": slots,
-        "slot_bytes": slots.shape[1],
-        "blocks_ptr": blocks,
-        "block_bytes": blocks.shape[-1],
-        **_compressor_arguments("", main, nothing),
-        **_compressor_arguments("index_", index, nothing),
-        "global_scale_ptr": slots if global_scale is None else global_scale,
-        "DIM": row.dim,
-        "ROPE": 2 * rope.cos.shape[1],
-        "BLOCK": block,
-        "KV_FORMAT": f"kv_{row.name}",
-        "KV_DATA": row.data_bytes,
-        "KV_SCALE": row.scale_bytes,
-        "INDEX_DIM": index_row.dim,
-        "INDEX_BLOCK": index_block,
-        "INDEX_FORMAT": f"index_{index_row.name}",
-        "INDEX_DATA": index_row.data_bytes,
-        "INDEX_SCALE": index_row.scale_bytes,
-        "HAS_HADAMARD": has_hadamard,
-        "HAS_GLOBAL_SCALE": global_scale is not None,
-        "LOG_INDEX": index_row.dim.bit_length() - 1,
-        "TAIL_ROWS": main.tail.shape[1] if main is not None else 1,
-        "TAIL_BF16": main is not None and main.tail.dtype is torch.bfloat16,
-        "ENTRIES_PER_BLOCK": main.pages.rows_per_page if main is not None else 1,
-        "num_stages": 1,
-        "launch_pdl": True,
-        "enable_fp_fusion": False,
-    }
-    if has_chunks and index is not None:
-        # A chunk has at most two such windows, another request at most a step of tokens.
-        most = max(2, arguments["TAIL_ROWS"] - 7)
-        grid = (len(tokens.request_slots), most, 2)
-        _edge_kernel[grid](token_starts_ptr=tokens.token_starts, **arguments, num_warps=8)
-    _write_kernel[(num_programs,)](
-        positions_ptr=tokens.positions, request_ids_ptr=tokens.request_ids,
-        num_tokens=num_tokens, num_tiles=num_tiles, num_index_tiles=num_index_tiles,
-        **_window_arguments(window, nothing),
-        pooled_ptr=nothing if scratch is None else scratch.pooled,
-        arrivals_ptr=nothing if scratch is None else scratch.arrivals,
-        **arguments, RATIO=ratio or 1,
-        RING_ROWS=window.rows.ring.rows_per_page if window is not None else 1,
-        WINDOW=window.rows.window if window is not None else 1,
-        ROWS=launch.rows, INDEX_ROWS=index_rows, WINDOW_ROWS=launch.window_rows,
-        CHANNELS=channels, HAS_WINDOW=window is not None, HAS_COMPRESSOR=main is not None,
-        HAS_INDEX=index is not None, HAS_CHUNKS=has_chunks, IS_DECODE=is_decode,
-        num_warps=launch.num_warps, maxnreg=launch.maxnreg,
-    )  # fmt: skip
-
-
 def write_layer(
-    inputs: LayerProjections,
-    weights: LayerWeights,
+    writes: LayerWrites,
     memory: LayerMemory,
     tokens: TokenMap,
     rope: RopeTable,
     *,
+    eps: float,
+    has_hadamard: bool,
+    launch: Launch | None = None,
+) -> None:
+    """What is given of a layer; see `kernels.reference.flush_write`.
+
+    One launch, or two for a CSA layer in a forward with chunks.
+    """
+    num_tokens = len(tokens.positions)
+    if not num_tokens:
+        return
+    ratio = memory.layout.ratio if writes.entries is not None else 0
+    has_chunks = len(tokens.chunk_ids) > 0
+    is_decode = tokens.max_step <= 1 and num_tokens == len(tokens.request_slots)
+    if launch is None:
+        kind = "chunk" if has_chunks else "decode" if is_decode else "step"
+        launch = launch_parameters(ratio, kind, num_tokens, memory.slots.device)
+    arguments = _arguments(writes, memory, tokens, rope, eps=eps, has_hadamard=has_hadamard)
+    grid = _grid(writes, arguments, launch, num_tokens, ratio=ratio, has_chunks=has_chunks)
+    if has_chunks and writes.index_keys is not None:
+        # A chunk has at most two such windows, another request at most a step of tokens.
+        most = max(2, memory.layout.tail_rows - 7)
+        _edge_kernel[(len(tokens.request_slots), most, 2)](
+            token_starts_ptr=tokens.token_starts, **arguments, num_warps=8
+        )
+    _write_kernel[(grid.num_programs,)](
+        **arguments, **_window_arguments(writes.window, memory, tokens),
+        num_tokens=num_tokens, num_tiles=grid.num_tiles, num_index_tiles=grid.num_index_tiles,
+        pooled_ptr=memory.pooled, arrivals_ptr=memory.arrivals, RATIO=ratio or 1,
+        ROWS=launch.rows, INDEX_ROWS=grid.index_rows, WINDOW_ROWS=launch.window_rows,
+        CHANNELS=grid.channels, HAS_WINDOW=writes.window is not None,
+        HAS_COMPRESSOR=writes.entries is not None, HAS_INDEX=writes.index_keys is not None,
+        HAS_CHUNKS=has_chunks, IS_DECODE=is_decode, num_warps=launch.num_warps,
+        maxnreg=launch.maxnreg,
+    )  # fmt: skip
+
+
+class _Grid(NamedTuple):
+    num_programs: int
+    num_tiles: int
+    num_index_tiles: int
+    index_rows: int
+    channels: int
+
+
+def _grid(
+    writes: LayerWrites,
+    arguments: dict[str, Any],
+    launch: Launch,
+    num_tokens: int,
+    *,
     ratio: int,
-    eps: float,
-    has_hadamard: bool,
-) -> None:
-    """All writes of a layer in one launch; see `kernels.reference.flush_write`."""
-    main = index = None
-    if inputs.compressor is not None:
-        main = _compressor_write(inputs.compressor, weights.compressor, memory.tail, memory.entries)
-    if inputs.indexer is not None:
-        own = CompressorInputs(inputs.indexer.kv, inputs.indexer.gate)
-        index = _compressor_write(own, weights.indexer, memory.index_tail, memory.index_keys)
-    launch_write(
-        tokens, rope, eps=eps, ratio=ratio,
-        window=WindowWrite(inputs.kv, weights.kv_norm, memory.window),
-        main=main, index=index, has_hadamard=has_hadamard, global_scale=memory.global_scale,
-        scratch=memory.scratch,
-    )  # fmt: skip
+    has_chunks: bool,
+) -> _Grid:
+    """How many programs do what."""
+    block, index_block = arguments["BLOCK"], arguments["INDEX_BLOCK"]
+    index_rows = launch.rows * max(1, block // index_block)
+    channels = min(launch.channels, block)
+    num_tiles = num_index_tiles = num_tokens
+    if has_chunks:
+        num_tiles = triton.cdiv(num_tokens, 128 if ratio == 128 else 4 * launch.rows)
+        num_index_tiles = triton.cdiv(num_tokens, 4 * index_rows)
+    num_programs = 0
+    if writes.entries is not None:
+        num_programs += num_tiles * (block // channels if ratio == 128 else 1)
+    if writes.index_keys is not None:
+        num_programs += num_index_tiles
+    if writes.window is not None:
+        num_programs += triton.cdiv(num_tokens, launch.window_rows)
+    return _Grid(num_programs, num_tiles, num_index_tiles, index_rows, channels)
 
 
-def append_swa(
-    kv: Tensor,
-    norm_weight: Tensor,
-    tokens: TokenMap,
-    window: WindowRows,
-    rope: RopeTable,
-    *,
-    eps: float,
-) -> None:
-    """See `kernels.reference.append`."""
-    launch_write(tokens, rope, eps=eps, window=WindowWrite(kv, norm_weight, window))
-
-
-def flush_csa(
-    kv: Tensor,
-    gate: Tensor,
-    weights: CompressorWeights,
-    tail: Tensor,
-    entries: PagedRows,
-    index_kv: Tensor,
-    index_gate: Tensor,
-    index_weights: CompressorWeights,
-    index_tail: Tensor,
-    index_keys: PagedRows,
+def _arguments(
+    writes: LayerWrites,
+    memory: LayerMemory,
     tokens: TokenMap,
     rope: RopeTable,
     *,
     eps: float,
     has_hadamard: bool,
-    global_scale: Tensor | None,
-) -> None:
-    """See `kernels.reference.flush_write`."""
-    launch_write(
-        tokens, rope, eps=eps, ratio=4,
-        main=CompressorWrite(kv, gate, weights, tail, entries),
-        index=CompressorWrite(index_kv, index_gate, index_weights, index_tail, index_keys),
-        has_hadamard=has_hadamard, global_scale=global_scale,
-    )  # fmt: skip
-
-
-def flush_hca(
-    kv: Tensor,
-    gate: Tensor,
-    weights: CompressorWeights,
-    tail: Tensor,
-    entries: PagedRows,
-    tokens: TokenMap,
-    rope: RopeTable,
-    *,
-    eps: float,
-) -> None:
-    """See `kernels.reference.flush_write`."""
-    main = CompressorWrite(kv, gate, weights, tail, entries)
-    launch_write(tokens, rope, eps=eps, ratio=128, main=main)
-
-
-def _window_arguments(window: WindowWrite | None, nothing: Tensor) -> dict[str, Any]:
-    if window is None:
-        return {
-            "window_kv_ptr": nothing, "window_stride": 0, "window_norm_ptr": nothing,
-            "ring_offset": 0, "workspace_ptr": nothing, "workspace_rows": 0,
-        }  # fmt: skip
-    kv = _rows_apart(window.kv)
+) -> dict[str, Any]:
+    """What both kernels take."""
+    layout, row, key = memory.layout, memory.layout.kv_row, memory.layout.index_row
+    scale = memory.global_scale
     return {
-        "window_kv_ptr": kv, "window_stride": kv.stride(0),
-        "window_norm_ptr": window.norm_weight.contiguous(),
-        "ring_offset": window.rows.ring.offset,
-        "workspace_ptr": window.rows.workspace.storage,
-        "workspace_rows": window.rows.workspace.rows_per_page,
+        "positions_ptr": tokens.positions, "request_ids_ptr": tokens.request_ids,
+        "request_slots_ptr": tokens.request_slots, "before_ptr": tokens.positions_before,
+        "after_ptr": tokens.positions_after, "starts_ptr": tokens.workspace_starts,
+        "block_table_ptr": tokens.block_table, "table_stride": tokens.block_table.stride(0),
+        "cos_ptr": rope.cos, "sin_ptr": rope.sin, "eps": eps,
+        "slots_ptr": memory.slots, "slot_bytes": memory.slots.shape[1],
+        "blocks_ptr": memory.blocks, "block_bytes": memory.blocks.shape[1],
+        **_entry_arguments("", writes.entries, tokens),
+        "tail_offset": layout.tail_offset, "page_offset": layout.entries_offset,
+        **_entry_arguments("index_", writes.index_keys, tokens),
+        "index_tail_offset": layout.index_tail_offset, "index_page_offset": layout.index_offset,
+        "global_scale_ptr": memory.pooled if scale is None else scale,
+        "DIM": row.dim, "ROPE": row.rope_dim, "BLOCK": triton.next_power_of_2(row.dim),
+        "KV_FORMAT": f"kv_{row.name}", "KV_DATA": row.data_bytes, "KV_SCALE": row.scale_bytes,
+        "INDEX_DIM": key.dim, "INDEX_BLOCK": triton.next_power_of_2(key.dim),
+        "INDEX_FORMAT": f"index_{key.name}", "INDEX_DATA": key.data_bytes,
+        "INDEX_SCALE": key.scale_bytes, "HAS_HADAMARD": has_hadamard,
+        "HAS_GLOBAL_SCALE": scale is not None, "LOG_INDEX": key.dim.bit_length() - 1,
+        "TAIL_ROWS": layout.tail_rows, "TAIL_BF16": layout.tail_dtype == "bfloat16",
+        "ENTRIES_PER_BLOCK": layout.entries_per_block, "RING_ROWS": layout.ring_rows,
+        "WINDOW": layout.window, "num_stages": 1, "launch_pdl": True, "enable_fp_fusion": False,
     }  # fmt: skip
 
 
-def _compressor_arguments(
-    prefix: str, write: CompressorWrite | None, nothing: Tensor
+def _window_arguments(
+    window: WindowInputs | None, memory: LayerMemory, tokens: TokenMap
 ) -> dict[str, Any]:
-    if write is None:
-        values: tuple[Any, ...] = (nothing, nothing, 0, nothing, nothing, 0, 0)
+    nothing = tokens.positions  # stands in for what a launch doesn't have
+    kv = nothing if window is None else _rows_apart(window.kv)
+    return {
+        "window_kv_ptr": kv,
+        "window_stride": kv.stride(0),
+        "window_norm_ptr": nothing if window is None else window.norm_weight.contiguous(),
+        "ring_offset": memory.layout.ring_offset,
+        "workspace_ptr": memory.workspace,
+        "workspace_rows": memory.layout.workspace_rows,
+    }
+
+
+def _entry_arguments(prefix: str, entry: EntryInputs | None, tokens: TokenMap) -> dict[str, Any]:
+    if entry is None:
+        kv = gate = bias = norm_weight = tokens.positions
     else:
-        kv, gate = _rows_apart(write.kv), _rows_apart(write.gate)
+        kv, gate = _rows_apart(entry.kv), _rows_apart(entry.gate)
         if kv.stride(0) != gate.stride(0):
             kv, gate = kv.contiguous(), gate.contiguous()
-        values = (
-            kv, gate, kv.stride(0), write.weights.position_bias.contiguous(),
-            write.weights.norm_weight.contiguous(),
-            write.tail.storage_offset() * write.tail.element_size(), write.pages.offset,
-        )  # fmt: skip
-    names = (
-        "kv_ptr", "gate_ptr", "stride", "bias_ptr", "norm_ptr", "tail_offset", "page_offset",
-    )  # fmt: skip
-    return {prefix + name: value for name, value in zip(names, values, strict=True)}
-
-
-def _compressor_write(
-    inputs: CompressorInputs,
-    weights: CompressorWeights | None,
-    tail: Tensor | None,
-    pages: PagedRows | None,
-) -> CompressorWrite:
-    assert weights is not None and tail is not None and pages is not None, "checked by the handle"
-    return CompressorWrite(inputs.kv, inputs.gate, weights, tail, pages)
-
-
-def _slots_of(tail: Tensor) -> Tensor:
-    """The runs `[max_requests, slot_bytes]` that a tail is cut from."""
-    slot_bytes = tail.stride(0) * tail.element_size()
-    flat = torch.empty(0, dtype=torch.uint8, device=tail.device)
-    return flat.set_(tail.untyped_storage(), 0, (tail.shape[0], slot_bytes), (slot_bytes, 1))
+        bias, norm_weight = (weight.contiguous() for weight in entry.weights)
+    return {
+        f"{prefix}kv_ptr": kv,
+        f"{prefix}gate_ptr": gate,
+        f"{prefix}stride": kv.stride(0),
+        f"{prefix}bias_ptr": bias,
+        f"{prefix}norm_ptr": norm_weight,
+    }
 
 
 def _rows_apart(x: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """Launch parameters by kind of work, as measured on an H200; nothing is tuned at run time."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+
+Kind = Literal["decode", "step", "chunk"]
 
 
 class Launch(NamedTuple):
@@ -19,12 +21,9 @@ class Launch(NamedTuple):
     maxnreg: int | None = None
 
 
-def launch_parameters(
-    ratio: int, is_decode: bool, has_chunks: bool, num_tokens: int, device: torch.device
-) -> Launch:
-    """For a layer of that ratio, in a step or in a forward with chunks."""
-    if has_chunks:
+def launch_parameters(ratio: int, kind: Kind, num_tokens: int, device: torch.device) -> Launch:
+    """For a layer of that ratio, in a forward of that kind."""
+    if kind == "chunk":
         return Launch(num_warps=4, window_rows=4)
     # More threads to a window are quicker alone; fewer leave room for more windows.
-    is_small_csa = ratio == 4 and num_tokens <= 128
-    return Launch(num_warps=8 if is_small_csa else 4)
+    return Launch(num_warps=4)

@@ -1,0 +1,244 @@
+"""The backends' functions as PyTorch ops: `torch.ops.dsv4.*`.
+
+Eager calls, graph capture and `torch.compile` all go through them. A schema holds the fields of
+the contracts' structs side by side and says what is mutated; a fake gives the results' shapes
+and dtypes. The functions below take the structs themselves.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels import (
+    AttentionResult,
+    CompressorWeights,
+    EntryInputs,
+    Gathered,
+    LayerLayout,
+    LayerMemory,
+    LayerWrites,
+    Selection,
+    TokenMap,
+    WindowInputs,
+    load_backend,
+)
+from dsv4.model.rope import RopeTable
+
+_READ = (
+    "Tensor slots, Tensor blocks, Tensor workspace, Tensor pooled, Tensor arrivals, "
+    "Tensor? global_scale, str layout"
+)
+_WRITTEN = (
+    "Tensor(a!) slots, Tensor(b!) blocks, Tensor(c!) workspace, Tensor(d!) pooled, "
+    "Tensor(e!) arrivals, Tensor? global_scale, str layout"
+)
+_TOKENS = "Tensor[] tokens, SymInt max_step"
+_ROPE = "Tensor cos, Tensor sin"
+
+_library = torch.library.Library("dsv4", "DEF")
+
+
+def write_layer(
+    writes: LayerWrites,
+    memory: LayerMemory,
+    tokens: TokenMap,
+    rope: RopeTable,
+    *,
+    eps: float,
+    has_hadamard: bool,
+    backend: str,
+) -> None:
+    """Store what is given of a layer."""
+    torch.ops.dsv4.write_layer.default(
+        backend, *_flat(memory), *_flat_tokens(tokens), rope.cos, rope.sin, _flat_writes(writes),
+        eps, has_hadamard,
+    )  # fmt: skip
+
+
+def select_entries(
+    query: Tensor,
+    head_weights: Tensor,
+    memory: LayerMemory,
+    tokens: TokenMap,
+    rope: RopeTable,
+    *,
+    topk: int,
+    max_entries: int,
+    has_hadamard: bool,
+    backend: str,
+) -> Selection:
+    """The `topk` best visible entries of each token."""
+    chosen = torch.ops.dsv4.select_entries.default(
+        backend, *_flat(memory), *_flat_tokens(tokens), rope.cos, rope.sin, query, head_weights,
+        topk, max_entries, has_hadamard,
+    )  # fmt: skip
+    return Selection(*chosen)
+
+
+def attend(
+    query: Tensor,
+    sinks: Tensor | None,
+    memory: LayerMemory,
+    selected_rows: Tensor | None,
+    tokens: TokenMap,
+    rope: RopeTable,
+    *,
+    max_entries: int,
+    backend: str,
+) -> AttentionResult:
+    """Attention of each token over its window and entries."""
+    attended = torch.ops.dsv4.attend.default(
+        backend, *_flat(memory), *_flat_tokens(tokens), rope.cos, rope.sin, query, sinks,
+        selected_rows, max_entries,
+    )  # fmt: skip
+    return AttentionResult(*attended)
+
+
+def gather_compressed_kv(memory: LayerMemory, rows: Tensor, *, backend: str) -> Gathered:
+    """The entries at flat rows."""
+    return Gathered(*torch.ops.dsv4.gather_compressed_kv.default(backend, *_flat(memory), rows))
+
+
+def gather_all_compressed_kv(
+    memory: LayerMemory, tokens: TokenMap, *, max_entries: int, backend: str
+) -> Gathered:
+    """All closed entries of each request."""
+    gathered = torch.ops.dsv4.gather_all_compressed_kv.default(
+        backend, *_flat(memory), *_flat_tokens(tokens), max_entries
+    )
+    return Gathered(*gathered)
+
+
+def gather_swa_kv(memory: LayerMemory, tokens: TokenMap, *, backend: str) -> Gathered:
+    """The window of each token."""
+    gathered = torch.ops.dsv4.gather_swa_kv.default(backend, *_flat(memory), *_flat_tokens(tokens))
+    return Gathered(*gathered)
+
+
+def _flat(memory: LayerMemory) -> tuple[Any, ...]:
+    return *memory[:-1], memory.layout.key
+
+
+def _flat_tokens(tokens: TokenMap) -> tuple[tuple[Any, ...], int]:
+    return tokens[:-1], tokens.max_step
+
+
+def _flat_writes(writes: LayerWrites) -> list[Tensor | None]:
+    """Ten tensors: the window's two, the entries' four, the index keys' four."""
+    flat: list[Tensor | None] = [None, None] if writes.window is None else [*writes.window]
+    for part in (writes.entries, writes.index_keys):
+        flat += [None] * 4 if part is None else [part.kv, part.gate, *part.weights]
+    return flat
+
+
+def _structs(flat: dict[str, Any]) -> dict[str, Any]:
+    """An op's arguments as those of a backend's function."""
+    flat["layout"] = LayerLayout.from_key(flat["layout"])
+    flat["memory"] = LayerMemory._make([flat.pop(name) for name in LayerMemory._fields])
+    if "tokens" in flat:
+        flat["tokens"] = TokenMap._make([*flat["tokens"], flat.pop("max_step")])
+    if "cos" in flat:
+        flat["rope"] = RopeTable(flat.pop("cos"), flat.pop("sin"))
+    if "writes" in flat:
+        flat["writes"] = _writes(flat["writes"])
+    return flat
+
+
+def _writes(flat: list[Any]) -> LayerWrites:
+    def entries(first: int) -> EntryInputs | None:
+        kv, gate, bias, norm_weight = flat[first : first + 4]
+        return None if kv is None else EntryInputs(kv, gate, CompressorWeights(bias, norm_weight))
+
+    window = None if flat[0] is None else WindowInputs(flat[0], flat[1])
+    return LayerWrites(window, entries(2), entries(6))
+
+
+def _fake_write(**_: Any) -> None:
+    return None
+
+
+def _fake_select(*, query: Tensor, topk: int, **_: Any) -> tuple[Tensor, ...]:
+    shape = (query.shape[0], topk)
+    return (
+        query.new_empty(shape, dtype=torch.int32),
+        query.new_empty(shape, dtype=torch.int64),
+        query.new_empty(shape[:1], dtype=torch.int32),
+    )
+
+
+def _fake_attend(*, query: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+def _fake_gather(*, layout: str, rows: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    return _fake_gathered(rows, rows.shape, layout)
+
+
+def _fake_gather_all(
+    *, layout: str, tokens: list[Tensor], max_entries: int, **_: Any
+) -> tuple[Tensor, ...]:
+    slots = tokens[TokenMap._fields.index("request_slots")]
+    return _fake_gathered(slots, (slots.shape[0], max_entries), layout)
+
+
+def _fake_gather_swa(*, layout: str, tokens: list[Tensor], **_: Any) -> tuple[Tensor, ...]:
+    positions = tokens[TokenMap._fields.index("positions")]
+    shape = (positions.shape[0], LayerLayout.from_key(layout).window)
+    return _fake_gathered(positions, shape, layout)
+
+
+def _fake_gathered(like: Tensor, shape: Sequence[int], layout: str) -> tuple[Tensor, ...]:
+    row = LayerLayout.from_key(layout).kv_row
+    values = like.new_empty((*shape, row.dim), dtype=row.value_dtype)
+    return values, like.new_empty(shape, dtype=torch.bool)
+
+
+def _register(name: str, arguments: str, fake: Callable[..., Any], *, outputs: int) -> None:
+    """Define the op that calls the function of that name in the backend it is given."""
+    results = ", ".join(["Tensor"] * outputs)
+    _library.define(f"{name}(str backend, {arguments}) -> ({results})")
+    schema = getattr(torch.ops.dsv4, name).default._schema
+    names = tuple(argument.name for argument in schema.arguments[1:])
+
+    def run(backend: str, *flat: Any) -> Any:
+        function = getattr(load_backend(backend), name)
+        return function(**_structs(dict(zip(names, flat, strict=True))))
+
+    def run_fake(backend: str, *flat: Any) -> Any:
+        return fake(**dict(zip(names, flat, strict=True)))
+
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"dsv4::{name}", run_fake, lib=_library)
+
+
+_register(
+    "write_layer",
+    f"{_WRITTEN}, {_TOKENS}, {_ROPE}, Tensor?[] writes, float eps, bool has_hadamard",
+    _fake_write,
+    outputs=0,
+)
+_register(
+    "select_entries",
+    f"{_READ}, {_TOKENS}, {_ROPE}, Tensor query, Tensor head_weights, "
+    "int topk, SymInt max_entries, bool has_hadamard",
+    _fake_select,
+    outputs=3,
+)
+_register(
+    "attend",
+    f"{_READ}, {_TOKENS}, {_ROPE}, Tensor query, Tensor? sinks, Tensor? selected_rows, "
+    "SymInt max_entries",
+    _fake_attend,
+    outputs=2,
+)
+_register("gather_compressed_kv", f"{_READ}, Tensor rows", _fake_gather, outputs=2)
+_register(
+    "gather_all_compressed_kv",
+    f"{_READ}, {_TOKENS}, SymInt max_entries",
+    _fake_gather_all,
+    outputs=2,
+)
+_register("gather_swa_kv", f"{_READ}, {_TOKENS}", _fake_gather_swa, outputs=2)

@@ -1,0 +1,292 @@
+"""The ops declare what they change and give; layers compile whole, and once for all steps."""
+
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from dsv4 import AttentionSubBlock, CacheConfig, KVCacheManager, prepare_forward
+from dsv4.kernels import LayerLayout, LayerWrites, WindowInputs, ops, reference
+from dsv4.model.random_hf import random_hf_model
+from dsv4.testing import (
+    join_rows,
+    model_projections,
+    model_weights,
+    move_to,
+    poison,
+    take_rows,
+)
+
+CONFIG = CacheConfig.tiny()
+SWA, CSA, HCA = 0, 1, 2
+WEIGHTS = model_weights(CONFIG, seed=0)
+SEQUENCES = [model_projections(CONFIG, 160, seed=s) for s in (10, 20)]
+CUDA = torch.cuda.is_available()
+BACKENDS = [("reference", "cpu"), ("triton", "cuda" if CUDA else "cpu")]
+# Tokens that two requests add, forward by forward: chunks, then decode over a closing window.
+STEPS = [(7, 125), (2, 3), *[(1, 1)] * 4]
+INTERPRETED_STEPS = [(1, 1)] * 4
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_manager(backend="reference", device="cpu", config=CONFIG):
+    manager = KVCacheManager(
+        config, max_requests=3, num_blocks=6, max_forward_tokens=256, backend=backend,
+        device=device,
+    )  # fmt: skip
+    poison(manager)
+    return manager
+
+
+def run_layers(layer_step, *, backend="reference", device="cpu", layers=(SWA, CSA, HCA)):
+    """The steps of two requests, with a padding row, through `layer_step`."""
+    manager = make_manager(backend, device)
+    slots, lengths, results = [manager.open_request() for _ in range(2)], [0, 0], []
+    weights = [move_to(device, layer) for layer in WEIGHTS]
+    for step in INTERPRETED_STEPS if (backend, device) == ("triton", "cpu") else STEPS:
+        after = [before + count for before, count in zip(lengths, step, strict=True)]
+        plan = prepare_forward(manager, [*slots, -1], [*lengths, 0], [*after, 1])
+        for layer_idx in layers:
+            rows = [
+                take_rows(sequence[layer_idx], slice(start, end))
+                for sequence, start, end in zip(SEQUENCES, lengths, after, strict=True)
+            ]
+            rows.append(take_rows(SEQUENCES[0][layer_idx], slice(0, 1)))
+            inputs = move_to(device, join_rows(rows))
+            handle = manager.acquire(layer_idx, plan)
+            results += layer_step(handle, inputs, weights[layer_idx])
+        plan.complete()
+        lengths = after
+    return manager, results
+
+
+def forward_and_gather(handle, inputs, weights):
+    output, lse = handle.forward(inputs, weights)
+    results = [output, lse, *handle.gather_swa_kv()]
+    if handle.layer.ratio:
+        results += [*handle.gather_all_compressed_kv()]
+    return results
+
+
+def in_parts(handle, inputs, weights):
+    handle.write_swa(inputs.kv, weights.kv_norm)
+    index, selection = inputs.indexer, None
+    if inputs.compressor is not None:
+        handle.flush_compression(
+            *inputs.compressor, weights.compressor,
+            index_kv=None if index is None else index.kv,
+            index_gate=None if index is None else index.gate,
+            index_weights=weights.indexer,
+        )  # fmt: skip
+    if index is not None:
+        selection = handle.select_entries(index.query, index.head_weights)
+    results = [*handle.attend(inputs.query, weights.sinks, selection)]
+    return (
+        results
+        if selection is None
+        else [*results, *selection, *handle.gather_compressed_kv(selection.rows)]
+    )
+
+
+def assert_same(got, expected):
+    for name, tensor in expected[0].tensors().items():
+        if name != "pooled":
+            assert torch.equal(got[0].tensors()[name], tensor), f"{name} differs"
+    assert len(got[1]) == len(expected[1])
+    for mine, theirs in zip(got[1], expected[1], strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("layer_idx", [SWA, CSA, HCA])
+@pytest.mark.parametrize("step", [forward_and_gather, in_parts], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(("backend", "device"), BACKENDS, ids=lambda name: name)
+def test_a_compiled_layer_is_the_eager_one(backend, device, step, layer_idx):
+    options = {"backend": backend, "device": device, "layers": (layer_idx,)}
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    assert_same(run_layers(compiled, **options), run_layers(step, **options))
+    # One for a chunk, one more once its sizes have changed, one for steps, one for their lengths.
+    assert counter.frame_count <= 4
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_gives_the_same_bits():
+    compiled = torch.compile(forward_and_gather, fullgraph=True)
+    expected = run_layers(forward_and_gather, layers=(CSA,))
+    assert_same(run_layers(compiled, layers=(CSA,)), expected)
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    model = random_hf_model(seed=0)
+    config = CacheConfig.from_hf(model.config, kv_format="fp8", index_format="mxfp4")
+    return [
+        AttentionSubBlock.from_hf(layer.self_attn, config, layer_idx)
+        for layer_idx, layer in enumerate(model.model.layers)
+    ]
+
+
+def run_blocks(blocks, stack, *, num_steps):
+    """A prefill and decode steps, each a forward through the whole stack."""
+    manager = make_manager(config=blocks[0].config)
+    slot, length, outputs = manager.open_request(), 0, []
+    width = blocks[0].weights.q_a_proj.shape[1]
+    hidden = torch.randn(3 + num_steps, width, generator=torch.Generator().manual_seed(1))
+    for end in range(3, 3 + num_steps):
+        plan = prepare_forward(manager, [slot, -1], [length, 0], [end, 1])
+        handles = [manager.acquire(layer_idx, plan) for layer_idx in range(len(blocks))]
+        rows = torch.cat((hidden[length:end], hidden[:1]))
+        outputs.append(stack(rows, handles))
+        assert plan.is_complete
+        length = end
+    return manager, outputs
+
+
+def test_compiled_sub_blocks_do_not_recompile_as_requests_grow(blocks):
+    def stack(hidden, handles):
+        for block, handle in zip(blocks, handles, strict=True):
+            hidden = hidden + block(hidden, handle)
+        return hidden
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(stack, backend=counter, fullgraph=True)
+    got = run_blocks(blocks, compiled, num_steps=2)
+    assert_same(got, run_blocks(blocks, stack, num_steps=2))
+    num_graphs = counter.frame_count
+    got = run_blocks(blocks, compiled, num_steps=9)
+    assert_same(got, run_blocks(blocks, stack, num_steps=9))
+    assert counter.frame_count <= num_graphs + 1  # lengths become a symbol
+
+
+def test_a_compiled_sub_block(blocks):
+    manager = make_manager(config=blocks[0].config)
+    plan = prepare_forward(manager, [manager.open_request()], [0], [3])
+    hidden = torch.randn(3, blocks[0].weights.q_a_proj.shape[1])
+    compiled = torch.compile(blocks[0], backend="aot_eager", fullgraph=True)
+    assert compiled(hidden, manager.acquire(0, plan)).shape == hidden.shape
+    assert plan.layer(0).has_window
+
+
+def test_compiled_reads_before_writes_are_refused():
+    manager = make_manager()
+    plan = prepare_forward(manager, [manager.open_request()], [0], [3])
+    read = torch.compile(lambda handle: handle.gather_swa_kv(), backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="read before it is written"):
+        read(manager.acquire(SWA, plan))
+
+
+def test_a_compiled_write_that_fails_leaves_the_forward_torn(monkeypatch):
+    manager = make_manager()
+    plan = prepare_forward(manager, [manager.open_request()], [0], [3])
+    handle = manager.acquire(SWA, plan)
+
+    def fail(**kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(reference, "write_layer", fail)
+    write = torch.compile(
+        lambda handle, kv: handle.write_swa(kv, WEIGHTS[SWA].kv_norm),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    with pytest.raises(MemoryError):
+        write(handle, SEQUENCES[0][SWA].kv[:3])
+    assert not handle.progress.has_window and not plan.is_complete
+
+
+def op_arguments():
+    """Each op's name and arguments on a CSA layer that has been written."""
+    manager = make_manager()
+    plan = prepare_forward(manager, [manager.open_request(), -1], [0, 0], [9, 1])
+    handle = manager.acquire(CSA, plan)
+    inputs = join_rows([take_rows(SEQUENCES[0][CSA], slice(0, n)) for n in (9, 1)])
+    handle.write(inputs, WEIGHTS[CSA])
+    memory, tokens = ops._flat(handle.memory), ops._flat_tokens(handle.tokens)
+    rope, index = (handle.rope.cos, handle.rope.sin), inputs.indexer
+    rows = torch.tensor([[0, -1], [1, 0]]).t()
+    return {
+        "write_layer": (*memory, *tokens, *rope,
+                        ops._flat_writes(LayerWrites.of(inputs, WEIGHTS[CSA])), 1e-6, True),
+        "select_entries": (*memory, *tokens, *rope, index.query, index.head_weights, 8, 2, True),
+        "attend": (*memory, *tokens, *rope, inputs.query, WEIGHTS[CSA].sinks, None, 2),
+        "gather_compressed_kv": (*memory, rows),
+        "gather_all_compressed_kv": (*memory, *tokens, 2),
+        "gather_swa_kv": (*memory, *tokens),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", op_arguments())
+def test_schema_and_fake(name):
+    op = getattr(torch.ops.dsv4, name).default
+    arguments = ("reference", *op_arguments()[name])
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    mutated = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+    storages = ["slots", "blocks", "workspace", "pooled", "arrivals"]
+    assert mutated == (storages if name == "write_layer" else [])
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32"])
+def test_gathered_values_have_the_rows_dtype(name):
+    manager = make_manager(config=CacheConfig.tiny(kv_format=name))
+    memory = manager.memories[CSA]
+    rows = torch.zeros(2, 3, dtype=torch.int64)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        gathered = ops.gather_compressed_kv(memory, rows, backend="reference")
+    assert (
+        gathered.values.dtype
+        == ops.gather_compressed_kv(memory, rows, backend="reference").values.dtype
+    )
+    assert gathered.values.shape == (2, 3, CONFIG.head_dim)
+
+
+def test_an_unknown_backend_is_refused():
+    manager = make_manager()
+    plan = prepare_forward(manager, [manager.open_request()], [0], [1])
+    handle = manager.acquire(SWA, plan)
+    writes = LayerWrites(window=WindowInputs(SEQUENCES[0][SWA].kv[:1], WEIGHTS[SWA].kv_norm))
+    with pytest.raises(ValueError, match="expected one of reference, triton, got 'cutlass'"):
+        ops.write_layer(
+            writes, handle.memory, handle.tokens, handle.rope,
+            eps=1e-6, has_hadamard=True, backend="cutlass",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, CacheConfig.tiny(tail_dtype="bfloat16", kv_format="bf16")]
+)
+def test_a_layouts_key_is_the_layout(config):
+    manager = make_manager(config=config)
+    for memory, schema in zip(manager.memories, manager.schemas, strict=True):
+        layout = LayerLayout.from_key(memory.layout.key)
+        assert layout == memory.layout and hash(layout) == hash(memory.layout)
+        assert layout.kv_row == schema.kv_row and layout.index_row == schema.index_row
+
+
+def test_memory_cuts_the_views_of_the_pools():
+    manager = make_manager()
+    for layer_idx, memory in enumerate(manager.memories):
+        state, pages = manager.state.layer(layer_idx), manager.paged.layer(layer_idx)
+        same = [(memory.window.ring.data, state.ring.data), (memory.tail, state.tail),
+                (memory.window.ring.scales, state.ring.scales),
+                (memory.index_tail, state.index_tail)]  # fmt: skip
+        if pages is None:
+            assert memory.entries is None
+        else:
+            same.append((memory.entries.data, pages.entries.data))
+        if pages is None or pages.index_keys is None:
+            assert memory.index_keys is None
+        else:
+            same.append((memory.index_keys.scales, pages.index_keys.scales))
+        for mine, theirs in same:
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                assert mine.data_ptr() == theirs.data_ptr()
+                assert (mine.shape, mine.stride()) == (theirs.shape, theirs.stride())
