@@ -38,7 +38,7 @@ from dsv4.kernels.triton.compressor import (
     pool_hca,
     pool_hca_step,
 )
-from dsv4.kernels.triton.launch import Launch, launch_parameters
+from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters
 from dsv4.kernels.triton.primitives import (
     INTERPRETED,
     encode_rows,
@@ -332,9 +332,9 @@ def _write_kernel(
             else:
                 position, slot, before, _, _ = locate(program, tokens, IS_DECODE)
                 compress_csa_token(
-                    program, position, slot, before, slot >= 0, projections, slots, norm_ptr, rope, blocks, eps, 1.0, DIM,
-                    ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, ROPE, KV_DATA,
-                    KV_SCALE, False, 0, IS_DECODE,
+                    program, position, slot, before, slot >= 0, projections, slots, norm_ptr, rope,
+                    blocks, eps, 1.0, DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
+                    KV_FORMAT, ROPE, KV_DATA, KV_SCALE, False, 0, IS_DECODE,
                 )  # fmt: skip
         program -= num_tiles
     if HAS_INDEX:
@@ -355,9 +355,10 @@ def _write_kernel(
             else:
                 position, slot, before, _, _ = locate(program, tokens, IS_DECODE)
                 compress_csa_token(
-                    program, position, slot, before, slot >= 0, projections, slots, index_norm_ptr, rope, blocks, eps, scale,
-                    INDEX_DIM, ROPE, INDEX_BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
-                    INDEX_FORMAT, 0, INDEX_DATA, INDEX_SCALE, HAS_HADAMARD, LOG_INDEX, IS_DECODE,
+                    program, position, slot, before, slot >= 0, projections, slots,
+                    index_norm_ptr, rope, blocks, eps, scale, INDEX_DIM, ROPE, INDEX_BLOCK,
+                    TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, INDEX_FORMAT, 0, INDEX_DATA,
+                    INDEX_SCALE, HAS_HADAMARD, LOG_INDEX, IS_DECODE,
                 )  # fmt: skip
         program -= num_index_tiles
     if HAS_WINDOW:
@@ -453,7 +454,7 @@ def write_layer(
     has_chunks = len(tokens.chunk_ids) > 0
     is_decode = tokens.max_step <= 1 and num_tokens == len(tokens.request_slots)
     if launch is None:
-        kind = "chunk" if has_chunks else "decode" if is_decode else "step"
+        kind: Kind = "chunk" if has_chunks else "decode" if is_decode else "step"
         launch = launch_parameters(ratio, kind, num_tokens, memory.slots.device)
     arguments = _arguments(writes, memory, tokens, rope, eps=eps, has_hadamard=has_hadamard)
     grid = _grid(writes, arguments, launch, num_tokens, ratio=ratio, has_chunks=has_chunks)
