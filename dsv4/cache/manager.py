@@ -189,6 +189,12 @@ class KVCacheManager:
         self._retire_plan()
         self._plan = plan
 
+    @property
+    def has_open_forward(self) -> bool:
+        """The current plan adds tokens, and not every layer has been written."""
+        plan = self._plan
+        return plan is not None and not plan.is_complete and plan.written_slots.size > 0
+
     def _retire_plan(self) -> None:
         if self._plan is None:
             return
