@@ -155,10 +155,10 @@ def drive(twins, *, num_steps, seed, check_every, longest=410):
     return reached
 
 
-@pytest.mark.parametrize("config, most", [(DECODE, 1), (VERIFY, 1), (VERIFY, 4), (VERIFY, 2)])
+@pytest.mark.parametrize("config, most", [(DECODE, 1), (VERIFY, 1), (VERIFY, 4)])
 def test_a_replay_stores_the_eager_bytes(eager_graph, config, most):
     twins = Twins(config, batch=4, tokens_per_request=most)
-    reached = drive(twins, num_steps=200, seed=0, check_every=25)
+    reached = drive(twins, num_steps=200 if most == 1 else 80, seed=0, check_every=25)
     if most == 1:  # windows, rings and blocks have been crossed one token at a time
         assert {4, 127, 128, 129, 131, 132, 256, 257, 259, 260} <= reached
 
