@@ -1,6 +1,7 @@
 """dsv4: the KV-cache runtime of DeepSeek-V4's hybrid attention."""
 
 from dsv4.cache.block_allocator import BlockAllocator
+from dsv4.cache.captured_forward import CapturedForward
 from dsv4.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, SWAView
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.paged_cache import PagedKVPool
@@ -21,6 +22,7 @@ __all__ = [
     "AttentionType",
     "BlockAllocator",
     "CacheConfig",
+    "CapturedForward",
     "ClassicalView",
     "CompressorWeights",
     "ForwardPlan",

@@ -53,6 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     write = benches.add_parser("write", help="the write path of a layer, on a GPU")
     write.add_argument("--json", action="store_true", help="print one JSON object only")
     write.set_defaults(run=_bench_write)
+    step = benches.add_parser("step", help="host time of a captured decode step, on a GPU")
+    step.add_argument("--requests", type=_positive, default=256)
+    step.add_argument("--steps", type=_positive, default=400)
+    step.add_argument("--json", action="store_true", help="print one JSON object only")
+    step.set_defaults(run=_bench_step)
     return parser
 
 
@@ -141,6 +146,24 @@ def _bench_plan(options: argparse.Namespace) -> int:
     if not options.json:
         table = Table(title=f"prepare_forward, {result['num_requests']} requests, one token each")
         for column in ("V4-Flash", "median us", "90th percentile us"):
+            table.add_column(column, justify="right")
+        for name, median in result["median_us"].items():
+            table.add_row(name, f"{median:.1f}", f"{result['p90_us'][name]:.1f}")
+        Console().print(table)
+    print(json.dumps(result))
+    return 0
+
+
+def _bench_step(options: argparse.Namespace) -> int:
+    from dsv4.bench.step import bench_step
+
+    result = bench_step(num_requests=options.requests, num_steps=options.steps)
+    if not options.json:
+        table = Table(
+            title=f"Host time of a captured step, {result['num_requests']} requests, "
+            f"{result['num_layers']} layers written (target {result['target_us']:.0f} us)"
+        )
+        for column in ("", "median us", "90th percentile us"):
             table.add_column(column, justify="right")
         for name, median in result["median_us"].items():
             table.add_row(name, f"{median:.1f}", f"{result['p90_us'][name]:.1f}")

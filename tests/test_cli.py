@@ -57,9 +57,20 @@ def test_bad_usage_exits_with_2(capsys, arguments):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_bench_write_without_a_gpu(capsys):
-    assert main(["bench", "write"]) == 1
-    assert "needs a CUDA device" in capsys.readouterr().err
+@pytest.mark.parametrize("bench", ["write", "step"])
+def test_benches_without_a_gpu(capsys, bench):
+    assert main(["bench", bench]) == 1
+    assert f"dsv4 bench {bench} needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_bench_step(capsys):
+    assert main(["bench", "step", "--requests", "8", "--steps", "5"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(lines[-1])
+    assert set(result["median_us"]) == {"prepare_forward", "replay", "both"}
+    assert result["median_us"]["both"] > result["median_us"]["replay"] > 0
+    assert "Host time of a captured step" in "".join(lines)
 
 
 def test_bench_plan(capsys):

@@ -83,9 +83,18 @@ class Capacity:
         return tuple(sorted({layer.rope_base for layer in self.config.schedule}))
 
     @property
+    def max_table_updates(self) -> int:
+        """Elements of the block table that one upload of a plan can bring."""
+        return self.max_requests + self.max_forward_tokens // self.config.block_tokens + 1
+
+    @property
     def plan_elements(self) -> int:
-        """int32 elements of a plan's buffers: 6 per request, 2 per token."""
-        return 6 * self.max_requests + 2 * self.max_forward_tokens
+        """int32 elements of a plan's buffers.
+
+        6 per request, 5 of the row that is always padding, 2 per token, 3 per table update.
+        """
+        rows = 6 * self.max_requests + 5
+        return rows + 2 * self.max_forward_tokens + 3 * self.max_table_updates
 
     def memory(self) -> dict[str, ComponentBytes]:
         """Bytes of every tensor a manager of these sizes owns, by component."""

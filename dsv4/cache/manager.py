@@ -9,8 +9,9 @@ from dsv4.cache.capacity import Capacity, ComponentBytes
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.layout import block_layout, layer_layouts, slot_layout
 from dsv4.cache.paged_cache import PagedKVPool
-from dsv4.cache.plan import ForwardPlan, IntArray, PlanBuffers
+from dsv4.cache.plan import ForwardPlan, PlanBuffers
 from dsv4.cache.schema import build_schemas
+from dsv4.cache.staging import IntArray, staging_for
 from dsv4.cache.state_cache import StateCachePool
 from dsv4.config import CacheConfig
 from dsv4.errors import IntegrityError, NoFreeSlotError
@@ -90,11 +91,13 @@ class KVCacheManager:
         )  # fmt: skip
         shape = (capacity.max_requests, capacity.max_request_blocks)
         self.host_block_table: IntArray = np.full(shape, -1, dtype=np.int32)
+        staging = staging_for(device)
         table = torch.from_numpy(self.host_block_table)
-        self.block_table = table if device.type == "cpu" else table.to(device)
+        self.block_table = table if staging is None else torch.full_like(table, -1, device=device)
         self.plan_buffers = PlanBuffers(
             max_requests=capacity.max_requests, max_tokens=capacity.max_forward_tokens,
-            device=device,
+            max_table_updates=capacity.max_table_updates,
+            host_table=self.host_block_table, table=self.block_table, staging=staging,
         )  # fmt: skip
         rows = capacity.workspace_rows
         workspace_bytes = config.kv_row.page_bytes(rows, align=BYTE_ALIGN)
@@ -136,7 +139,7 @@ class KVCacheManager:
         self.check_open(slot)
         num_blocks = self.num_slot_blocks[slot]
         self.allocator.release(self.host_block_table[slot, :num_blocks])
-        self.set_blocks(slice(slot, slot + 1), slice(0, int(num_blocks)), -1)
+        self.set_blocks(slot, np.arange(num_blocks), -1)
         self.lengths[slot] = self.num_slot_blocks[slot] = 0
         self.is_open[slot] = self.is_torn[slot] = False
         self._free_slots.append(slot)
@@ -180,20 +183,24 @@ class KVCacheManager:
 
     def set_blocks(
         self,
-        slots: slice | NDArray[np.int64],
-        columns: slice | NDArray[np.int64],
+        slots: int | NDArray[np.int64],
+        columns: NDArray[np.int64],
         ids: IntArray | int,
     ) -> None:
-        """Write block ids to the block table, on host and device."""
+        """Write block ids to the block table; a device of its own gets them with the next plan."""
         self.host_block_table[slots, columns] = ids
-        if self.device.type != "cpu":
-            values = torch.as_tensor(ids, dtype=torch.int32, device=self.device)
-            self.block_table[_index(slots, self.device), _index(columns, self.device)] = values
+        self.plan_buffers.note_blocks(slots * self.capacity.max_request_blocks + columns)
 
     def start_plan(self, plan: ForwardPlan) -> None:
         """Make `plan` the current one; the one before it is over."""
         self._retire_plan()
         self._plan = plan
+
+    @property
+    def has_open_forward(self) -> bool:
+        """The current plan adds tokens, and not every layer has been written."""
+        plan = self._plan
+        return plan is not None and not plan.is_complete and plan.written_slots.size > 0
 
     def _retire_plan(self) -> None:
         if self._plan is None:
@@ -270,11 +277,14 @@ class KVCacheManager:
             problems.append("a slot has a negative length")
         if sorted(self._free_slots) != np.flatnonzero(~self.is_open).tolist():
             problems.append("the free slots are not those that are not open")
-        if not np.array_equal(self.block_table.cpu().numpy(), table):
+        if not np.array_equal(self._read_device_table(), table):
             problems.append("the device's block table differs from the host's")
         if problems:
             raise IntegrityError("; ".join(problems))
 
-
-def _index(index: slice | NDArray[np.int64], device: torch.device) -> slice | torch.Tensor:
-    return index if isinstance(index, slice) else torch.as_tensor(index, device=device)
+    def _read_device_table(self) -> IntArray:
+        """The device's block table as the next plan will find it; waits for the device."""
+        table: IntArray = self.block_table.cpu().numpy().copy()
+        noted = self.plan_buffers.noted_blocks
+        table.reshape(-1)[noted] = self.host_block_table.reshape(-1)[noted]
+        return table

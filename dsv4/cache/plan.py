@@ -1,37 +1,59 @@
 """`ForwardPlan`: one forward as data, in buffers whose addresses never change."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dsv4.cache.staging import IntArray, Staging
 from dsv4.kernels import TokenMap
-
-IntArray = NDArray[np.int32]
 
 
 class PlanBuffers:
     """The static buffers of a manager's plans, one packed run of int32 on host and device.
 
-    On the CPU both are the same memory.
+    All rows and tokens that a plan does not use read as padding, so that a graph captured with
+    a larger batch can run it: rows have slot -1 and no tokens, tokens belong to the first such
+    row. There is one row more than a plan can use, which is always padding.
+
+    On the CPU host and device are the same memory. Elsewhere the block table's changed elements
+    travel with the plan, as pairs of flat index and value.
+
+    Args:
+        max_requests, max_tokens: The most rows and tokens of a plan.
+        max_table_updates: The most elements of the block table that one upload brings.
+        host_table, table: The block table on host and device.
+        staging: What carries the buffers to the device; None if that is the same memory.
     """
 
-    def __init__(self, *, max_requests: int, max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_tokens: int,
+        max_table_updates: int,
+        host_table: IntArray,
+        table: torch.Tensor,
+        staging: type[Staging] | None,
+    ) -> None:
         sizes = {
-            "request_slots": max_requests,
-            "positions_before": max_requests,
-            "positions_after": max_requests,
-            "token_starts": max_requests,
-            "workspace_starts": max_requests,
+            "table_index": 2 * max_table_updates,  # int64, first because of its alignment
+            "table_value": max_table_updates,
+            "request_slots": max_requests + 1,
+            "positions_before": max_requests + 1,
+            "positions_after": max_requests + 1,
+            "token_starts": max_requests + 1,
+            "workspace_starts": max_requests + 1,
             "chunk_ids": max_requests,
             "positions": max_tokens,
             "request_ids": max_tokens,
         }
-        self._packed = np.zeros(sum(sizes.values()), dtype=np.int32)
+        self._packed: IntArray = np.zeros(sum(sizes.values()), dtype=np.int32)
         host = torch.from_numpy(self._packed)
-        self.packed = host if device.type == "cpu" else host.to(device)
+        self.packed = host if staging is None else torch.zeros_like(host, device=table.device)
+        self._staging = None if staging is None else staging(self.packed)
         self.host: dict[str, IntArray] = {}
         self.device: dict[str, torch.Tensor] = {}
         start = 0
@@ -39,6 +61,14 @@ class PlanBuffers:
             self.host[name] = self._packed[start : start + size]
             self.device[name] = self.packed[start : start + size]
             start += size
+        self._table_updates = _TableUpdates(
+            host_table.reshape(-1), table.view(-1),
+            self.host.pop("table_index").view(np.int64), self.host.pop("table_value"),
+            self.device.pop("table_index").view(torch.int64), self.device.pop("table_value"),
+        )  # fmt: skip
+        self._padded_to = 0
+        self._padded_sizes = (-1, -1)
+        self.pad(0, 0)
         self._token_map: TokenMap | None = None
         self._sizes = (0, 0, 0, 0)
 
@@ -62,10 +92,92 @@ class PlanBuffers:
             )
         return self._token_map
 
+    def reserve(self, num_tokens: int) -> None:
+        """From the next plan on, pad at least that many tokens: a captured graph reads them."""
+        self._padded_to = max(self._padded_to, num_tokens)
+        self._padded_sizes = (-1, -1)
+
+    def pad(self, batch: int, num_tokens: int) -> None:
+        """Make padding of all that a plan of this size does not use.
+
+        Tokens are padded as far as an earlier plan or a captured graph reaches. A plan of the
+        last one's size finds its padding in place.
+        """
+        if self._padded_sizes == (batch, num_tokens):
+            return
+        host = self.host
+        host["request_slots"][batch:] = -1
+        host["positions_before"][batch:] = 0
+        host["positions_after"][batch:] = 0
+        host["token_starts"][batch:] = num_tokens
+        host["workspace_starts"][batch:] = -1
+        end = self._padded_to = max(self._padded_to, num_tokens)
+        host["positions"][num_tokens:end] = 0
+        host["request_ids"][num_tokens:end] = batch
+        self._padded_sizes = (batch, num_tokens)
+
+    def note_blocks(self, flat_index: NDArray[np.int64]) -> None:
+        """Elements of the host's block table have changed; the next upload brings them."""
+        if self._staging is not None:
+            self._table_updates.note(flat_index)
+
     def upload(self) -> None:
-        """Bring the host's values to the device."""
-        if self.packed.device.type != "cpu":
-            self.packed.copy_(torch.from_numpy(self._packed))
+        """Queue the host's values, and the block table's changes, for the device."""
+        if self._staging is None:
+            return
+        for num_updates in self._table_updates.take():
+            self._staging.send(self._packed)
+            self._table_updates.apply(num_updates)
+
+    @property
+    def noted_blocks(self) -> NDArray[np.int64]:
+        """Flat indices of the block table's changes that the next upload brings."""
+        return self._table_updates.noted
+
+
+class _TableUpdates:
+    """Changes of the block table on their way to the device, as flat indices and values."""
+
+    def __init__(
+        self,
+        host_table: IntArray,
+        table: torch.Tensor,
+        host_index: NDArray[np.int64],
+        host_value: IntArray,
+        index: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        self._host_table, self._table = host_table, table
+        self._host_index, self._host_value = host_index, host_value
+        self._index, self._value = index, value
+        self._changed: list[NDArray[np.int64]] = []
+
+    @property
+    def noted(self) -> NDArray[np.int64]:
+        if not self._changed:
+            return np.empty(0, dtype=np.int64)
+        return np.concatenate(self._changed)
+
+    def note(self, flat_index: NDArray[np.int64]) -> None:
+        self._changed.append(flat_index)
+
+    def take(self) -> Iterator[int]:
+        """Write the noted changes to the buffers, as many at a time as fit; at least one round.
+
+        An element that changed twice is there twice, both times with its present value.
+        """
+        changed = self.noted
+        for start in range(0, max(len(changed), 1), len(self._host_index)):
+            part = changed[start : start + len(self._host_index)]
+            self._host_index[: len(part)] = part
+            self._host_value[: len(part)] = self._host_table[part]
+            yield len(part)
+        self._changed.clear()
+
+    def apply(self, num_updates: int) -> None:
+        """Queue the uploaded changes: one launch, or none."""
+        if num_updates:
+            self._table.index_copy_(0, self._index[:num_updates], self._value[:num_updates])
 
 
 @dataclass(eq=False)
@@ -115,6 +227,13 @@ class ForwardPlan:
         written = progress.layers.values()
         num_written = sum(layer.has_window + layer.has_entries for layer in written)
         return progress.is_declared_complete or num_written == self.num_parts
+
+    @property
+    def has_started(self) -> bool:
+        """Some layer was written, or tried to, or the forward was declared complete."""
+        progress = self._progress
+        has_written = any(p.has_window or p.has_entries for p in progress.layers.values())
+        return has_written or progress.has_failed or progress.is_declared_complete
 
     @property
     def is_retired(self) -> bool:

@@ -205,7 +205,8 @@ def _fill_buffers(
     num_tokens: int,
 ) -> int:
     """Write the plan's arrays and bring them to the device; returns the number of chunks."""
-    host, batch = manager.plan_buffers.host, len(slots)
+    buffers, batch = manager.plan_buffers, len(slots)
+    host = buffers.host
     host["request_slots"][:batch] = slots
     host["positions_before"][:batch] = before
     host["positions_after"][:batch] = after
@@ -227,5 +228,6 @@ def _fill_buffers(
         ids = np.repeat(ids, counts)
         host["request_ids"][:num_tokens] = ids
         host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
-    manager.plan_buffers.upload()
+    buffers.pad(batch, num_tokens)
+    buffers.upload()
     return num_chunks

@@ -544,3 +544,49 @@ def test_random_requests_keep_the_books_right(model, operations):
         manager.free_request(slot)
     manager.check_integrity()
     assert manager.allocator.num_free == 5
+
+
+def assert_padded(manager, plan, num_tokens):
+    """All that the plan leaves over reads as padding, up to `num_tokens` tokens."""
+    batch, host = plan.num_requests, manager.plan_buffers.host
+    rest = manager.capacity.max_requests + 1 - batch
+    expected = {
+        "request_slots": -1, "positions_before": 0, "positions_after": 0,
+        "token_starts": plan.num_tokens, "workspace_starts": -1,
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert host[name][batch:].tolist() == [value] * rest, name
+    assert rest >= 1 and host["request_slots"][batch] == -1
+    spare = num_tokens - plan.num_tokens
+    assert host["positions"][plan.num_tokens : num_tokens].tolist() == [0] * spare
+    assert host["request_ids"][plan.num_tokens : num_tokens].tolist() == [batch] * spare
+
+
+def test_what_a_plan_leaves_over_is_padding():
+    manager, plan = grown_manager(*LENGTHS)
+    most = plan.num_tokens
+    assert_padded(manager, plan, most)
+    for rows in (*BATCHES.values(), BATCHES["mixed"]):
+        manager, plan = grown_manager(*LENGTHS)
+        for _ in range(2):
+            plan = prepare_forward(manager, *([row[i] for row in rows] for i in range(3)))
+            finish(manager, plan)
+            assert_padded(manager, plan, most)
+            rows = [(slot, after, after + (after > 5)) for slot, _, after in rows[::-1]]
+
+
+def test_a_plan_of_the_same_size_finds_its_padding():
+    manager, first = grown_manager(*LENGTHS)
+    for slots in ([3, 1], [2, 5], [5, 3, 1], [1, 2, 3]):
+        plan = grow(manager, slots, manager.lengths[slots] + 1)
+        assert_padded(manager, plan, first.num_tokens)
+        assert plan.tokens.request_slots.tolist() == slots
+
+
+def test_reserved_tokens_are_padded_before_any_plan_reaches_them():
+    manager, _ = grown_manager(5, 6)
+    for reserved in (40, 20, 100):
+        grow(manager, [0, 1], manager.lengths[:2] + 1)
+        manager.plan_buffers.reserve(reserved)
+        plan = grow(manager, [0, 1], manager.lengths[:2] + 1)
+        assert_padded(manager, plan, max(40, reserved))

@@ -1,0 +1,128 @@
+"""`dsv4 bench step`: host time of one captured decode step, its plan included."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsv4.bench.environment import environment
+from dsv4.cache.captured_forward import CapturedForward
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.config import CacheConfig
+from dsv4.kernels import LayerProjections
+from dsv4.testing import model_weights, move_to, random_projections, take_rows
+
+NUM_WARMUP_STEPS = 20
+TARGET_US = 300.0
+LONGEST_START = 256  # so that in every step some request needs a block
+
+
+def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, Any]:
+    """Time `prepare_forward` and `replay` of V4-Flash's writes, 43 layers, one token a request.
+
+    The device is waited for between the steps and not inside them, so that the queue is short
+    and no time is spent waiting for room in it.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("dsv4 bench step needs a CUDA device, and there is none")
+    _check_bytes()
+    config = CacheConfig.v4_flash()
+    manager = _filled(config, num_requests, num_steps)
+    forward = CapturedForward(manager, _writes(config, num_requests), batch=num_requests)
+    slots = list(range(num_requests))
+    times = []
+    for _ in range(NUM_WARMUP_STEPS + num_steps):
+        before = manager.lengths.tolist()
+        after = [length + 1 for length in before]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        plan = prepare_forward(manager, slots, before, after)
+        planned = time.perf_counter()
+        forward.replay(plan)
+        end = time.perf_counter()
+        times.append((planned - start, end - planned, end - start))
+    manager.check_integrity()
+    microseconds = np.array(times[NUM_WARMUP_STEPS:]) * 1e6
+    parts = ("prepare_forward", "replay", "both")
+    return {
+        "bench": "step",
+        "num_requests": num_requests,
+        "num_layers": config.num_layers,
+        "num_steps": num_steps,
+        "median_us": dict(zip(parts, np.median(microseconds, axis=0).tolist(), strict=True)),
+        "p90_us": dict(zip(parts, np.percentile(microseconds, 90, axis=0).tolist(), strict=True)),
+        "target_us": TARGET_US,
+        "environment": environment(),
+    }
+
+
+def _filled(config: CacheConfig, num_requests: int, num_steps: int) -> KVCacheManager:
+    """A manager with requests of 1, 2, 3, ... tokens, and room for all steps."""
+    longest = LONGEST_START + NUM_WARMUP_STEPS + num_steps
+    manager = KVCacheManager(
+        config,
+        max_requests=num_requests,
+        num_blocks=num_requests * -(-longest // config.block_tokens),
+        device="cuda",
+        backend="triton",
+        max_request_tokens=longest,
+    )
+    for idx in range(num_requests):
+        slot = manager.open_request()
+        prepare_forward(manager, [slot], [0], [idx % LONGEST_START + 1]).complete()
+    return manager
+
+
+def _inputs(config: CacheConfig, num_tokens: int) -> list[LayerProjections]:
+    """BF16 projections of every layer; the layers of a kind share theirs."""
+    by_kind = {
+        kind: move_to(
+            "cuda",
+            random_projections(config, kind, num_tokens, seed=kind.ratio, dtype=torch.bfloat16),
+        )
+        for kind in {layer.attention_type for layer in config.schedule}
+    }
+    return [by_kind[layer.attention_type] for layer in config.schedule]
+
+
+def _writes(config: CacheConfig, num_tokens: int) -> Callable[[Sequence[LayerCacheHandle]], None]:
+    """A step that writes every layer from inputs of its own."""
+    inputs = _inputs(config, num_tokens)
+    weights = [move_to("cuda", layer) for layer in model_weights(config, seed=0)]
+
+    def step(handles: Sequence[LayerCacheHandle]) -> None:
+        for handle, layer, weight in zip(handles, inputs, weights, strict=True):
+            handle.write(layer, weight)
+
+    return step
+
+
+def _check_bytes() -> None:
+    """Refuse to time a replay that doesn't store an eager step's bytes."""
+    config = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), num_query_heads=1)
+    batch, captured_batch, length = 3, 5, 126
+    sizes: dict[str, Any] = {
+        "max_requests": captured_batch, "num_blocks": 8, "device": "cuda", "backend": "triton",
+    }  # fmt: skip
+    captured, eager = KVCacheManager(config, **sizes), KVCacheManager(config, **sizes)
+    forward = CapturedForward(captured, _writes(config, captured_batch), batch=captured_batch)
+    inputs = [take_rows(layer, slice(0, batch)) for layer in _inputs(config, captured_batch)]
+    weights = [move_to("cuda", layer) for layer in model_weights(config, seed=0)]
+
+    def run_eagerly(plan: ForwardPlan) -> None:
+        for idx, (layer, weight) in enumerate(zip(inputs, weights, strict=True)):
+            eager.acquire(idx, plan).write(layer, weight)
+
+    for manager, run in ((captured, forward.replay), (eager, run_eagerly)):
+        slots = [manager.open_request() for _ in range(batch)]
+        prepare_forward(manager, slots, [0] * batch, [length] * batch).complete()
+        for before in range(length, length + 6):
+            run(prepare_forward(manager, slots, [before] * batch, [before + 1] * batch))
+    for name in ("slots", "blocks"):
+        if not torch.equal(captured.tensors()[name], eager.tensors()[name]):
+            raise RuntimeError(f"A replay's {name} differ from an eager step's; nothing is timed")

@@ -1,0 +1,209 @@
+"""`CapturedForward`: a step of up to `batch` requests, captured once and replayed for any plan.
+
+Between capture and replay only the contents of the plan's buffers change. What a plan does not
+use of them reads as padding, which touches nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prepare_forward import prepare_forward
+
+NUM_WARMUP_RUNS = 3
+
+Step = Callable[[Sequence[LayerCacheHandle]], Any]
+
+
+class CapturedForward:
+    """A CUDA graph of a step: decode, or the verification of drafts.
+
+    The step reads its inputs from tensors of the caller's own whose addresses never change,
+    of `num_tokens` rows each. Token i of a plan is row i of the inputs; the rows after the
+    plan's last token may hold anything, NaN included. It runs a few times before the capture,
+    on padding alone, so that no request notices.
+
+    Args:
+        manager: The cache. A forward of it that is not complete is not given up: the capture
+            is refused.
+        step: Called with one handle per layer. It writes every layer, does not wait for the
+            device, and returns tensors that each replay fills again.
+        batch: The most requests of a replay.
+        tokens_per_request: The most tokens of one request. With 1, each row of a plan must
+            have exactly one; with more, any number up to that.
+        max_length: The longest request of a replay, by default the manager's longest. Sizes
+            that follow from `plan.max_entries` are captured for it.
+
+    Attributes:
+        num_tokens: Rows that the step's inputs must have: batch × tokens_per_request.
+        num_rows: Rows of the plan that the step sees. With several tokens per request there is
+            one more than `batch`, to which unused tokens belong.
+        outputs: What the step returned.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        step: Step,
+        *,
+        batch: int,
+        tokens_per_request: int = 1,
+        max_length: int | None = None,
+    ) -> None:
+        capacity = manager.capacity
+        if max_length is None:
+            max_length = capacity.max_request_tokens
+        _check_size("batch", batch, capacity.max_requests, "max_requests")
+        _check_size(
+            "tokens_per_request", tokens_per_request, capacity.max_step_tokens,
+            "drafts_per_step + 1",
+        )  # fmt: skip
+        _check_size("max_length", max_length, capacity.max_request_tokens, "max_request_tokens")
+        self.num_tokens = batch * tokens_per_request
+        if self.num_tokens > capacity.max_forward_tokens:
+            raise ValueError(
+                "Invalid batch × tokens_per_request: expected at most "
+                f"{capacity.max_forward_tokens} (max_forward_tokens), got {self.num_tokens}"
+            )
+        self.manager = manager
+        self.batch = batch
+        self.tokens_per_request = tokens_per_request
+        self.max_length = max_length
+        self.num_rows = batch if tokens_per_request == 1 else batch + 1
+        self._step = step
+        self._graph = new_graph(manager.device)
+        self.outputs = self._capture()
+
+    def replay(self, plan: ForwardPlan) -> Any:
+        """Run the captured step for a plan, and complete it. Returns the step's outputs.
+
+        A plan that does not fit is refused with nothing changed; its layers can still be run
+        one by one.
+        """
+        self._check_plan(plan)
+        self._graph.replay()
+        plan.complete()
+        return self.outputs
+
+    def _capture(self) -> Any:
+        if self.manager.has_open_forward:
+            raise RuntimeError(
+                "Cannot capture: the manager's last forward is not complete; run all of its "
+                "layers first, or free its requests"
+            )
+        self.manager.plan_buffers.reserve(self.num_tokens)
+        prepare_forward(self.manager, [], [], []).complete()  # padding alone
+        return self._graph.capture(self._run_step)
+
+    def _run_step(self) -> Any:
+        """The step over the buffers as they are, through a plan that only it sees."""
+        plan = self._padding_plan()
+        try:
+            outputs = self._step(
+                [self.manager.acquire(idx, plan) for idx in range(len(self.manager.schedule))]
+            )
+            if not plan.is_complete:
+                raise RuntimeError(
+                    "Invalid step: expected one that writes every layer's window and entries"
+                )
+        finally:
+            plan.retire()
+        return outputs
+
+    def _padding_plan(self) -> ForwardPlan:
+        manager, nothing = self.manager, np.zeros(self.num_rows, dtype=np.int32)
+        return ForwardPlan(
+            owner=manager,
+            tokens=manager.plan_buffers.token_map(
+                self.num_rows, self.num_tokens, 0, self.tokens_per_request, manager.block_table
+            ),
+            request_slots=np.full(self.num_rows, -1, dtype=np.int32),
+            positions_before=nothing,
+            positions_after=nothing,
+            num_tokens=self.num_tokens,
+            longest=self.max_length,
+            num_new_blocks=0,
+            has_workspace=False,
+            num_parts=manager.num_parts,
+        )
+
+    def _check_plan(self, plan: ForwardPlan) -> None:
+        if plan.owner is not self.manager:
+            raise ValueError(
+                "Invalid plan: expected one that prepare_forward made for the manager of this "
+                "capture, got another manager's"
+            )
+        plan.check_current()
+        if plan.has_started:
+            raise RuntimeError("Invalid plan: expected one not yet written, got one begun or run")
+        if plan.has_workspace:
+            raise ValueError(
+                f"Invalid plan: expected at most {self.tokens_per_request} tokens in a row, as "
+                f"captured, got a chunk of {plan.tokens.max_step}, which needs the workspace"
+            )
+        for name, value, limit in (
+            ("rows", plan.num_requests, self.batch),
+            ("tokens in a row", plan.tokens.max_step, self.tokens_per_request),
+            ("tokens", plan.num_tokens, self.num_tokens),
+            ("tokens in a request", plan.longest, self.max_length),
+        ):
+            if value > limit:
+                raise ValueError(
+                    f"Invalid plan: expected at most {limit} {name}, as captured, got {value}"
+                )
+        if self.tokens_per_request == 1 and plan.num_tokens != plan.num_requests:
+            raise ValueError(
+                "Invalid plan: expected one token in each row, as captured, "
+                f"got {plan.num_tokens} in {plan.num_requests} rows"
+            )
+
+
+class Graph(Protocol):
+    """A recorded run that can be repeated."""
+
+    def capture(self, run: Callable[[], Any]) -> Any:
+        """Warm up, record one call of `run`, and return its result."""
+
+    def replay(self) -> None:
+        """Repeat what was recorded, on the current stream."""
+
+
+class CudaGraph:
+    """`Graph` by `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, run: Callable[[], Any]) -> Any:
+        with torch.cuda.device(self._device):
+            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for _ in range(NUM_WARMUP_RUNS):
+                    run()
+            current.wait_stream(side)
+            with torch.cuda.graph(self._graph, stream=side):
+                return run()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def new_graph(device: torch.device) -> Graph:
+    """What captures a step on that device."""
+    if device.type != "cuda":
+        raise ValueError(f"Invalid device of a captured forward: expected cuda, got {device}")
+    return CudaGraph(device)
+
+
+def _check_size(name: str, value: int, limit: int, limit_name: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+        raise ValueError(
+            f"Invalid {name}: expected an integer from 1 to {limit} ({limit_name}), got {value!r}"
+        )

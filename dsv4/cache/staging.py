@@ -1,0 +1,88 @@
+"""How a plan travels to a device with memory of its own, without waiting for it."""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IntArray = NDArray[np.int32]
+NUM_BUFFERS = 4
+
+
+class Event(Protocol):
+    """A mark in a device's queue, as `torch.cuda.Event` is one."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Staging:
+    """Fills a device tensor from the host and returns when the values have been read."""
+
+    def __init__(self, target: Tensor) -> None:
+        self.target = target
+
+    def send(self, values: IntArray) -> None:
+        """Bring `values` to the target, after all that was queued before."""
+        self.target.copy_(torch.from_numpy(values))
+
+
+class PinnedStaging(Staging):
+    """Fills a CUDA tensor from pinned buffers in rotation and does not wait.
+
+    A buffer is written again only when the copy out of it is done. That is a wait only if the
+    device is `NUM_BUFFERS` plans behind.
+    """
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__(target)
+        self._buffers = [self._allocate() for _ in range(NUM_BUFFERS)]
+        self._copied = [self._new_event() for _ in range(NUM_BUFFERS)]
+        self._next = 0
+
+    def send(self, values: IntArray) -> None:
+        buffer, copied = self._buffers[self._next], self._copied[self._next]
+        if not copied.query():
+            copied.synchronize()
+        buffer.numpy()[:] = values
+        self._start_copy(buffer)
+        copied.record()
+        self._next = (self._next + 1) % NUM_BUFFERS
+
+    def _allocate(self) -> Tensor:
+        return torch.empty(self.target.shape, dtype=self.target.dtype, pin_memory=True)
+
+    def _new_event(self) -> Event:
+        return _DeviceEvent(self.target.device)
+
+    def _start_copy(self, buffer: Tensor) -> None:
+        self.target.copy_(buffer, non_blocking=True)
+
+
+class _DeviceEvent:
+    """An event on the current stream of one device, whichever device is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+def staging_for(device: torch.device) -> type[Staging] | None:
+    """What carries plans to a device; None where host and device are the same memory."""
+    if device.type == "cpu":
+        return None
+    return PinnedStaging if device.type == "cuda" else Staging
