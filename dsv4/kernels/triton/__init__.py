@@ -1,5 +1,13 @@
 """The Triton backend, for Hopper and Blackwell: the reference's bytes."""
 
 from dsv4.kernels.triton.flush_write import append_swa, flush_csa, flush_hca, write_layer
+from dsv4.kernels.triton.gather import (
+    gather_all_compressed_kv,
+    gather_compressed_kv,
+    gather_swa_kv,
+)
 
-__all__ = ["append_swa", "flush_csa", "flush_hca", "write_layer"]
+__all__ = [
+    "append_swa", "flush_csa", "flush_hca", "gather_all_compressed_kv", "gather_compressed_kv",
+    "gather_swa_kv", "write_layer",
+]  # fmt: skip
