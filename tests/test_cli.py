@@ -57,9 +57,10 @@ def test_bad_usage_exits_with_2(capsys, arguments):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_bench_write_without_a_gpu(capsys):
-    assert main(["bench", "write"]) == 1
-    assert "needs a CUDA device" in capsys.readouterr().err
+@pytest.mark.parametrize("bench", ["write", "gather"])
+def test_benches_of_kernels_without_a_gpu(capsys, bench):
+    assert main(["bench", bench]) == 1
+    assert f"dsv4 bench {bench} needs a CUDA device" in capsys.readouterr().err
 
 
 def test_bench_plan(capsys):

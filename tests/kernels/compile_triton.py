@@ -122,7 +122,8 @@ def main(arch: int) -> None:
     for kv_format in KV_FORMATS:
         for kernel, arguments in record_gathers(kv_format):
             used = resources(compile_launch(kernel, arguments, arch), arch)
-            kind = f"{arguments['SOURCE']} {kv_format}"
+            chunks = " chunk" if arguments["HAS_CHUNKS"] else ""
+            kind = f"{arguments['SOURCE']}{chunks} {kv_format}"
             print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
 
 

@@ -20,8 +20,8 @@ def e4m3_values(code):
     if INTERPRETED:
         wide = code.to(tl.int32)
         # Exponent and mantissa take fp32's places, 120 powers of two too low.
-        magnitude = ((wide & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
-        values = tl.where(wide >= 0x80, -magnitude, magnitude)
+        shifted = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+        values = shifted.to(tl.float32, bitcast=True) * 2.0**120
         values = tl.where((wide & 0x7F) == 0x7F, float("nan"), values)
     else:
         values = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -30,7 +30,7 @@ def e4m3_values(code):
 
 @triton.jit
 def ue8m0_values(byte):
-    """UE8M0 scale bytes, uint8, to fp32: powers of two; 0 is 2^-127, 255 is NaN."""
+    """UE8M0 scale bytes, of any integer type, to fp32: powers of two; 0 is 2^-127, 255 is NaN."""
     wide = byte.to(tl.int32)
     bits = tl.where(wide == 0, 0x400000, wide << 23)
     return tl.where(wide == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -76,10 +76,14 @@ def load_scales(scale_ptr, is_present, FORMAT: tl.constexpr, COUNT: tl.constexpr
     if FORMAT == "kv_fp8":
         GROUPS: tl.constexpr = COUNT // GROUP
         group = tl.arange(0, triton.next_power_of_2(GROUPS))[:, None, None]
-        scales = ue8m0_values(
-            tl.load(scale_ptr[None, :, None] + group,
-                    mask=is_present[None, :, None] & (group < GROUPS), other=0)
-        )  # fmt: skip
+        if GROUPS <= 8:
+            # One word a row: as many loads as rows, so that codes stay where they were read.
+            words = tl.load(scale_ptr.to(tl.pointer_type(tl.int64)), mask=is_present, other=0)
+            scale_bytes = (words[None, :, None] >> (8 * group).to(tl.int64)) & 0xFF
+        else:
+            mask = is_present[None, :, None] & (group < GROUPS)
+            scale_bytes = tl.load(scale_ptr[None, :, None] + group, mask=mask, other=0)
+        scales = ue8m0_values(scale_bytes)
     else:
         scale_ptr = scale_ptr.to(tl.pointer_type(tl.float32))
         scales = tl.load(scale_ptr, mask=is_present, other=0.0)[None, :, None]
