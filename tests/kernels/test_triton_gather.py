@@ -57,7 +57,7 @@ def filled(config: CacheConfig, before: list[int], after: list[int], *, device: 
     """The handle of a layer after a forward; a padding row follows the first request."""
     manager = KVCacheManager(
         config, max_requests=len(before) + 3, num_blocks=2 * len(before) + 2, device=device,
-        max_forward_tokens=1024,
+        max_forward_tokens=2048,
     )  # fmt: skip
     poison(manager)
     slots = [manager.open_request() for _ in range(len(before) + 1)][1:]

@@ -30,7 +30,7 @@ class GatherLaunch(NamedTuple):
 
 
 def gather_launch() -> GatherLaunch:
-    """The same for every gather: 8 rows are 32 channels a thread, 16 bytes of codes at a time."""
+    """The same for every gather: a thread decodes 4 times 8 channels, two warps share a row."""
     return GatherLaunch(tile=8, num_warps=4)
 
 
