@@ -58,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--steps", type=_positive, default=400)
     step.add_argument("--json", action="store_true", help="print one JSON object only")
     step.set_defaults(run=_bench_step)
+    gather = benches.add_parser("gather", help="dense rows of a layer, on a GPU")
+    gather.add_argument("--json", action="store_true", help="print one JSON object only")
+    gather.set_defaults(run=_bench_gather)
     return parser
 
 
@@ -135,6 +138,30 @@ def _bench_write(options: argparse.Namespace) -> int:
                 row["type"], str(row["tokens"]), f"{row['us']:.1f}", f"{row['floor_us']:.1f}"
             )
         Console().print(table, prefill)
+    print(json.dumps(result))
+    return 0
+
+
+def _bench_gather(options: argparse.Namespace) -> int:
+    from dsv4.bench.gather import bench_gather
+
+    result = bench_gather()
+    if not options.json:
+        table = Table(title="One layer's gathers of V4-Flash's fp8 rows")
+        columns = ("rows", "same layer us", "8 layers in turn us", "TB/s", "of 4.27 TB/s")
+        table.add_column("gather")
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in result["rows"]:
+            table.add_row(
+                row["gather"],
+                f"{row['num_rows']:,}",
+                f"{row['warm_us']:.2f}",
+                f"{row['rotating_us']:.2f}",
+                f"{row['tb_per_s']:.2f}",
+                f"{row['share_of_copy']:.0%}",
+            )
+        Console().print(table)
     print(json.dumps(result))
     return 0
 

@@ -83,7 +83,7 @@ def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int)
             for handle, layer, weight in zip(handles, inputs, weights, strict=True):
                 _write(handle, layer, weight)
 
-    return _replay_time(step) / (repeats * num_layers)
+    return replay_time(step) / (repeats * num_layers)
 
 
 def _time_prefill(kind: AttentionType) -> float:
@@ -97,10 +97,10 @@ def _time_prefill(kind: AttentionType) -> float:
     weights = move_to("cuda", model_weights(config, seed=0)[0])
     (layer,) = model_projections(config, count, seed=1, dtype=torch.bfloat16)
     inputs, handle = move_to("cuda", layer), manager.acquire(0, plan)
-    return _replay_time(lambda: _write(handle, inputs, weights))
+    return replay_time(lambda: _write(handle, inputs, weights))
 
 
-def _replay_time(step: Callable[[], None], *, num_replays: int = 20) -> float:
+def replay_time(step: Callable[[], None], *, num_replays: int = 20) -> float:
     """Median microseconds of a captured step."""
     step()
     torch.cuda.synchronize()

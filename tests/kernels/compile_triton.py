@@ -16,12 +16,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
+from dsv4.formats import KV_FORMATS
 from dsv4.kernels import LayerWrites
-from dsv4.kernels.triton import flush_write
+from dsv4.kernels.triton import flush_write, gather
 from dsv4.testing import model_projections, model_weights
 
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int32: "i32",
+    torch.int64: "i64",
 }  # fmt: skip
 
 
@@ -60,6 +62,24 @@ def record(ratio: int, kind: str) -> list:
     return launches
 
 
+def record_gathers(kv_format: str) -> list:
+    """The launches of a layer's gathers: listed rows, all entries, windows of steps and chunks."""
+    launches: list = []
+    kernel = gather._gather_kernel
+    gather._gather_kernel = Recorder(kernel, launches)
+    config = CacheConfig.v4_flash(compress_ratios=(4,), kv_format=kv_format)
+    manager = KVCacheManager(config, max_requests=1, num_blocks=1)
+    for num_tokens in (1, 5):
+        slot = manager.open_request()
+        handle = manager.acquire(0, prepare_forward(manager, [slot], [0], [num_tokens]))
+        gather.gather_swa_kv(handle.memory, handle.tokens)
+        manager.free_request(slot)
+    gather.gather_compressed_kv(handle.memory, torch.zeros(1, 512, dtype=torch.int64))
+    gather.gather_all_compressed_kv(handle.memory, handle.plan.tokens, max_entries=1)
+    gather._gather_kernel = kernel
+    return launches
+
+
 def compile_launch(kernel, arguments: dict, arch: int):
     """Compile as the launcher would: pointers and multiples of 16 are known to be such."""
     signature, constants, attributes = {}, {}, {}
@@ -69,7 +89,8 @@ def compile_launch(kernel, arguments: dict, arch: int):
             signature[name], constants[(position,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + TYPES[value.dtype]
-            attributes[(position,)] = [["tt.divisibility", 16]]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and not parameter.do_not_specialize and value % 16 == 0:
@@ -104,6 +125,12 @@ def main(arch: int) -> None:
             for kernel, arguments in record(ratio, kind):
                 used = resources(compile_launch(kernel, arguments, arch), arch)
                 print(json.dumps({"kernel": kernel.__name__, "ratio": ratio, "kind": kind, **used}))
+    for kv_format in KV_FORMATS:
+        for kernel, arguments in record_gathers(kv_format):
+            used = resources(compile_launch(kernel, arguments, arch), arch)
+            chunks = " chunk" if arguments["HAS_CHUNKS"] else ""
+            kind = f"{arguments['SOURCE']}{chunks} {kv_format}"
+            print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,102 @@
+"""Device helpers that read stored rows: bytes to values, as `kernels.reference.codec` decodes them.
+
+On a GPU codes are converted by its own instructions. Under the interpreter, whose conversions
+from E4M3 and to BF16 are wrong, the same values come from the integer bits.
+"""
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+from dsv4.kernels.triton.primitives import bf16_bits
+
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+GROUP = tl.constexpr(64)  # channels that share a scale in fp8 rows, side by side in a tile
+
+
+@triton.jit
+def e4m3_values(code):
+    """E4M3 codes, uint8, to fp32; 0x7F and 0xFF are NaN."""
+    if INTERPRETED:
+        wide = code.to(tl.int32)
+        # Exponent and mantissa take fp32's places, 120 powers of two too low.
+        shifted = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+        values = shifted.to(tl.float32, bitcast=True) * 2.0**120
+        values = tl.where((wide & 0x7F) == 0x7F, float("nan"), values)
+    else:
+        values = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return values
+
+
+@triton.jit
+def ue8m0_values(byte):
+    """UE8M0 scale bytes, of any integer type, to fp32: powers of two; 0 is 2^-127, 255 is NaN."""
+    wide = byte.to(tl.int32)
+    bits = tl.where(wide == 0, 0x400000, wide << 23)
+    return tl.where(wide == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nearest_bf16_bits(x):
+    """fp32 to the bits of BF16, as uint16: nearest even, every NaN 0x7FC0."""
+    if INTERPRETED:
+        bits = bf16_bits(x)
+    else:
+        # The GPU's own NaN is 0x7FFF, and no number lies above infinity.
+        bits = tl.minimum(x.to(tl.bfloat16).to(tl.int16, bitcast=True), 0x7FC0).to(tl.uint16)
+    return bits
+
+
+@triton.jit
+def load_channels(row_ptr, is_present, COUNT: tl.constexpr):
+    """`[groups, TILE, 64]`: COUNT elements from row_ptr `[TILE]` on; zeros where not present.
+
+    Groups come first, because the compiler gives the first dimension to neighbouring threads:
+    a warp reads one row and not a part of several.
+    """
+    channel = tile_channels(COUNT)
+    return tl.load(row_ptr[None, :, None] + channel,
+                   mask=is_present[None, :, None] & (channel < COUNT), other=0)  # fmt: skip
+
+
+@triton.jit
+def store_channels(row_ptr, values, is_stored, COUNT: tl.constexpr):
+    """Store `[groups, TILE, 64]` values as COUNT elements from row_ptr `[TILE]` on."""
+    channel = tile_channels(COUNT)
+    tl.store(row_ptr[None, :, None] + channel, values,
+             mask=is_stored[None, :, None] & (channel < COUNT))  # fmt: skip
+
+
+@triton.jit
+def load_scales(scale_ptr, is_present, FORMAT: tl.constexpr, COUNT: tl.constexpr):
+    """fp32 scales that broadcast against COUNT codes `[groups, TILE, 64]` of a KV row.
+
+    scale_ptr `[TILE]` points to the rows' scale records.
+    """
+    if FORMAT == "kv_fp8":
+        GROUPS: tl.constexpr = COUNT // GROUP
+        group = tl.arange(0, triton.next_power_of_2(GROUPS))[:, None, None]
+        if GROUPS <= 8:
+            # One word a row: as many loads as rows, so that codes stay where they were read.
+            words = tl.load(scale_ptr.to(tl.pointer_type(tl.int64)), mask=is_present, other=0)
+            scale_bytes = (words[None, :, None] >> (8 * group).to(tl.int64)) & 0xFF
+        else:
+            mask = is_present[None, :, None] & (group < GROUPS)
+            scale_bytes = tl.load(scale_ptr[None, :, None] + group, mask=mask, other=0)
+        scales = ue8m0_values(scale_bytes)
+    else:
+        scale_ptr = scale_ptr.to(tl.pointer_type(tl.float32))
+        scales = tl.load(scale_ptr, mask=is_present, other=0.0)[None, :, None]
+    return scales
+
+
+@triton.jit
+def tile_channels(COUNT: tl.constexpr):
+    """`[groups, 1, 64]` channel numbers from 0 to at least COUNT.
+
+    A thread is given 8 of them, 16 bytes of BF16, whatever the width of what it reads: then codes
+    need not change threads on their way to BF16.
+    """
+    GROUPS: tl.constexpr = triton.next_power_of_2(triton.cdiv(COUNT, GROUP))
+    group, lane = tl.arange(0, GROUPS)[:, None, None], tl.arange(0, GROUP)[None, None, :]
+    return tl.max_contiguous(group * GROUP + lane, (1, 1, 8))

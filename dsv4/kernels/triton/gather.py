@@ -1,0 +1,248 @@
+"""Gather: stored rows, dequantised and dense, in one launch.
+
+A program takes a tile of a request's or token's output rows, finds their records and decodes
+them. Rows that don't exist are zeros; nothing is read for them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.formats import PagedRows
+from dsv4.kernels import Gathered, LayerMemory, TokenMap, WindowRows
+from dsv4.kernels.triton.decode import (
+    e4m3_values,
+    load_channels,
+    load_scales,
+    nearest_bf16_bits,
+    store_channels,
+)
+
+
+class GatherLaunch(NamedTuple):
+    """tile is output rows per program."""
+
+    tile: int
+    num_warps: int
+
+
+def gather_launch() -> GatherLaunch:
+    """The same for every gather: a thread decodes 4 times 8 channels, two warps share a row."""
+    return GatherLaunch(tile=8, num_warps=4)
+
+
+@triton.jit
+def find_listed(outer, inner, is_output, rows_ptr, outer_stride, inner_stride,
+                ROWS_PER_PAGE: tl.constexpr):  # fmt: skip
+    """Page, row and presence of rows that a tensor lists."""
+    at = rows_ptr + outer.to(tl.int64) * outer_stride + inner.to(tl.int64) * inner_stride
+    flat = tl.load(at, mask=is_output, other=-1).to(tl.int64)
+    unsigned = flat.to(tl.uint64)  # divides in one instruction
+    page, row = unsigned // ROWS_PER_PAGE, unsigned % ROWS_PER_PAGE
+    return page.to(tl.int32), row.to(tl.int32), flat >= 0
+
+
+@triton.jit
+def find_entries(
+    request, entry, is_output, request_slots_ptr, after_ptr, block_table_ptr, table_stride,
+    RATIO: tl.constexpr, ROWS_PER_PAGE: tl.constexpr,
+):  # fmt: skip
+    """Page, row and presence of a request's entries."""
+    slot = tl.load(request_slots_ptr + request).to(tl.int64)
+    count = tl.load(after_ptr + request) // RATIO
+    is_closed = is_output & (slot >= 0) & (entry < count)
+    column = block_table_ptr + slot * table_stride + entry // ROWS_PER_PAGE
+    block = tl.load(column, mask=is_closed, other=-1)
+    return block, entry % ROWS_PER_PAGE, block >= 0
+
+
+@triton.jit
+def find_window(
+    token, offset, is_output, positions_ptr, request_ids_ptr, request_slots_ptr,
+    ROWS_PER_PAGE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Page, row and presence of a token's window rows in the rings."""
+    position = tl.load(positions_ptr + token) - (WINDOW - 1) + offset
+    slot = tl.load(request_slots_ptr + tl.load(request_ids_ptr + token))
+    return slot, position % ROWS_PER_PAGE, is_output & (slot >= 0) & (position >= 0)
+
+
+@triton.jit
+def workspace_row(
+    token, offset, positions_ptr, request_ids_ptr, before_ptr, starts_ptr, WINDOW: tl.constexpr
+):
+    """Row of a token's window rows in the workspace; negative if its request has none there."""
+    request = tl.load(request_ids_ptr + token)
+    start = tl.load(starts_ptr + request)
+    ahead = tl.load(positions_ptr + token) - tl.load(before_ptr + request)
+    return tl.where(start >= 0, start + ahead + offset, -1).to(tl.int64)
+
+
+@triton.jit
+def gather_records(
+    data_ptr, scale_ptr, values_ptr, out_row, is_present, is_output,
+    FORMAT: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """Decode the rows whose records are at data_ptr and scale_ptr `[TILE]` into dense ones.
+
+    Every load comes before the first store, which the compiler would not move it across.
+    """
+    NOPE: tl.constexpr = DIM - ROPE
+    if FORMAT == "kv_fp32":
+        values = load_channels(data_ptr.to(tl.pointer_type(tl.int32)), is_present, DIM)
+        to_ptr = values_ptr.to(tl.pointer_type(tl.int32)) + out_row * DIM
+        store_channels(to_ptr, values, is_output, DIM)
+    else:
+        to_ptr = values_ptr.to(tl.pointer_type(tl.uint16)) + out_row * DIM
+        if FORMAT == "kv_bf16":
+            values = load_channels(data_ptr.to(tl.pointer_type(tl.uint16)), is_present, DIM)
+            store_channels(to_ptr, values, is_output, DIM)
+        else:
+            codes = load_channels(data_ptr, is_present, NOPE)
+            scales = load_scales(scale_ptr, is_present, FORMAT, NOPE)
+            rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16))
+            rope = load_channels(rope_ptr, is_present, ROPE)
+            restored = nearest_bf16_bits(e4m3_values(codes) * scales)
+            store_channels(to_ptr, restored, is_output, NOPE)
+            store_channels(to_ptr + NOPE, rope, is_output, ROPE)
+
+
+@triton.jit(
+    do_not_specialize=["num_inner", "num_tiles", "outer_stride", "inner_stride", "table_stride"],
+    do_not_specialize_on_alignment=[
+        "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr", "before_ptr",
+        "after_ptr", "starts_ptr", "block_table_ptr",
+    ],
+)  # fmt: skip
+def _gather_kernel(
+    values_ptr, present_ptr, num_inner, num_tiles, data_ptr, scales_ptr, page_stride,
+    rows_ptr, outer_stride, inner_stride,
+    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
+    block_table_ptr, table_stride, workspace_ptr, workspace_scales_ptr,
+    SOURCE: tl.constexpr, FORMAT: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+    DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, ROWS_PER_PAGE: tl.constexpr,
+    RATIO: tl.constexpr, WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """TILE of the num_inner output rows of a token or request.
+
+    SOURCE says where rows come from: a tensor of them, a request's entries, a token's window.
+    """
+    program = tl.program_id(0)
+    outer = program // num_tiles
+    inner = program % num_tiles * TILE + tl.arange(0, TILE)
+    is_output = inner < num_inner
+    if SOURCE == "listed":
+        page, row, is_present = find_listed(outer, inner, is_output, rows_ptr, outer_stride,
+                                            inner_stride, ROWS_PER_PAGE)  # fmt: skip
+    elif SOURCE == "entries":
+        page, row, is_present = find_entries(outer, inner, is_output, request_slots_ptr, after_ptr,
+                                             block_table_ptr, table_stride, RATIO,
+                                             ROWS_PER_PAGE)  # fmt: skip
+    else:
+        page, row, is_present = find_window(outer, inner, is_output, positions_ptr,
+                                            request_ids_ptr, request_slots_ptr, ROWS_PER_PAGE,
+                                            WINDOW)  # fmt: skip
+    page_start = page.to(tl.int64) * page_stride
+    data_ptr = data_ptr + (page_start + row.to(tl.int64) * DATA_BYTES)
+    scale_ptr = scales_ptr + (page_start + row.to(tl.int64) * SCALE_BYTES)
+    if HAS_CHUNKS:
+        copied = workspace_row(outer, inner, positions_ptr, request_ids_ptr, before_ptr,
+                               starts_ptr, WINDOW)  # fmt: skip
+        data_ptr = tl.where(copied >= 0, workspace_ptr + copied * DATA_BYTES, data_ptr)
+        scale_ptr = tl.where(copied >= 0, workspace_scales_ptr + copied * SCALE_BYTES, scale_ptr)
+    out_row = outer.to(tl.int64) * num_inner + inner
+    gather_records(data_ptr, scale_ptr, values_ptr, out_row, is_present, is_output, FORMAT, DIM,
+                   ROPE)  # fmt: skip
+    tl.store(present_ptr + out_row, is_present.to(tl.uint8), mask=is_output)
+
+
+def gather_listed(pages: PagedRows, rows: Tensor) -> Gathered:
+    """The rows with flat indices `rows` `[..., k]` int32 or int64; negative ones are missing."""
+    listed = rows.reshape(-1, rows.shape[-1]) if rows.numel() else rows
+    return _launch(
+        pages, tuple(rows.shape), SOURCE="listed",
+        rows_ptr=listed, outer_stride=listed.stride(0), inner_stride=listed.stride(-1),
+    )  # fmt: skip
+
+
+def gather_entries(pages: PagedRows, tokens: TokenMap, *, ratio: int, max_entries: int) -> Gathered:
+    """The first `max_entries` entries of each request."""
+    shape = (len(tokens.request_slots), max_entries)
+    return _launch(pages, shape, tokens, SOURCE="entries", RATIO=ratio)
+
+
+def gather_window(window: WindowRows, tokens: TokenMap) -> Gathered:
+    """The window of each token, from its ring or, of a chunk, from the workspace."""
+    return _launch(
+        window.ring, (len(tokens.positions), window.window), tokens, SOURCE="window",
+        WINDOW=window.window, HAS_CHUNKS=len(tokens.chunk_ids) > 0,
+        workspace_ptr=window.workspace.data, workspace_scales_ptr=window.workspace.scales,
+    )  # fmt: skip
+
+
+def gather_compressed_kv(memory: LayerMemory, rows: Tensor) -> Gathered:
+    """See `kernels.reference.gather`."""
+    return gather_listed(_entries(memory), rows)
+
+
+def gather_all_compressed_kv(
+    memory: LayerMemory, tokens: TokenMap, *, max_entries: int
+) -> Gathered:
+    """See `kernels.reference.gather`."""
+    ratio = memory.layout.ratio
+    return gather_entries(_entries(memory), tokens, ratio=ratio, max_entries=max_entries)
+
+
+def gather_swa_kv(memory: LayerMemory, tokens: TokenMap) -> Gathered:
+    """See `kernels.reference.gather`."""
+    return gather_window(memory.window, tokens)
+
+
+def _entries(memory: LayerMemory) -> PagedRows:
+    assert memory.entries is not None, "checked by the handle"
+    return memory.entries
+
+
+def _launch(
+    pages: PagedRows, shape: tuple[int, ...], tokens: TokenMap | None = None, **source: Any
+) -> Gathered:
+    """Gather rows of the shape `[..., num_inner]`; `source` says which."""
+    row, device = pages.format, pages.data.device
+    values = torch.empty(*shape, row.dim, dtype=row.value_dtype, device=device)
+    is_present = torch.empty(shape, dtype=torch.bool, device=device)
+    if not is_present.numel():
+        return Gathered(values, is_present)
+    launch = gather_launch()
+    num_tiles = triton.cdiv(shape[-1], launch.tile)
+    nothing = pages.data  # stands in for what this source doesn't have
+    arguments = {
+        "rows_ptr": nothing, "outer_stride": 0, "inner_stride": 0,
+        "workspace_ptr": nothing, "workspace_scales_ptr": nothing,
+        "RATIO": 1, "WINDOW": 1, "HAS_CHUNKS": False,
+        **_token_arguments(tokens, nothing), **source,
+    }  # fmt: skip
+    _gather_kernel[(is_present.numel() // shape[-1] * num_tiles,)](
+        values_ptr=values, present_ptr=is_present.view(torch.uint8), num_inner=shape[-1],
+        num_tiles=num_tiles, data_ptr=pages.data, scales_ptr=pages.scales,
+        page_stride=pages.data.stride(0), **arguments,
+        FORMAT=f"kv_{row.name}", DIM=row.dim, ROPE=row.rope_dim, DATA_BYTES=row.data_bytes,
+        SCALE_BYTES=row.scale_bytes, ROWS_PER_PAGE=pages.rows_per_page, TILE=launch.tile,
+        num_warps=launch.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return Gathered(values, is_present)
+
+
+def _token_arguments(tokens: TokenMap | None, nothing: Tensor) -> dict[str, Any]:
+    names = {
+        "positions_ptr": "positions", "request_ids_ptr": "request_ids",
+        "request_slots_ptr": "request_slots", "before_ptr": "positions_before",
+        "after_ptr": "positions_after", "starts_ptr": "workspace_starts",
+        "block_table_ptr": "block_table",
+    }  # fmt: skip
+    if tokens is None:
+        return {**dict.fromkeys(names, nothing), "table_stride": 0}
+    pointers = {name: getattr(tokens, field) for name, field in names.items()}
+    return {**pointers, "table_stride": tokens.block_table.stride(0)}
