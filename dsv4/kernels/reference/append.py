@@ -61,8 +61,9 @@ def tail_rows(
     The compressor pools these rows whether they come from the tail or from the same chunk, so
     an entry does not depend on how its tokens were cut into chunks.
     """
-    bias = position_bias.float()[positions % position_bias.shape[0]]
-    return TailRows(round_to(kv, dtype), round_to(gate.float() + bias, dtype))
+    biased = gate.float() + position_bias.float()[positions % position_bias.shape[0]]
+    biased = torch.where(biased.isnan(), torch.nan, biased)  # one NaN, whatever adds them
+    return TailRows(round_to(kv, dtype), round_to(biased, dtype))
 
 
 def append_tail(rows: TailRows, tail: Tensor, tokens: TokenMap) -> None:

@@ -25,10 +25,10 @@ def float32_bits(x: Tensor) -> Tensor:
 
 
 def round_to_bf16(x: Tensor) -> Tensor:
-    """fp32 to BF16, nearest even; every NaN becomes 0x7FC0."""
+    """fp32 to BF16, nearest even; every NaN becomes 0x7FFF, as on a GPU."""
     bits = float32_bits(x)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    rounded = torch.where(torch.isnan(x), 0x7FC0, rounded)
+    rounded = torch.where(torch.isnan(x), 0x7FFF, rounded)
     return rounded.to(torch.int16).view(torch.bfloat16)
 
 

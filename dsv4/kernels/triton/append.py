@@ -6,10 +6,13 @@ import triton.language as tl
 from dsv4.kernels.triton.primitives import (
     bf16_bits,
     encode_rows,
-    finish_rows,
+    fp32_bits,
     load_norm,
-    load_rope,
+    load_rotated,
+    mean_of_squares,
+    reciprocal_root,
     round_to_bf16,
+    store_rotated,
     store_rows,
 )
 
@@ -85,7 +88,8 @@ def store_tail(kv, gate, tail_ptr, position, column, mask, WIDTH: tl.constexpr,
         tl.store(target + WIDTH, bf16_bits(gate), mask=mask)
     else:
         tl.store(target, kv, mask=mask)
-        tl.store(target + WIDTH, gate, mask=mask)
+        target = target.to(tl.pointer_type(tl.int32))
+        tl.store(target + WIDTH, fp32_bits(gate), mask=mask)
 
 
 @triton.jit
@@ -163,9 +167,12 @@ def write_window_rows(
     weight = load_norm(norm_ptr, ROWS, DIM, BLOCK)
     position = position + row
     is_real = (row < count) & (slot >= 0)
-    cos, sin = load_rope(rope, position, is_real, DIM, ROPE, BLOCK)
-    values = finish_rows(values, weight, cos, sin, eps, ROWS, DIM, ROPE, BLOCK)
-    encoded = encode_rows(values, 1.0, FORMAT, ROWS, DIM, ROPE, BLOCK)
+    factor = reciprocal_root(mean_of_squares(values, DIM) + eps)
+    PAIRS: tl.constexpr = triton.next_power_of_2(ROPE // 2)
+    rows_ptr = kv_ptr + (token + row).to(tl.int64) * kv_stride
+    even, odd = load_rotated(rows_ptr, factor, norm_ptr, rope, position, is_real, DIM, ROPE, PAIRS)
+    normed = (values * factor[:, None]) * weight
+    encoded = encode_rows(normed, 1.0, FORMAT, ROWS, DIM, ROPE, BLOCK)
     ring_ptr = slots_ptr + slot * slot_bytes + ring_offset
     if HAS_CHUNKS:
         if start >= 0:
@@ -174,12 +181,15 @@ def write_window_rows(
                            workspace_rows, DATA_BYTES, SCALE_BYTES, RING_ROWS, WINDOW)  # fmt: skip
                 tl.debug_barrier()  # the old rows are read before they are overwritten
             at = (start + WINDOW - 1 + position - before).to(tl.int64)
+            data_ptr = workspace_ptr + at * DATA_BYTES
             scales_ptr = workspace_ptr + workspace_rows.to(tl.int64) * DATA_BYTES
-            store_rows(encoded, workspace_ptr + at * DATA_BYTES, scales_ptr + at * SCALE_BYTES,
-                       is_real, FORMAT, ROWS, DIM, ROPE, BLOCK)  # fmt: skip
+            store_rows(encoded, data_ptr, scales_ptr + at * SCALE_BYTES, is_real, FORMAT, ROWS,
+                       DIM, ROPE, BLOCK, False)  # fmt: skip
+            store_rotated(even, odd, data_ptr, is_real, FORMAT, DIM, ROPE, PAIRS)
         is_real = is_real & (position >= after - RING_ROWS)
     if tl.max(is_real.to(tl.int32), axis=0) > 0:
         at = (position % RING_ROWS).to(tl.int64)
-        store_rows(encoded, ring_ptr + at * DATA_BYTES,
-                   ring_ptr + RING_ROWS * DATA_BYTES + at * SCALE_BYTES,
-                   is_real, FORMAT, ROWS, DIM, ROPE, BLOCK)  # fmt: skip
+        data_ptr = ring_ptr + at * DATA_BYTES
+        store_rows(encoded, data_ptr, ring_ptr + RING_ROWS * DATA_BYTES + at * SCALE_BYTES,
+                   is_real, FORMAT, ROWS, DIM, ROPE, BLOCK, False)  # fmt: skip
+        store_rotated(even, odd, data_ptr, is_real, FORMAT, DIM, ROPE, PAIRS)

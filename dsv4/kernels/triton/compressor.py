@@ -104,32 +104,28 @@ def pool_hca_step(
     """`[CHANNELS]` of the HCA window that a request's only token closes.
 
     column is `[1, CHANNELS]`. 8 groups of 16 rows are folded in order, side by side, then the
-    groups pairwise.
+    groups pairwise. The gates are read twice: kept, they would take too many registers.
     """
     group = tl.arange(0, 8)[:, None]
-    is_own = group == 7
     row = position + TAIL_ROWS - 127 + 16 * group
     wanted = mask & (group < 8)
-    gates = ()
     largest = tl.full((8, CHANNELS), float("-inf"), tl.float32)
-    for index in tl.static_range(16):
+    for index in tl.range(16, loop_unroll_factor=4):
         at = tail_ptr + ((row + index) % TAIL_ROWS) * (2 * DIM) + column
         gate = tl.load(at + DIM, mask=wanted, other=0.0).to(tl.float32)
-        if index == 15:
-            gate = tl.where(is_own, own_gate, gate)
-        gates = gates + (gate,)
+        gate = tl.where(16 * group + index == 127, own_gate, gate)
         largest = tl.maximum(largest, gate, propagate_nan=tl.PropagateNan.ALL)
     top = largest_group(largest)
     total = tl.zeros((8, CHANNELS), tl.float32)
     weighted = tl.zeros((8, CHANNELS), tl.float32)
-    for index in tl.static_range(16):
+    for index in tl.range(16, loop_unroll_factor=4):
         at = tail_ptr + ((row + index) % TAIL_ROWS) * (2 * DIM) + column
+        is_own = 16 * group + index == 127
+        gate = tl.load(at + DIM, mask=wanted, other=0.0).to(tl.float32)
         kv = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
-        if index == 15:
-            kv = tl.where(is_own, own_kv, kv)
-        weight = exp_of_nonpositive(gates[index] - top[None, :])
+        weight = exp_of_nonpositive(tl.where(is_own, own_gate, gate) - top[None, :])
         total += weight
-        weighted += weight * kv
+        weighted += weight * tl.where(is_own, own_kv, kv)
     pooled = tl.div_rn(fold_pairs(weighted, CHANNELS), fold_pairs(total, CHANNELS))
     return nan_unless_finite(top, pooled)
 

@@ -78,7 +78,7 @@ def flush_rows(
     encoded = encode_rows(entry, global_scale, FORMAT, ROWS, DIM, ROW_ROPE, BLOCK)
     store_rows(encoded, page_ptr + row * DATA_BYTES,
                page_ptr + ENTRIES_PER_BLOCK * DATA_BYTES + row * SCALE_BYTES, block >= 0,
-               FORMAT, ROWS, DIM, ROW_ROPE, BLOCK)  # fmt: skip
+               FORMAT, ROWS, DIM, ROW_ROPE, BLOCK, True)  # fmt: skip
 
 
 @triton.jit

@@ -25,13 +25,20 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 
 @triton.jit
 def bf16_bits(x):
-    """fp32 to the bits of BF16, as uint16: nearest even, every NaN 0x7FC0."""
+    """fp32 to the bits of BF16, as uint16: nearest even, every NaN 0x7FFF."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x != x, 0x7FFF, rounded).to(tl.uint16)
     else:
         rounded = x.to(tl.bfloat16).to(tl.uint16, bitcast=True)
-    return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16)
+    return rounded
+
+
+@triton.jit
+def fp32_bits(x):
+    """The bits of fp32, as int32, every NaN 0x7FC00000."""
+    return tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
 
 
 @triton.jit
@@ -68,9 +75,18 @@ def nan_unless_finite(x, y):
 
 
 @triton.jit
+def magnitude(x):
+    """|x| for a maximum that leaves NaN out: on a GPU a maximum does so by itself."""
+    x = tl.abs(x)
+    if INTERPRETED:
+        x = tl.where(x == x, x, 0.0)
+    return x
+
+
+@triton.jit
 def mean_of_squares(x, DIM: tl.constexpr):
     """`[ROWS]` fp64: mean of x² of a tile's rows, the same number in whatever order it is added."""
-    largest = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
+    largest = tl.maximum(tl.max(magnitude(x), axis=1), 0.0)
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.int64)
     magic = ((2 * exponent + 12 + 1023) << 52) | (1 << 51)
     magic = magic.to(tl.float64, bitcast=True)[:, None]
@@ -114,6 +130,49 @@ def load_rope(rope, position, is_wanted, DIM: tl.constexpr, ROPE: tl.constexpr,
     address = position.to(tl.int64)[:, None] * (ROPE // 2) + pair
     cos = tl.load(cos_ptr + address, mask=mask, other=1.0)
     return cos, tl.load(sin_ptr + address, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_rotated(
+    x_ptr, factor, norm_ptr, rope, position, is_wanted,
+    DIM: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The trailing ROPE channels of rows at x_ptr `[ROWS]`, normed and rotated: even and odd ones.
+
+    factor `[ROWS]` is the rows' norm. Results are `[ROWS, PAIRS]`.
+    """
+    cos_ptr, sin_ptr = rope
+    pair = tl.arange(0, PAIRS)[None, :]
+    mask = is_wanted[:, None] & (pair < ROPE // 2)
+    channel = DIM - ROPE + 2 * pair
+    even = tl.load(x_ptr[:, None] + channel, mask=mask, other=0.0).to(tl.float32)
+    odd = tl.load(x_ptr[:, None] + channel + 1, mask=mask, other=0.0).to(tl.float32)
+    even = (even * factor[:, None]) * tl.load(norm_ptr + channel, mask=mask, other=0.0)
+    odd = (odd * factor[:, None]) * tl.load(norm_ptr + channel + 1, mask=mask, other=0.0)
+    address = position.to(tl.int64)[:, None] * (ROPE // 2) + pair
+    cos = tl.load(cos_ptr + address, mask=mask, other=1.0)
+    sin = tl.load(sin_ptr + address, mask=mask, other=0.0)
+    return even * cos - odd * sin, odd * cos + even * sin
+
+
+@triton.jit
+def store_rotated(
+    even, odd, data_ptr, is_written,
+    FORMAT: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Store rotated channels in the rows' records at data_ptr `[ROWS]`."""
+    NOPE: tl.constexpr = DIM - ROPE
+    pair = tl.arange(0, PAIRS)[None, :]
+    mask = is_written[:, None] & (pair < ROPE // 2)
+    if FORMAT == "kv_fp32":
+        rope_ptr = (data_ptr + 4 * NOPE).to(tl.pointer_type(tl.int32))[:, None] + 2 * pair
+        tl.store(rope_ptr, fp32_bits(even), mask=mask)
+        tl.store(rope_ptr + 1, fp32_bits(odd), mask=mask)
+    else:
+        FIRST: tl.constexpr = 2 * NOPE if FORMAT == "kv_bf16" else NOPE
+        rope_ptr = (data_ptr + FIRST).to(tl.pointer_type(tl.int32))[:, None] + pair
+        both = bf16_bits(even).to(tl.int32) | (bf16_bits(odd).to(tl.int32) << 16)
+        tl.store(rope_ptr, both, mask=mask)
 
 
 @triton.jit
@@ -211,8 +270,7 @@ def group_amax(x, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     NaN is left out.
     """
     groups = tl.reshape(x, (ROWS, BLOCK // GROUP, GROUP))
-    amax = tl.max(tl.where(groups == groups, tl.abs(groups), 0.0), axis=2)
-    return groups, tl.minimum(amax, BF16_MAX)
+    return groups, tl.minimum(tl.maximum(tl.max(magnitude(groups), axis=2), 0.0), BF16_MAX)
 
 
 @triton.jit
@@ -226,7 +284,7 @@ def encode_rows(x, global_scale, FORMAT: tl.constexpr, ROWS: tl.constexpr, DIM: 
     own = 0
     scales = 0
     if FORMAT == "kv_fp32" or FORMAT == "index_fp32":
-        values = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+        values = fp32_bits(x)
     elif FORMAT == "kv_bf16" or FORMAT == "index_bf16":
         values = bf16_bits(x)
     elif FORMAT == "kv_fp8":
@@ -239,14 +297,14 @@ def encode_rows(x, global_scale, FORMAT: tl.constexpr, ROWS: tl.constexpr, DIM: 
     elif FORMAT == "kv_fp8_entry_scale":
         own = bf16_bits(x)
         rounded = bf16_value(own)
-        is_safe = (tl.arange(0, BLOCK)[None, :] < NOPE) & (rounded == rounded)
-        amax = tl.minimum(tl.max(tl.where(is_safe, tl.abs(rounded), 0.0), axis=1), BF16_MAX)
-        scales = tl.div_rn(tl.maximum(amax, AMAX_FLOOR), E4M3_MAX)
+        is_nope = tl.arange(0, BLOCK)[None, :] < NOPE
+        amax = tl.max(tl.where(is_nope, magnitude(rounded), 0.0), axis=1)
+        scales = tl.div_rn(tl.maximum(tl.minimum(amax, BF16_MAX), AMAX_FLOOR), E4M3_MAX)
         values = e4m3_code(tl.div_rn(rounded, tl.broadcast_to(scales[:, None], (ROWS, BLOCK))))
     elif FORMAT == "index_fp8":
         rounded = round_to_bf16(x)
-        amax = tl.max(tl.where(rounded == rounded, tl.abs(rounded), 0.0), axis=1)
-        exponent = ceil_log2_over_448(tl.maximum(tl.minimum(amax, BF16_MAX), AMAX_FLOOR))
+        amax = tl.minimum(tl.maximum(tl.max(magnitude(rounded), axis=1), 0.0), BF16_MAX)
+        exponent = ceil_log2_over_448(tl.maximum(amax, AMAX_FLOOR))
         scales = power_of_two(exponent)
         values = e4m3_code(rounded * power_of_two(-exponent)[:, None])
     else:
@@ -269,26 +327,30 @@ def encode_rows(x, global_scale, FORMAT: tl.constexpr, ROWS: tl.constexpr, DIM: 
 
 @triton.jit
 def store_rows(encoded, data_ptr, scale_ptr, is_written, FORMAT: tl.constexpr, ROWS: tl.constexpr,
-               DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+               DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
+               HAS_ROPE: tl.constexpr):  # fmt: skip
     """Store the records of encoded rows; nothing where not `is_written` `[ROWS]`.
 
-    data_ptr and scale_ptr `[ROWS]` are uint8 pointers to the rows' records.
+    data_ptr and scale_ptr `[ROWS]` are uint8 pointers to the rows' records. Without HAS_ROPE the
+    rotated channels are left to `store_rotated`.
     """
     values, own, scales = encoded
     NOPE: tl.constexpr = DIM - ROPE
+    WIDTH: tl.constexpr = DIM if HAS_ROPE else NOPE
     is_written = is_written[:, None]
     channel = tl.arange(0, BLOCK)[None, :]
     if FORMAT == "kv_fp32" or FORMAT == "index_fp32":
         tl.store(data_ptr.to(tl.pointer_type(tl.int32))[:, None] + channel, values,
-                 mask=is_written & (channel < DIM))  # fmt: skip
+                 mask=is_written & (channel < WIDTH))  # fmt: skip
     elif FORMAT == "kv_bf16" or FORMAT == "index_bf16":
         tl.store(data_ptr.to(tl.pointer_type(tl.uint16))[:, None] + channel, values,
-                 mask=is_written & (channel < DIM))  # fmt: skip
+                 mask=is_written & (channel < WIDTH))  # fmt: skip
     elif FORMAT == "kv_fp8" or FORMAT == "kv_fp8_entry_scale":
         tl.store(data_ptr[:, None] + channel, values, mask=is_written & (channel < NOPE))
-        rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16))[:, None]
-        tl.store(rope_ptr + channel - NOPE, own,
-                 mask=is_written & (channel >= NOPE) & (channel < DIM))  # fmt: skip
+        if HAS_ROPE:
+            rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16))[:, None]
+            tl.store(rope_ptr + channel - NOPE, own,
+                     mask=is_written & (channel >= NOPE) & (channel < DIM))  # fmt: skip
     elif FORMAT == "index_fp8":
         tl.store(data_ptr[:, None] + channel, values, mask=is_written & (channel < DIM))
     else:
