@@ -8,9 +8,10 @@ from dsv4.kernels.triton.primitives import (
     encode_rows,
     fp32_bits,
     load_norm,
-    load_rotated,
+    load_pairs,
     mean_of_squares,
     reciprocal_root,
+    rotate_pairs,
     round_to_bf16,
     store_rotated,
     store_rows,
@@ -167,10 +168,11 @@ def write_window_rows(
     weight = load_norm(norm_ptr, ROWS, DIM, BLOCK)
     position = position + row
     is_real = (row < count) & (slot >= 0)
-    factor = reciprocal_root(mean_of_squares(values, DIM) + eps)
     PAIRS: tl.constexpr = triton.next_power_of_2(ROPE // 2)
     rows_ptr = kv_ptr + (token + row).to(tl.int64) * kv_stride
-    even, odd = load_rotated(rows_ptr, factor, norm_ptr, rope, position, is_real, DIM, ROPE, PAIRS)
+    pairs = load_pairs(rows_ptr, norm_ptr, rope, position, is_real, DIM, ROPE, PAIRS)
+    factor = reciprocal_root(mean_of_squares(values, DIM) + eps)
+    even, odd = rotate_pairs(pairs, factor)
     normed = (values * factor[:, None]) * weight
     encoded = encode_rows(normed, 1.0, FORMAT, ROWS, DIM, ROPE, BLOCK)
     ring_ptr = slots_ptr + slot * slot_bytes + ring_offset

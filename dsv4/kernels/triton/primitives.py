@@ -133,13 +133,12 @@ def load_rope(rope, position, is_wanted, DIM: tl.constexpr, ROPE: tl.constexpr,
 
 
 @triton.jit
-def load_rotated(
-    x_ptr, factor, norm_ptr, rope, position, is_wanted,
+def load_pairs(
+    x_ptr, norm_ptr, rope, position, is_wanted,
     DIM: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The trailing ROPE channels of rows at x_ptr `[ROWS]`, normed and rotated: even and odd ones.
-
-    factor `[ROWS]` is the rows' norm. Results are `[ROWS, PAIRS]`.
+    """What `rotate_pairs` needs of rows at x_ptr `[ROWS]`, each `[ROWS, PAIRS]`: the trailing ROPE
+    channels, even and odd ones, their norm weights, cos and sin.
     """
     cos_ptr, sin_ptr = rope
     pair = tl.arange(0, PAIRS)[None, :]
@@ -147,11 +146,20 @@ def load_rotated(
     channel = DIM - ROPE + 2 * pair
     even = tl.load(x_ptr[:, None] + channel, mask=mask, other=0.0).to(tl.float32)
     odd = tl.load(x_ptr[:, None] + channel + 1, mask=mask, other=0.0).to(tl.float32)
-    even = (even * factor[:, None]) * tl.load(norm_ptr + channel, mask=mask, other=0.0)
-    odd = (odd * factor[:, None]) * tl.load(norm_ptr + channel + 1, mask=mask, other=0.0)
+    even_weight = tl.load(norm_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    odd_weight = tl.load(norm_ptr + channel + 1, mask=mask, other=0.0).to(tl.float32)
     address = position.to(tl.int64)[:, None] * (ROPE // 2) + pair
     cos = tl.load(cos_ptr + address, mask=mask, other=1.0)
     sin = tl.load(sin_ptr + address, mask=mask, other=0.0)
+    return even, odd, even_weight, odd_weight, cos, sin
+
+
+@triton.jit
+def rotate_pairs(pairs, factor):
+    """Even and odd rotated channels of rows whose norms are `factor` `[ROWS]`."""
+    even, odd, even_weight, odd_weight, cos, sin = pairs
+    even = (even * factor[:, None]) * even_weight
+    odd = (odd * factor[:, None]) * odd_weight
     return even * cos - odd * sin, odd * cos + even * sin
 
 
