@@ -52,21 +52,26 @@ def exp_of_nonpositive(x: Tensor) -> Tensor:
     return (float32_bits(y) + (float32_bits(shifted) << 23)).view(torch.float32)
 
 
-def fold_rows(terms: Tensor) -> Tensor:
-    """Sum `[n, rows, dim]` over rows: groups of 16 in row order, then the groups pairwise."""
-    num, rows, dim = terms.shape
-    group = min(rows, ROWS_IN_ORDER)
-    grouped = terms.reshape(num, rows // group, group, dim)
-    total = torch.zeros_like(grouped[:, :, 0])
-    for row in range(group):
-        total = total + grouped[:, :, row]
-    while total.shape[1] > 1:
-        total = total[:, 0::2] + total[:, 1::2]
-    return total[:, 0]
+def fold_in_order(terms: Tensor) -> Tensor:
+    """Sum `[n, groups, rows, dim]` over rows, in their order."""
+    total = torch.zeros_like(terms[:, :, 0])
+    for row in range(terms.shape[2]):
+        total = total + terms[:, :, row]
+    return total
+
+
+def fold_pairwise(terms: Tensor) -> Tensor:
+    """Sum `[n, groups, dim]` over groups, neighbours first."""
+    while terms.shape[1] > 1:
+        terms = terms[:, 0::2] + terms[:, 1::2]
+    return terms[:, 0]
 
 
 def pool_rows(kv: Tensor, gate: Tensor, is_present: Tensor) -> Tensor:
     """Per-channel softmax of the gates over rows, applied to kv.
+
+    Groups of 16 rows are pooled in row order, each with its own largest gate, and then scaled to
+    the largest of all and added pairwise.
 
     Args:
         kv, gate: `[n, rows, dim]` fp32, rows in position order; rows is at most 16, or 16
@@ -76,14 +81,18 @@ def pool_rows(kv: Tensor, gate: Tensor, is_present: Tensor) -> Tensor:
     Returns:
         `[n, dim]` fp32; NaN where the largest gate is not finite.
     """
-    mask = is_present[:, :, None]
-    gate = torch.where(mask, gate, -torch.inf)
-    largest = gate.amax(dim=1)
-    weight = exp_of_nonpositive(gate - largest[:, None])
-    weight = torch.where(mask, weight, 0.0)
-    weighted = torch.where(mask, weight * kv, 0.0)
-    pooled = fold_rows(weighted) / fold_rows(weight)
-    return torch.where(torch.isfinite(largest), pooled, torch.nan)
+    num, rows, dim = kv.shape
+    shape = (num, -1, min(rows, ROWS_IN_ORDER), dim)
+    mask = is_present[:, :, None].expand_as(kv).reshape(shape)
+    gate = torch.where(mask, gate.reshape(shape), -torch.inf)
+    top = gate.amax(dim=(1, 2))
+    lowest = torch.finfo(torch.float32).min  # so that a group of -inf has a largest gate too
+    largest = gate.amax(dim=2).clamp(min=lowest)
+    weight = torch.where(mask, exp_of_nonpositive(gate - largest[:, :, None]), 0.0)
+    weighted = torch.where(mask, weight * kv.reshape(shape), 0.0)
+    scale = exp_of_nonpositive(largest - top.clamp(min=lowest)[:, None])
+    total, pooled = (fold_pairwise(fold_in_order(x) * scale) for x in (weight, weighted))
+    return torch.where(torch.isfinite(top), pooled / total, torch.nan)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:

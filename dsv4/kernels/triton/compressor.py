@@ -101,33 +101,35 @@ def pool_hca_step(
     own_kv, own_gate, tail_ptr, position, column, mask,
     DIM: tl.constexpr, CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`[CHANNELS]` of the HCA window that a request's only token closes.
+    """`[CHANNELS]` of the HCA window that a request's only token closes; the rest is in the tail.
 
-    column is `[1, CHANNELS]`. 8 groups of 16 rows are folded in order, side by side, then the
-    groups pairwise. The gates are read twice: kept, they would take too many registers.
+    column is `[1, CHANNELS]`. 8 groups of 16 rows are pooled side by side, each in order.
     """
     group = tl.arange(0, 8)[:, None]
+    is_own = group == 7
     row = position + TAIL_ROWS - 127 + 16 * group
     wanted = mask & (group < 8)
+    gates = ()
     largest = tl.full((8, CHANNELS), float("-inf"), tl.float32)
-    for index in tl.range(16, loop_unroll_factor=4):
+    for index in tl.static_range(16):
         at = tail_ptr + ((row + index) % TAIL_ROWS) * (2 * DIM) + column
         gate = tl.load(at + DIM, mask=wanted, other=0.0).to(tl.float32)
-        gate = tl.where(16 * group + index == 127, own_gate, gate)
+        if index == 15:
+            gate = tl.where(is_own, own_gate, gate)
+        gates = gates + (gate,)
         largest = tl.maximum(largest, gate, propagate_nan=tl.PropagateNan.ALL)
-    top = largest_group(largest)
+    base = at_least_lowest(largest)
     total = tl.zeros((8, CHANNELS), tl.float32)
     weighted = tl.zeros((8, CHANNELS), tl.float32)
-    for index in tl.range(16, loop_unroll_factor=4):
+    for index in tl.static_range(16):
         at = tail_ptr + ((row + index) % TAIL_ROWS) * (2 * DIM) + column
-        is_own = 16 * group + index == 127
-        gate = tl.load(at + DIM, mask=wanted, other=0.0).to(tl.float32)
         kv = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
-        weight = exp_of_nonpositive(tl.where(is_own, own_gate, gate) - top[None, :])
+        if index == 15:
+            kv = tl.where(is_own, own_kv, kv)
+        weight = exp_of_nonpositive(gates[index] - base)
         total += weight
-        weighted += weight * tl.where(is_own, own_kv, kv)
-    pooled = tl.div_rn(fold_pairs(weighted, CHANNELS), fold_pairs(total, CHANNELS))
-    return nan_unless_finite(top, pooled)
+        weighted += weight * kv
+    return combine_groups(largest, total, weighted, CHANNELS)
 
 
 @triton.jit
@@ -159,18 +161,33 @@ def pool_hca(
         _, gate = load_hca_rows(projections, tail_ptr, token, position, before, first_back - index,
                                 column, mask, DIM, TAIL_ROWS, TAIL_BF16)  # fmt: skip
         largest = tl.maximum(largest, gate, propagate_nan=tl.PropagateNan.ALL)
-    top = largest_group(largest)
+    base = at_least_lowest(largest)
     total = tl.zeros((8, CHANNELS), tl.float32)
     weighted = tl.zeros((8, CHANNELS), tl.float32)
     for index in tl.range(16, loop_unroll_factor=4):
         kv, gate = load_hca_rows(projections, tail_ptr, token, position, before,
                                  first_back - index, column, mask, DIM, TAIL_ROWS,
                                  TAIL_BF16)  # fmt: skip
-        weight = exp_of_nonpositive(gate - top[None, :])
+        weight = exp_of_nonpositive(gate - base)
         total += weight
         weighted += weight * kv
-    pooled = tl.div_rn(fold_pairs(weighted, CHANNELS), fold_pairs(total, CHANNELS))
-    return nan_unless_finite(top, pooled)
+    return combine_groups(largest, total, weighted, CHANNELS)
+
+
+@triton.jit
+def combine_groups(largest, total, weighted, CHANNELS: tl.constexpr):
+    """`[CHANNELS]`: 8 groups, pooled each with its own largest gate, become one."""
+    is_nan = tl.max((largest != largest).to(tl.int32), axis=0) > 0
+    top = tl.max(tl.where(largest == largest, largest, float("-inf")), axis=0)
+    scale = exp_of_nonpositive(at_least_lowest(largest) - at_least_lowest(top)[None, :])
+    pooled = tl.div_rn(fold_pairs(weighted * scale, CHANNELS), fold_pairs(total * scale, CHANNELS))
+    return tl.where(is_nan, float("nan"), nan_unless_finite(top, pooled))
+
+
+@triton.jit
+def at_least_lowest(x):
+    """x, or the lowest finite number for -inf, so that a group of -inf has a largest gate too."""
+    return tl.maximum(x, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -180,10 +197,3 @@ def fold_pairs(x, CHANNELS: tl.constexpr):
     x = tl.sum(tl.reshape(x, (2, 2, CHANNELS)), axis=1)
     return tl.sum(x, axis=0)
 
-
-@triton.jit
-def largest_group(x):
-    """The largest of `[8, CHANNELS]` over its rows; NaN if any is."""
-    is_nan = tl.max((x != x).to(tl.int32), axis=0)
-    largest = tl.max(tl.where(x == x, x, float("-inf")), axis=0)
-    return tl.where(is_nan > 0, float("nan"), largest)
