@@ -183,22 +183,31 @@ def gather_window(
     )  # fmt: skip
 
 
-def gather_compressed_kv(memory: LayerMemory, rows: Tensor) -> Gathered:
+def gather_compressed_kv(
+    memory: LayerMemory, rows: Tensor, *, launch: GatherLaunch | None = None
+) -> Gathered:
     """See `kernels.reference.gather`."""
-    return gather_listed(_entries(memory), rows)
+    return gather_listed(_entries(memory), rows, launch=launch)
 
 
 def gather_all_compressed_kv(
-    memory: LayerMemory, tokens: TokenMap, *, max_entries: int
+    memory: LayerMemory,
+    tokens: TokenMap,
+    *,
+    max_entries: int,
+    launch: GatherLaunch | None = None,
 ) -> Gathered:
     """See `kernels.reference.gather`."""
-    ratio = memory.layout.ratio
-    return gather_entries(_entries(memory), tokens, ratio=ratio, max_entries=max_entries)
+    return gather_entries(
+        _entries(memory), tokens, ratio=memory.layout.ratio, max_entries=max_entries, launch=launch
+    )
 
 
-def gather_swa_kv(memory: LayerMemory, tokens: TokenMap) -> Gathered:
+def gather_swa_kv(
+    memory: LayerMemory, tokens: TokenMap, *, launch: GatherLaunch | None = None
+) -> Gathered:
     """See `kernels.reference.gather`."""
-    return gather_window(memory.window, tokens)
+    return gather_window(memory.window, tokens, launch=launch)
 
 
 def _entries(memory: LayerMemory) -> PagedRows:

@@ -152,10 +152,14 @@ def format_table(table: LaunchTable) -> str:
 
 
 def step_fields(step: LaunchStep[Any]) -> dict[str, int | None]:
-    """A step as the table lists it: without the fields that have their defaults."""
-    launch, defaults = step.launch, type(step.launch)._field_defaults
-    fields = {k: v for k, v in launch._asdict().items() if k not in defaults or defaults[k] != v}
-    return {"up_to": step.up_to, **fields}
+    """A step as the table lists it."""
+    return {"up_to": step.up_to, **launch_fields(step.launch)}
+
+
+def launch_fields(launch: AnyLaunch) -> dict[str, int | None]:
+    """The fields of a launch that don't have their defaults."""
+    defaults = launch._field_defaults
+    return {k: v for k, v in launch._asdict().items() if k not in defaults or defaults[k] != v}
 
 
 def _format_works(works: Mapping[str, Steps]) -> str:
