@@ -183,7 +183,6 @@ def _bench_tune(options: argparse.Namespace) -> int:
 def _print_tuned(result: dict[str, Any]) -> None:
     from dsv4.kernels.triton.launch import format_table, parse_table
 
-    console = Console()
     table = Table(title=f"Launches of {result['architecture']}, microseconds per layer")
     for column in ("work", "size", "present", "us", "chosen", "us"):
         table.add_column(column, justify="right")
@@ -194,13 +193,13 @@ def _print_tuned(result: dict[str, Any]) -> None:
             cells.append(", ".join(f"{name} {value}" for name, value in launch.items()))
             cells.append(f"{times[0]:.2f}" if times else "unusable")
         table.add_row(*cells)
-    console.print(table)
+    Console().print(table)
     for skipped in result["skipped"]:
-        console.print(f"skipped {skipped['work']}, {skipped['launch']}: {skipped['problem']}")
+        print(f"skipped {skipped['work']}, {skipped['launch']}: {skipped['problem']}")
     if result["written"] is None:
         print(format_table(parse_table(json.dumps({result["architecture"]: result["table"]}))))
     else:
-        console.print(f"written to {result['written']}")
+        print(f"written to {result['written']}")
 
 
 def _bench_plan(options: argparse.Namespace) -> int:

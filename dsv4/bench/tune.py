@@ -158,7 +158,8 @@ def _problems(trials: Sequence[Trial], progress: Progress) -> dict[Trial, str]:
             problem, trial = finished.result(), running[finished]
             if problem is not None:
                 problems[trial] = problem
-                progress.console.print(f"skipped {trial.work}, {trial.launch}: {problem}")
+                note = f"skipped {trial.work}, {trial.launch}: {problem}"
+                progress.console.print(note, markup=False)
             progress.advance(task)
     return problems
 

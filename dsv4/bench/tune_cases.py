@@ -18,7 +18,7 @@ from dsv4.kernels import LayerProjections, LayerWeights, LayerWrites, reference
 from dsv4.kernels.triton import flush_write, gather
 from dsv4.kernels.triton.launch import KINDS, AnyLaunch, GatherLaunch, Kind, Launch, work_name
 from dsv4.model.layer_schedule import AttentionType
-from dsv4.testing import model_projections, model_weights, move_to
+from dsv4.testing import model_projections, model_weights, move_to, poison
 
 WRITES: dict[str, tuple[AttentionType, Kind]] = {
     work_name(layer.ratio, kind): (layer, kind) for layer in AttentionType for kind in KINDS
@@ -199,7 +199,8 @@ def _stores_same_bytes(
         model_projections(config, count, seed=count, dtype=torch.bfloat16)[0]
         for count in (sum(before), sum(after) - sum(before))
     )
-    slots = [[manager.open_request() for _ in before] for manager in (expected, got)][0]
+    poison(expected)
+    slots, _ = ([manager.open_request() for _ in before] for manager in (expected, got))
     expected.acquire(0, prepare_forward(expected, slots, nothing, before)).write(first, weights)
     prepare_forward(got, slots, nothing, before).complete()
     for name in ("blocks", "slots", "window_workspace"):
