@@ -61,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     gather = benches.add_parser("gather", help="dense rows of a layer, on a GPU")
     gather.add_argument("--json", action="store_true", help="print one JSON object only")
     gather.set_defaults(run=_bench_gather)
+    tune = benches.add_parser("tune", help="launch parameters of this GPU's architecture")
+    tune.add_argument("--write", action="store_true", help="update the committed table in place")
+    tune.add_argument("--json", action="store_true", help="print one JSON object only")
+    tune.set_defaults(run=_bench_tune)
     return parser
 
 
@@ -164,6 +168,38 @@ def _bench_gather(options: argparse.Namespace) -> int:
         Console().print(table)
     print(json.dumps(result))
     return 0
+
+
+def _bench_tune(options: argparse.Namespace) -> int:
+    from dsv4.bench.tune import bench_tune
+
+    result = bench_tune(is_written=options.write)
+    if not options.json:
+        _print_tuned(result)
+    print(json.dumps(result))
+    return 0
+
+
+def _print_tuned(result: dict[str, Any]) -> None:
+    from dsv4.kernels.triton.launch import format_table, parse_table
+
+    table = Table(title=f"Launches of {result['architecture']}, microseconds per layer")
+    for column in ("work", "size", "present", "us", "chosen", "us"):
+        table.add_column(column, justify="right")
+    for choice in result["choices"]:
+        cells = [choice["work"], str(choice["size"])]
+        for launch in (choice["present"], choice["chosen"]):
+            times = [time["us"] for time in choice["times"] if time["launch"] == launch]
+            cells.append(", ".join(f"{name} {value}" for name, value in launch.items()))
+            cells.append(f"{times[0]:.2f}" if times else "unusable")
+        table.add_row(*cells)
+    Console().print(table)
+    for skipped in result["skipped"]:
+        print(f"skipped {skipped['work']}, {skipped['launch']}: {skipped['problem']}")
+    if result["written"] is None:
+        print(format_table(parse_table(json.dumps({result["architecture"]: result["table"]}))))
+    else:
+        print(f"written to {result['written']}")
 
 
 def _bench_plan(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from dsv4.kernels import Backend, Gathered, load_backend
 
 NUM_LAYERS = 8  # pools to rotate over: more than an L2 of any GPU holds
 NUM_REQUESTS, REQUEST_TOKENS = 32, 32768  # 8192 CSA entries each
+NUM_POOL_ROWS = NUM_REQUESTS * REQUEST_TOKENS // 4
 WINDOW_BATCH, WINDOW_TOKENS = 256, 200
 LISTED = ((32, 512), (128, 512), (256, 512), (32, 8192))
 RECORD_BYTES, DENSE_BYTES, INDEX_BYTES = 576 + 8, 1024, 8  # fp8 rows of V4's width
@@ -40,7 +41,7 @@ def bench_gather() -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise RuntimeError("dsv4 bench gather needs a CUDA device, and there is none")
     results = []
-    for case in (*_compressed_cases(_compressed_handles()), _window_case(_window_handles())):
+    for case in (*_compressed_cases(compressed_handles()), _window_case(_window_handles())):
         _check_values(case)
         results.append(_measure(case))
     return {"bench": "gather", "rows": results, "environment": environment()}
@@ -72,9 +73,9 @@ def _measure(case: _Case) -> dict[str, Any]:
     }
 
 
-def _compressed_handles() -> list[LayerCacheHandle]:
+def compressed_handles(*, num_layers: int = NUM_LAYERS) -> list[LayerCacheHandle]:
     """CSA layers in a decode step of requests of `REQUEST_TOKENS` tokens."""
-    config = CacheConfig.v4_flash(compress_ratios=(4,) * NUM_LAYERS, num_query_heads=1)
+    config = CacheConfig.v4_flash(compress_ratios=(4,) * num_layers, num_query_heads=1)
     num_blocks = NUM_REQUESTS * REQUEST_TOKENS // config.block_tokens
     manager = KVCacheManager(
         config, max_requests=NUM_REQUESTS, num_blocks=num_blocks, device="cuda",
@@ -103,21 +104,23 @@ def _last_step(manager: KVCacheManager, slots: list[int], length: int) -> list[L
     manager.paged.storage.random_(0, FINITE_BYTES)
     manager.state.storage.random_(0, FINITE_BYTES)
     plan = prepare_forward(manager, slots, [length - 1] * len(slots), [length] * len(slots))
-    return [manager.acquire(layer_idx, plan) for layer_idx in range(NUM_LAYERS)]
+    return [manager.acquire(layer_idx, plan) for layer_idx in range(manager.config.num_layers)]
 
 
 def _compressed_cases(handles: list[LayerCacheHandle]) -> list[_Case]:
-    num_pool_rows = NUM_REQUESTS * REQUEST_TOKENS // 4
     cases = []
     for shape in LISTED:
-        rows: list[Tensor | None] = [
-            torch.randint(num_pool_rows, shape, device="cuda") for _ in handles
-        ]
+        rows: list[Tensor | None] = [random_rows(shape) for _ in handles]
         name = f"{shape[0]} x {shape[1]} listed rows"
         cases.append(_Case(name, _gather_listed, handles, rows, shape[0] * shape[1]))
     name = f"all entries of {NUM_REQUESTS} requests of {REQUEST_TOKENS} tokens"
-    cases.append(_Case(name, _gather_all, handles, [None] * len(handles), num_pool_rows))
+    cases.append(_Case(name, _gather_all, handles, [None] * len(handles), NUM_POOL_ROWS))
     return cases
+
+
+def random_rows(shape: tuple[int, int]) -> Tensor:
+    """Flat rows of a layer of `compressed_handles`."""
+    return torch.randint(NUM_POOL_ROWS, shape, device="cuda")
 
 
 def _window_case(handles: list[LayerCacheHandle]) -> _Case:

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,52 +51,71 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES) -> dict[str, Any]:
     return {"bench": "write", "rows": rows, "prefill": prefill, "environment": environment()}
 
 
-def _config(kind: AttentionType, num_layers: int) -> CacheConfig:
-    return CacheConfig.v4_flash(compress_ratios=(kind.ratio,) * num_layers, num_query_heads=1)
+class WriteCase(NamedTuple):
+    """One forward's writes, ready to be repeated: for each layer where, what and with what."""
+
+    handles: list[LayerCacheHandle]
+    inputs: list[LayerProjections]
+    weights: list[LayerWeights]
 
 
-def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> float:
-    """Median microseconds per layer over replays of a captured step."""
-    config = _config(kind, num_layers)
+def write_config(
+    kind: AttentionType, *, num_layers: int = 1, drafts_per_step: int = 0
+) -> CacheConfig:
+    """V4-Flash with layers of one type."""
+    return CacheConfig.v4_flash(
+        compress_ratios=(kind.ratio,) * num_layers,
+        num_query_heads=1,
+        drafts_per_step=drafts_per_step,
+    )
+
+
+def write_case(
+    config: CacheConfig, batch: int, *, before: int, after: int, device: str = "cuda"
+) -> WriteCase:
+    """A forward that takes each request of a batch from one length to another."""
+    num_blocks = batch * -(-after // config.block_tokens)
     manager = KVCacheManager(
-        config, max_requests=batch, num_blocks=batch, device="cuda", backend="triton",
-        max_forward_tokens=256 * batch,
+        config, max_requests=batch, num_blocks=num_blocks, device=device, backend="triton",
+        max_forward_tokens=num_blocks * config.block_tokens,
     )  # fmt: skip
     slots = [manager.open_request() for _ in range(batch)]
-    length = 255 if is_closing else 253
-    prepare_forward(manager, slots, [0] * batch, [length] * batch).complete()
-    plan = prepare_forward(manager, slots, [length] * batch, [length + 1] * batch)
-    weights = [move_to("cuda", layer) for layer in model_weights(config, seed=0)]
-    inputs = [
-        move_to("cuda", layer)
-        for layer in model_projections(config, batch, seed=1, dtype=torch.bfloat16)
-    ]
-    handles = [manager.acquire(idx, plan) for idx in range(num_layers)]
+    if before:
+        prepare_forward(manager, slots, [0] * batch, [before] * batch).complete()
+    plan = prepare_forward(manager, slots, [before] * batch, [after] * batch)
+    num_tokens = batch * (after - before)
+    inputs = model_projections(config, num_tokens, seed=1, dtype=torch.bfloat16)
+    handles = [manager.acquire(idx, plan) for idx in range(config.num_layers)]
     for handle in handles:
         for tail in (handle.state.tail, handle.state.index_tail):
             if tail is not None:
                 tail.normal_()
+    return WriteCase(
+        handles,
+        [move_to(device, layer) for layer in inputs],
+        [move_to(device, layer) for layer in model_weights(config, seed=0)],
+    )
+
+
+def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> float:
+    """Median microseconds per layer over replays of a captured step."""
+    length = 255 if is_closing else 253
+    config = write_config(kind, num_layers=num_layers)
+    case = write_case(config, batch, before=length, after=length + 1)
     repeats = 20 if num_layers == 1 else 1
 
     def step() -> None:
         for _ in range(repeats):
-            for handle, layer, weight in zip(handles, inputs, weights, strict=True):
-                _write(handle, layer, weight)
+            for layer in zip(*case, strict=True):
+                _write(*layer)
 
     return replay_time(step) / (repeats * num_layers)
 
 
 def _time_prefill(kind: AttentionType) -> float:
     """Median microseconds of one layer's writes for a chunk from position 0."""
-    config, count = _config(kind, 1), PREFILL_TOKENS
-    manager = KVCacheManager(
-        config, max_requests=1, num_blocks=count // config.block_tokens, device="cuda",
-        backend="triton", max_forward_tokens=count,
-    )  # fmt: skip
-    plan = prepare_forward(manager, [manager.open_request()], [0], [count])
-    weights = move_to("cuda", model_weights(config, seed=0)[0])
-    (layer,) = model_projections(config, count, seed=1, dtype=torch.bfloat16)
-    inputs, handle = move_to("cuda", layer), manager.acquire(0, plan)
+    case = write_case(write_config(kind), 1, before=0, after=PREFILL_TOKENS)
+    ((handle, inputs, weights),) = zip(*case, strict=True)
     return replay_time(lambda: _write(handle, inputs, weights))
 
 
@@ -157,7 +176,7 @@ def _prefill_bytes(kind: AttentionType) -> int:
 
 def _check_bytes(kind: AttentionType) -> None:
     """Refuse to time kernels that don't store the reference's bytes."""
-    config = _config(kind, 1)
+    config = write_config(kind)
     stored = []
     for device, backend in (("cpu", "reference"), ("cuda", "triton")):
         manager = KVCacheManager(

@@ -87,7 +87,7 @@ def wide_tiles(monkeypatch):
         from dsv4.kernels.triton import gather
 
         wide = gather.GatherLaunch(tile=32, num_warps=4)
-        monkeypatch.setattr(gather, "gather_launch", lambda: wide)
+        monkeypatch.setattr(gather, "gather_launch", lambda num_rows, device: wide)
 
 
 def triton():

@@ -4,7 +4,7 @@ A program takes a tile of a request's or token's output rows, finds their record
 them. Rows that don't exist are zeros; nothing is read for them.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -20,18 +20,7 @@ from dsv4.kernels.triton.decode import (
     nearest_bf16_bits,
     store_channels,
 )
-
-
-class GatherLaunch(NamedTuple):
-    """tile is output rows per program."""
-
-    tile: int
-    num_warps: int
-
-
-def gather_launch() -> GatherLaunch:
-    """The same for every gather: a thread decodes 4 times 8 channels, two warps share a row."""
-    return GatherLaunch(tile=8, num_warps=4)
+from dsv4.kernels.triton.launch import GatherLaunch, gather_launch
 
 
 @triton.jit
@@ -159,46 +148,66 @@ def _gather_kernel(
     tl.store(present_ptr + out_row, is_present.to(tl.uint8), mask=is_output)
 
 
-def gather_listed(pages: PagedRows, rows: Tensor) -> Gathered:
+def gather_listed(
+    pages: PagedRows, rows: Tensor, *, launch: GatherLaunch | None = None
+) -> Gathered:
     """The rows with flat indices `rows` `[..., k]` int32 or int64; negative ones are missing."""
     listed = rows.reshape(-1, rows.shape[-1]) if rows.numel() else rows
     return _launch(
-        pages, tuple(rows.shape), SOURCE="listed",
+        pages, tuple(rows.shape), launch=launch, SOURCE="listed",
         rows_ptr=listed, outer_stride=listed.stride(0), inner_stride=listed.stride(-1),
     )  # fmt: skip
 
 
-def gather_entries(pages: PagedRows, tokens: TokenMap, *, ratio: int, max_entries: int) -> Gathered:
+def gather_entries(
+    pages: PagedRows,
+    tokens: TokenMap,
+    *,
+    ratio: int,
+    max_entries: int,
+    launch: GatherLaunch | None = None,
+) -> Gathered:
     """The first `max_entries` entries of each request."""
     shape = (len(tokens.request_slots), max_entries)
-    return _launch(pages, shape, tokens, SOURCE="entries", RATIO=ratio)
+    return _launch(pages, shape, tokens, launch=launch, SOURCE="entries", RATIO=ratio)
 
 
-def gather_window(window: WindowRows, tokens: TokenMap) -> Gathered:
+def gather_window(
+    window: WindowRows, tokens: TokenMap, *, launch: GatherLaunch | None = None
+) -> Gathered:
     """The window of each token, from its ring or, of a chunk, from the workspace."""
     return _launch(
-        window.ring, (len(tokens.positions), window.window), tokens, SOURCE="window",
-        WINDOW=window.window, HAS_CHUNKS=len(tokens.chunk_ids) > 0,
+        window.ring, (len(tokens.positions), window.window), tokens, launch=launch,
+        SOURCE="window", WINDOW=window.window, HAS_CHUNKS=len(tokens.chunk_ids) > 0,
         workspace_ptr=window.workspace.data, workspace_scales_ptr=window.workspace.scales,
     )  # fmt: skip
 
 
-def gather_compressed_kv(memory: LayerMemory, rows: Tensor) -> Gathered:
+def gather_compressed_kv(
+    memory: LayerMemory, rows: Tensor, *, launch: GatherLaunch | None = None
+) -> Gathered:
     """See `kernels.reference.gather`."""
-    return gather_listed(_entries(memory), rows)
+    return gather_listed(_entries(memory), rows, launch=launch)
 
 
 def gather_all_compressed_kv(
-    memory: LayerMemory, tokens: TokenMap, *, max_entries: int
+    memory: LayerMemory,
+    tokens: TokenMap,
+    *,
+    max_entries: int,
+    launch: GatherLaunch | None = None,
 ) -> Gathered:
     """See `kernels.reference.gather`."""
-    ratio = memory.layout.ratio
-    return gather_entries(_entries(memory), tokens, ratio=ratio, max_entries=max_entries)
+    return gather_entries(
+        _entries(memory), tokens, ratio=memory.layout.ratio, max_entries=max_entries, launch=launch
+    )
 
 
-def gather_swa_kv(memory: LayerMemory, tokens: TokenMap) -> Gathered:
+def gather_swa_kv(
+    memory: LayerMemory, tokens: TokenMap, *, launch: GatherLaunch | None = None
+) -> Gathered:
     """See `kernels.reference.gather`."""
-    return gather_window(memory.window, tokens)
+    return gather_window(memory.window, tokens, launch=launch)
 
 
 def _entries(memory: LayerMemory) -> PagedRows:
@@ -207,7 +216,12 @@ def _entries(memory: LayerMemory) -> PagedRows:
 
 
 def _launch(
-    pages: PagedRows, shape: tuple[int, ...], tokens: TokenMap | None = None, **source: Any
+    pages: PagedRows,
+    shape: tuple[int, ...],
+    tokens: TokenMap | None = None,
+    *,
+    launch: GatherLaunch | None,
+    **source: Any,
 ) -> Gathered:
     """Gather rows of the shape `[..., num_inner]`; `source` says which."""
     row, device = pages.format, pages.data.device
@@ -215,7 +229,8 @@ def _launch(
     is_present = torch.empty(shape, dtype=torch.bool, device=device)
     if not is_present.numel():
         return Gathered(values, is_present)
-    launch = gather_launch()
+    if launch is None:
+        launch = gather_launch(is_present.numel(), device)
     num_tiles = triton.cdiv(shape[-1], launch.tile)
     nothing = pages.data  # stands in for what this source doesn't have
     arguments = {

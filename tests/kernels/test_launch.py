@@ -1,0 +1,185 @@
+"""The committed table of launch parameters: look-up, nearest architecture, refusals."""
+
+import itertools
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.kernels.triton import launch
+from dsv4.kernels.triton.launch import (
+    TABLE_PATH,
+    WORKS,
+    GatherLaunch,
+    Launch,
+    LaunchStep,
+    committed_table,
+    format_table,
+    gather_launch,
+    gather_steps,
+    launch_parameters,
+    launch_steps,
+    nearest_architecture,
+    parse_table,
+)
+
+CPU = torch.device("cpu")
+HOPPER, BLACKWELL = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+def table_text(changes: dict | None = None, architecture: str = "sm_90") -> str:
+    """A table of one architecture, with some works replaced."""
+    works = {
+        work: [{"up_to": None, "num_warps": 4, **({"tile": 8} if kind is GatherLaunch else {})}]
+        for work, kind in WORKS.items()
+    }
+    return json.dumps({architecture: {**works, **(changes or {})}})
+
+
+@pytest.fixture
+def two_architectures(monkeypatch):
+    """sm_90 in two steps and sm_100 in one, on two devices."""
+    old = parse_table(
+        table_text(
+            {
+                "csa decode": [
+                    {"up_to": 1, "num_warps": 8},
+                    {"up_to": 32, "num_warps": 4, "rows": 2},
+                    {"up_to": None, "num_warps": 2, "maxnreg": 128},
+                ],
+                "gather": [
+                    {"up_to": 100, "tile": 2, "num_warps": 1},
+                    {"up_to": None, "tile": 8, "num_warps": 4},
+                ],
+            }
+        )
+    )
+    new = parse_table(table_text(architecture="sm_100"))
+    monkeypatch.setattr(launch, "committed_table", lambda: {**old, **new})
+    capability = {HOPPER: (9, 0), BLACKWELL: (10, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability.__getitem__)
+    for cached in (launch_steps, gather_steps):
+        cached.cache_clear()
+    yield
+    for cached in (launch_steps, gather_steps):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [
+        (1, Launch(num_warps=8)),
+        (2, Launch(num_warps=4, rows=2)),
+        (32, Launch(num_warps=4, rows=2)),
+        (33, Launch(num_warps=2, maxnreg=128)),
+        (1 << 20, Launch(num_warps=2, maxnreg=128)),
+    ],
+)
+def test_a_launch_is_that_of_the_first_step_that_is_large_enough(
+    two_architectures, num_tokens, expected
+):
+    assert launch_parameters(4, "decode", num_tokens, HOPPER) == expected
+    assert launch_parameters(4, "decode", num_tokens, CPU) == expected
+    assert launch_parameters(4, "decode", num_tokens, BLACKWELL) == Launch(num_warps=4)
+    assert launch_parameters(128, "decode", num_tokens, HOPPER) == Launch(num_warps=4)
+
+
+def test_gathers_are_looked_up_by_rows(two_architectures):
+    assert gather_launch(100, HOPPER) == GatherLaunch(tile=2, num_warps=1)
+    assert gather_launch(101, HOPPER) == GatherLaunch(tile=8, num_warps=4)
+
+
+def test_every_launch_of_a_work_is_known_beforehand(two_architectures):
+    assert [step.up_to for step in launch_steps(4, "decode", HOPPER)] == [1, 32, None]
+    assert [step.up_to for step in launch_steps(4, "decode", BLACKWELL)] == [None]
+    assert [step.up_to for step in gather_steps(HOPPER)] == [100, None]
+
+
+def test_a_device_is_asked_once(two_architectures, monkeypatch):
+    launch_parameters(4, "decode", 1, HOPPER)
+    monkeypatch.delattr(torch.cuda, "get_device_capability")
+    assert launch_parameters(4, "decode", 33, HOPPER).num_warps == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "listed", "nearest"),
+    [
+        ("sm_90", ["sm_90", "sm_100"], "sm_90"),
+        ("sm_100", ["sm_100", "sm_90"], "sm_100"),
+        ("sm_120", ["sm_90", "sm_100"], "sm_100"),
+        ("sm_103", ["sm_90", "sm_120"], "sm_90"),
+        ("sm_80", ["sm_100", "sm_90"], "sm_90"),
+    ],
+)
+def test_nearest_architecture(name, listed, nearest):
+    assert nearest_architecture(name, listed) == nearest
+
+
+def test_the_committed_table():
+    text = TABLE_PATH.read_text()
+    assert "sm_90" in committed_table()
+    assert format_table(parse_table(text)) == text, "as dsv4 bench tune would write it"
+    for steps in committed_table()["sm_90"].values():
+        launches = [step.launch for step in steps]
+        assert all(a != b for a, b in itertools.pairwise(launches)), "merged"
+
+
+def test_a_table_survives_the_round_trip():
+    steps = (LaunchStep(7, Launch(2, channels=32, maxnreg=64)), LaunchStep(None, Launch(8)))
+    table = parse_table(table_text(architecture="sm_120")) | parse_table(table_text())
+    table["sm_90"]["hca chunk"] = steps
+    text = format_table(table)
+    assert parse_table(text) == table
+    assert list(json.loads(text)) == ["sm_90", "sm_120"], "by age"
+    assert '{"up_to": 7, "num_warps": 2, "channels": 32, "maxnreg": 64},\n' in text
+
+
+def step_of(**fields) -> dict:
+    return {"csa decode": [{"up_to": None, "num_warps": 4, **fields}]}
+
+
+INVALID = {
+    "not JSON": ("{", "expected JSON"),
+    "nothing": ("{}", "architectures by name"),
+    "a list": ("[]", "architectures by name"),
+    "an unknown name": (table_text(architecture="hopper"), "'sm_90', got 'hopper'"),
+    "no works": ('{"sm_90": 3}', "works by name, got 3"),
+    "a work too few": ('{"sm_90": {"gather": []}}', r"works of sm_90 .*got \['gather'\]"),
+    "a work too many": (table_text({"csa prefill": []}), "'csa prefill'"),
+    "no steps": (table_text({"csa decode": []}), "sm_90, csa decode .* a list of steps, got"),
+    "a step that is a number": (table_text({"csa decode": [4]}), "step 0 .* fields, got 4"),
+    "an unknown field": (table_text(step_of(warps=4)), r"fields of sm_90, csa decode, step 0"),
+    "no up_to": (table_text({"csa decode": [{"num_warps": 4}]}), r"got \['num_warps'\]"),
+    "no num_warps": (table_text({"csa decode": [{"up_to": None}]}), r"got \['up_to'\]"),
+    "no tile": (table_text({"gather": [{"up_to": None, "num_warps": 4}]}), "fields of sm_90, gath"),
+    "a size of 0": (table_text(step_of(up_to=0)), "up_to of .* above 0, got 0"),
+    "text": (table_text(step_of(rows="2")), "rows of .* above 0, got '2'"),
+    "a fraction": (table_text(step_of(channels=1.5)), "channels of .* above 0, got 1.5"),
+    "a truth value": (table_text(step_of(num_warps=True)), "num_warps of .* above 0, got True"),
+    "null where a number is needed": (table_text(step_of(rows=None)), "rows of .* got None"),
+    "3 warps": (table_text(step_of(num_warps=3)), "a power of two, got 3"),
+    "an end": (table_text(step_of(up_to=32)), r"null at the end, got \[32\]"),
+    "descending sizes": (
+        table_text({"csa decode": [{"up_to": n, "num_warps": 4} for n in (32, 8, None)]}),
+        r"ascending sizes .* got \[32, 8, None\]",
+    ),
+    "null twice": (
+        table_text({"csa decode": [{"up_to": None, "num_warps": 4}] * 2}),
+        r"null at the end, got \[None, None\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_refusals(name):
+    text, message = INVALID[name]
+    with pytest.raises(ValueError, match=message):
+        parse_table(text)
+
+
+def test_the_table_is_part_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    data = project["tool"]["setuptools"]["package-data"]
+    assert TABLE_PATH.name in data["dsv4.kernels.triton"]
