@@ -47,8 +47,8 @@ CANDIDATES: dict[str, tuple[AnyLaunch, ...]] = {
     "swa decode": tuple(Launch(n) for n in (1, 2, 4)),
     "csa decode": tuple(Launch(n) for n in (2, 4, 8)),
     "hca decode": tuple(
-        Launch(n, channels=channels)
-        for channels, n in ((32, 2), (32, 4), (64, 4), (64, 8), (128, 4))
+        Launch(n, channels=channels, gate_reads=reads)
+        for channels, n, reads in ((32, 4, 1), (64, 4, 1), (32, 4, 2), (64, 4, 2), (128, 4, 2))
     ),
     "swa step": (Launch(4), Launch(8)),
     "csa step": (Launch(4), Launch(8)),
@@ -57,8 +57,8 @@ CANDIDATES: dict[str, tuple[AnyLaunch, ...]] = {
         Launch(n, window_rows=window_rows) for window_rows, n in ((1, 1), (2, 2), (4, 4), (8, 4))
     ),
     "csa chunk": tuple(
-        Launch(n, rows=rows, window_rows=window_rows)
-        for rows, window_rows, n in ((1, 2, 2), (1, 4, 4), (1, 4, 8), (2, 4, 4), (2, 8, 8))
+        Launch(4, rows=rows, window_rows=window_rows, maxnreg=maxnreg)
+        for rows, window_rows, maxnreg in ((1, 4, None), (1, 4, 96), (1, 8, 96), (2, 4, None))
     ),
     "hca chunk": tuple(
         Launch(n, channels=channels, window_rows=window_rows)

@@ -133,6 +133,35 @@ def pool_hca_step(
 
 
 @triton.jit
+def pool_hca_step_twice(
+    own_kv, own_gate, tail_ptr, position, column, mask,
+    DIM: tl.constexpr, CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr,
+):  # fmt: skip
+    """`pool_hca_step` that reads the gates twice: half the registers."""
+    group = tl.arange(0, 8)[:, None]
+    row = position + TAIL_ROWS - 127 + 16 * group
+    wanted = mask & (group < 8)
+    largest = tl.full((8, CHANNELS), float("-inf"), tl.float32)
+    for index in tl.range(16, loop_unroll_factor=4):
+        at = tail_ptr + ((row + index) % TAIL_ROWS) * (2 * DIM) + column
+        gate = tl.load(at + DIM, mask=wanted, other=0.0).to(tl.float32)
+        gate = tl.where(16 * group + index == 127, own_gate, gate)
+        largest = tl.maximum(largest, gate, propagate_nan=tl.PropagateNan.ALL)
+    base = at_least_lowest(largest)
+    total = tl.zeros((8, CHANNELS), tl.float32)
+    weighted = tl.zeros((8, CHANNELS), tl.float32)
+    for index in tl.range(16, loop_unroll_factor=4):
+        at = tail_ptr + ((row + index) % TAIL_ROWS) * (2 * DIM) + column
+        is_own = 16 * group + index == 127
+        gate = tl.load(at + DIM, mask=wanted, other=0.0).to(tl.float32)
+        kv = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
+        weight = exp_of_nonpositive(tl.where(is_own, own_gate, gate) - base)
+        total += weight
+        weighted += weight * tl.where(is_own, own_kv, kv)
+    return combine_groups(largest, total, weighted, CHANNELS)
+
+
+@triton.jit
 def load_hca_rows(
     projections, tail_ptr, token, position, before, back, column, mask,
     DIM: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr,

@@ -37,6 +37,7 @@ from dsv4.kernels.triton.compressor import (
     pool_csa_step,
     pool_hca,
     pool_hca_step,
+    pool_hca_step_twice,
 )
 from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters
 from dsv4.kernels.triton.primitives import (
@@ -201,7 +202,7 @@ def compress_hca_step(
     DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
     TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    IS_DECODE: tl.constexpr,
+    IS_DECODE: tl.constexpr, GATE_READS: tl.constexpr,
 ):  # fmt: skip
     """Some channels of one token of an HCA layer in a step."""
     slots_ptr, slot_bytes, tail_offset = slots
@@ -213,8 +214,12 @@ def compress_hca_step(
     if (slot >= 0) & (position % 128 == 127):
         if IS_DECODE:
             window = token + token // 128
-            pooled = pool_hca_step(kv, gate, tail_ptr, position, column, mask, DIM, CHANNELS,
-                                   TAIL_ROWS)  # fmt: skip
+            if GATE_READS == 2:
+                pooled = pool_hca_step_twice(kv, gate, tail_ptr, position, column, mask, DIM,
+                                             CHANNELS, TAIL_ROWS)  # fmt: skip
+            else:
+                pooled = pool_hca_step(kv, gate, tail_ptr, position, column, mask, DIM, CHANNELS,
+                                       TAIL_ROWS)  # fmt: skip
         else:
             window = tl.load(tokens[1] + token) + token // 128
             pooled = pool_hca(projections, tail_ptr, token, position, before, column, mask, DIM,
@@ -288,7 +293,8 @@ def _write_kernel(
     HAS_GLOBAL_SCALE: tl.constexpr, LOG_INDEX: tl.constexpr, TAIL_ROWS: tl.constexpr,
     TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, RING_ROWS: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, INDEX_ROWS: tl.constexpr, WINDOW_ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_COMPRESSOR: tl.constexpr,
+    CHANNELS: tl.constexpr, GATE_READS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_COMPRESSOR: tl.constexpr,
     HAS_INDEX: tl.constexpr, HAS_CHUNKS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
     """Programs in this order: the main compressor's, the indexer's, the window's."""
@@ -315,7 +321,7 @@ def _write_kernel(
                     program // PARTS, program % PARTS, tokens, projections, slots, pooled_ptr,
                     arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK, CHANNELS,
                     TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
-                    IS_DECODE,
+                    IS_DECODE, GATE_READS,
                 )  # fmt: skip
         program -= num_tiles * PARTS
     elif HAS_COMPRESSOR:
@@ -469,7 +475,7 @@ def write_layer(
         num_tokens=num_tokens, num_tiles=grid.num_tiles, num_index_tiles=grid.num_index_tiles,
         pooled_ptr=memory.pooled, arrivals_ptr=memory.arrivals, RATIO=ratio or 1,
         ROWS=launch.rows, INDEX_ROWS=grid.index_rows, WINDOW_ROWS=launch.window_rows,
-        CHANNELS=grid.channels, HAS_WINDOW=writes.window is not None,
+        CHANNELS=grid.channels, GATE_READS=launch.gate_reads, HAS_WINDOW=writes.window is not None,
         HAS_COMPRESSOR=writes.entries is not None, HAS_INDEX=writes.index_keys is not None,
         HAS_CHUNKS=has_chunks, IS_DECODE=is_decode, num_warps=launch.num_warps,
         maxnreg=launch.maxnreg,
