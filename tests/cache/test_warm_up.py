@@ -75,7 +75,7 @@ def test_it_refuses_weights_of_other_layers():
 
 
 def test_it_refuses_a_dtype_that_no_layer_takes():
-    with pytest.raises(TypeError, match="expected float32 or bfloat16, got torch.float16"):
+    with pytest.raises(TypeError, match=r"expected float32 or bfloat16, got torch\.float16"):
         warm_up(make_manager(), make_weights(), dtype=torch.float16)
 
 
