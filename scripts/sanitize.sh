@@ -4,7 +4,7 @@
 #   PYTHON           the interpreter, by default `python`
 #   SANITIZER        by default `compute-sanitizer`
 #   SANITIZER_TOOL   by default `memcheck`; also racecheck, initcheck, synccheck
-#   PYTEST_ARGS      instead of the selection below
+#   PYTEST_ARGS      instead of the selection below; tests marked gpu need -m gpu
 #
 # A kernel is 10 to 50 times slower here, so that only tests with few launches are chosen: steps,
 # chunks and each index format at a small width, every layer type and both input dtypes at the
