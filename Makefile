@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # The oldest transformers that is supported, beside the newest in requirements.txt.
 OLDEST := transformers==5.17.0
 
-.PHONY: demo test lint unit oldest slow bench clean
+.PHONY: demo test lint unit oldest slow bench sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dsv4 demo
@@ -27,6 +27,9 @@ slow: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/dsv4 bench plan
+
+sanitize:
+	scripts/sanitize.sh
 
 $(VENV)/.installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -9,6 +9,7 @@ from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.cache.schema import LayerCacheSchema
 from dsv4.cache.state_cache import StateCachePool
+from dsv4.cache.warm_up import warm_up
 from dsv4.config import CacheConfig, YarnScaling
 from dsv4.errors import IntegrityError, NoFreeSlotError, OutOfBlocksError, TornForwardError
 from dsv4.kernels import CompressorWeights, Selection
@@ -42,4 +43,5 @@ __all__ = [
     "YarnScaling",
     "__version__",
     "prepare_forward",
+    "warm_up",
 ]

@@ -22,7 +22,7 @@ RANKS = [
     ["dsv4.cache.handle"],
     ["dsv4.cache.manager"],
     ["dsv4.cache.prepare_forward"],
-    ["dsv4.cache.captured_forward"],
+    ["dsv4.cache.captured_forward", "dsv4.cache.warm_up"],
     ["dsv4.model.attention", "dsv4.model.random_hf"],
     ["dsv4.testing"],
     ["dsv4.bench", "dsv4.demo"],

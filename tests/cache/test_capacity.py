@@ -150,7 +150,8 @@ def test_shared_components():
     assert memory["plan_buffers"].allocated == (6 * 3 + 5 + 2 * 200 + 3 * 4) * 4
     assert memory["rope_tables"].allocated == 2 * 1000 * 64 * 4
     assert memory["index_global_scale"].allocated == 4
-    assert memory["pooling_scratch"].allocated == 3 * (512 * 4 + 4)
+    assert capacity.pooling_windows == 3 + 200 // 128
+    assert memory["pooling_scratch"].allocated == 4 * (512 * 4 + 4)
     assert memory["window_workspace"].payload == (200 + 3 * 127) * 584
 
 

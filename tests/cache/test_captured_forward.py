@@ -165,7 +165,8 @@ def test_a_replay_stores_the_eager_bytes(eager_graph, config, most):
 
 @pytest.mark.parametrize("config, most", [(DECODE, 1), (VERIFY, 2)], ids=["decode", "verify"])
 def test_triton_s_kernels_skip_the_padding(eager_graph, config, most):
-    twins = Twins(config, batch=3, tokens_per_request=most, backend="triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    twins = Twins(config, batch=3, tokens_per_request=most, device=device, backend="triton")
     for manager in (twins.captured, twins.eager):
         slots = [manager.open_request() for _ in range(2)]
         prepare_forward(manager, slots, [0, 0], [3, 127]).complete()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsv4.kernels.reference.arithmetic import (
+    EXP2_COEFFICIENTS,
     exp_of_nonpositive,
     float32_bits,
     fold_rows,
@@ -32,36 +33,77 @@ def wide(*shape: int, seed: int = 0, spread: int = 20) -> torch.Tensor:
     return torch.randn(shape, generator=generator) * torch.exp2(exponents.float())
 
 
-def test_exp_is_accurate_over_its_whole_range():
-    x = torch.cat((torch.linspace(-87, 0, 400_001), -torch.logspace(-30, 1.9, 100_001)))
+LOWEST_EXP = -125 * math.log(2)  # below it exp is 2^-125
+
+
+def relative_bound(x: torch.Tensor) -> torch.Tensor:
+    """The most that exp_of_nonpositive(x) may be off, relative, by adding up its roundings.
+
+    - The exponent x log2(e) has a relative error of 2^-24 by its rounding and 1.34e-8 by that of
+      log2(e), together 7.3e-8. An exponent off by a factor 1 + d changes the result by x d.
+    - The whole part is added exactly, the rest is what the subtraction leaves, exactly.
+    - The polynomial is off by 9.4e-8.
+    - Its last sum rounds by 2^-24 above 1 and by 2^-25 below; the last product, and its factor
+      with |f| <= 1/2, by 2^-26 each; the step before by 2^-27; the others by less than 2^-30. Of
+      results of at least 1, or at least 0.7 below 1, that is at most 1.0e-7.
+    """
+    return 7.3e-8 * x.double().abs() + 9.4e-8 + 1.0e-7
+
+
+def relative_error(x: torch.Tensor) -> torch.Tensor:
     exact = torch.exp(x.double())
-    error = ((exp_of_nonpositive(x).double() - exact).abs() / exact).max()
-    assert float(error) <= 1.2e-7
+    return (exp_of_nonpositive(x).double() - exact).abs() / exact
+
+
+def next_to_steps(distance: int) -> list[torch.Tensor]:
+    """fp32 numbers around those where the exponent's whole part changes, in ascending order."""
+    middles = ((np.arange(-125, 0) + 0.5) * math.log(2)).astype(np.float32)
+    offsets = np.arange(distance, -distance - 1, -1, dtype=np.int32)  # more bits are further down
+    return [torch.from_numpy((x.view(np.int32) + offsets).view(np.float32)) for x in middles]
+
+
+def test_exp_is_accurate_over_its_whole_range():
+    x = torch.cat((torch.linspace(-87, 0, 400_001), -torch.logspace(-30, 1.93, 100_001)))
+    error = (exp_of_nonpositive(x).double() - torch.exp(x.double())).abs()
+    assert float(error.max()) <= 1.4e-7
+    x = x[x >= LOWEST_EXP]
+    assert (relative_error(x) <= relative_bound(x)).all()
 
 
 def test_exp_next_to_the_steps_of_its_range_reduction():
-    steps = (torch.arange(-125, 1, dtype=torch.float64) - 0.5) * math.log(2)
-    x = steps.float()
-    x = torch.cat(
-        (torch.nextafter(x, torch.tensor(-INF)), x, torch.nextafter(x, torch.tensor(0.0)))
-    )
-    x = x[x >= -87]
-    exact = torch.exp(x.double())
-    assert float(((exp_of_nonpositive(x).double() - exact).abs() / exact).max()) <= 1.2e-7
+    for x in next_to_steps(50):
+        assert (relative_error(x) <= relative_bound(x)).all()
+
+
+def test_exp_falls_by_at_most_one_unit_of_the_last_place():
+    for x in next_to_steps(500):
+        y = exp_of_nonpositive(x)
+        assert (x.diff() > 0).all()
+        assert (float32_bits(y).diff() >= -1).all()
+        assert float(y[-1]) > float(y[0])
 
 
 def test_exp_is_the_written_polynomial():
-    x = np.concatenate((np.linspace(-87, 0, 30_001), -np.logspace(-9, 1.9, 10_001)))
+    x = np.concatenate((np.linspace(-100, 0, 30_001), -np.logspace(-9, 1.9, 10_001)))
     x = x.astype(np.float32)
-    n = np.rint(x * np.float32(1.4426950408889634))
-    r = (x - n * np.float32(355 / 512)) - n * np.float32(-2.1219444005469057e-4)
-    y = np.float32(0.001394116086885333)
-    for coefficient in (0.008375167846679688, 0.04166635125875473, 0.16666415333747864, 0.5, 1, 1):
-        y = y * r + np.float32(coefficient)
+    exponent = np.maximum(x * np.float32(1.4426950408889634), np.float32(-125))
+    n = np.rint(exponent)
+    f = exponent - n
+    y = np.float32(0.0013269406044855714)
+    for coefficient in (0.009671294130384922, 0.0555071122944355, 0.24022246897220612,
+                        0.6931470036506653, 1.0):  # fmt: skip
+        y = y * f + np.float32(coefficient)
     expected = np.ldexp(y, n.astype(np.int32))
     actual = exp_of_nonpositive(torch.from_numpy(x)).numpy()
     assert expected.dtype == np.float32
     np.testing.assert_array_equal(actual, expected)
+
+
+def test_exp_s_polynomial_is_as_close_as_the_bound_says():
+    f = np.linspace(-0.5, 0.5, 200_001)
+    y = np.polyval(EXP2_COEFFICIENTS, f)
+    assert np.abs(y / np.exp2(f) - 1).max() <= 9.4e-8
+    assert [float(np.float32(c)) for c in EXP2_COEFFICIENTS] == list(EXP2_COEFFICIENTS)
 
 
 @pytest.mark.parametrize("x", [0.0, -0.0, -1e-45, -1e-30, -1e-9])
@@ -69,24 +111,16 @@ def test_exp_near_zero_is_one(x):
     assert exp_of_nonpositive(torch.tensor([x])).tolist() == [1.0]
 
 
-@pytest.mark.parametrize("x", [-87.00001, -88.0, -103.0, -1e30, -INF])
-def test_exp_below_its_range_is_that_of_its_end(x):
-    assert torch.equal(
-        exp_of_nonpositive(torch.tensor([x])), exp_of_nonpositive(torch.tensor([-87.0]))
-    )
+@pytest.mark.parametrize("x", [-86.7, -87.0, -88.0, -103.0, -1e30, -3.4e38, -INF])
+def test_exp_below_its_range_is_its_floor(x):
+    assert exp_of_nonpositive(torch.tensor([x])).tolist() == [2.0**-125]
 
 
-def test_exp_at_the_end_of_its_range_is_a_normal_number():
-    result = exp_of_nonpositive(torch.tensor([-87.0]))
-    assert float(result) > torch.finfo(torch.float32).tiny
-    torch.testing.assert_close(
-        result.double(), torch.tensor([-87.0]).double().exp(), rtol=1.2e-7, atol=0
-    )
-
-
-def test_exp_of_nan():
-    result = exp_of_nonpositive(torch.tensor([NAN, -1.0]))
-    assert torch.isnan(result).tolist() == [True, False]
+def test_exp_reaches_its_floor_without_a_jump():
+    x = torch.linspace(-86.7, -86.6, 10_001)
+    y = exp_of_nonpositive(x)
+    assert (y.diff() >= 0).all() and float(y[0]) == 2.0**-125 < float(y[-1])
+    assert float(y.min()) > torch.finfo(torch.float32).tiny
 
 
 def test_bf16_rounding_equals_torch():
@@ -301,11 +335,52 @@ def test_pool_rows_equals_its_written_order():
     assert torch.equal(pool_rows(kv, gate, is_present), numerator / denominator)
 
 
-def test_pool_rows_keeps_nan_of_present_rows():
-    kv, gate = normal(1, 8, 4), normal(1, 8, 4, seed=1)
+@pytest.mark.parametrize("rows", [8, 128])
+def test_pool_rows_keeps_nan_of_present_rows(rows):
+    kv, gate = normal(1, rows, 4), normal(1, rows, 4, seed=1)
+    is_present = torch.ones(1, rows, dtype=torch.bool)
+    clean = pool_rows(kv, gate, is_present)
     kv[0, 3, 2] = NAN
-    pooled = pool_rows(kv, gate, torch.ones(1, 8, dtype=torch.bool))
+    pooled = pool_rows(kv, gate, is_present)
     assert torch.isnan(pooled)[0].tolist() == [False, False, True, False]
+    assert torch.equal(pooled[0, :2], clean[0, :2]) and pooled[0, 3] == clean[0, 3]
+
+
+@pytest.mark.parametrize("special", [NAN, INF], ids=repr)
+@pytest.mark.parametrize("rows", [8, 128])
+def test_pool_rows_of_a_gate_that_is_not_finite(rows, special):
+    kv, gate = normal(1, rows, 4), normal(1, rows, 4, seed=1)
+    is_present = torch.ones(1, rows, dtype=torch.bool)
+    clean = pool_rows(kv, gate, is_present)
+    for row in (0, rows // 2 - 1, rows - 1):
+        one = gate.clone()
+        one[0, row, 1] = special
+        pooled = pool_rows(kv, one, is_present)
+        assert torch.isnan(pooled)[0].tolist() == [False, True, False, False]
+        assert torch.equal(pooled[0, 2:], clean[0, 2:]) and pooled[0, 0] == clean[0, 0]
+
+
+@pytest.mark.parametrize("rows", [8, 128])
+def test_pool_rows_of_gates_of_minus_infinity(rows):
+    kv, gate = normal(1, rows, 2), torch.full((1, rows, 2), -INF)
+    gate[0, 1, 1] = -3e38
+    pooled = pool_rows(kv, gate, torch.ones(1, rows, dtype=torch.bool))
+    assert torch.isnan(pooled)[0].tolist() == [True, False]
+    assert pooled[0, 1] == kv[0, 1, 1]  # the others weigh 2^-125
+
+
+def test_pool_rows_of_no_rows_is_nan():
+    pooled = pool_rows(normal(1, 8, 2), normal(1, 8, 2), torch.zeros(1, 8, dtype=torch.bool))
+    assert torch.isnan(pooled).all()
+
+
+@pytest.mark.parametrize("special", [INF, -INF], ids=repr)
+def test_pool_rows_of_infinite_values(special):
+    kv, gate = normal(1, 8, 2), normal(1, 8, 2, seed=1)
+    kv[0, 3, 0] = kv[0, 3, 1] = special
+    kv[0, 4, 1] = -special
+    pooled = pool_rows(kv, gate, torch.ones(1, 8, dtype=torch.bool))
+    assert pooled[0, 0] == special and torch.isnan(pooled[0, 1])
 
 
 def test_pool_rows_of_gates_far_apart():

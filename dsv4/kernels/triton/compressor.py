@@ -225,4 +225,3 @@ def fold_pairs(x, CHANNELS: tl.constexpr):
     x = tl.sum(tl.reshape(x, (4, 2, CHANNELS)), axis=1)
     x = tl.sum(tl.reshape(x, (2, 2, CHANNELS)), axis=1)
     return tl.sum(x, axis=0)
-

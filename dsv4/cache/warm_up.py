@@ -1,0 +1,194 @@
+"""`warm_up`: every kernel variant that serving can launch, compiled before the first request.
+
+Triton compiles a kernel again for other constants and dtypes, for other alignments of what it is
+given and for other launch parameters. Of a manager these follow from a layer's type and weights,
+from what a write stores and from the kind and size of a forward. Layers of one type differ in
+offsets alone, which are all aligned.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from dsv4.cache.handle import INPUT_DTYPES, LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.kernels import CompressorInputs, IndexInputs, LayerProjections, LayerWeights
+from dsv4.model.layer_schedule import AttentionType
+
+if TYPE_CHECKING:
+    from dsv4.kernels.triton.launch import Kind
+
+POINTER_ALIGN = 16  # bytes; what Triton tells pointers apart by
+
+
+class _Forward(NamedTuple):
+    """The size of a forward."""
+
+    num_rows: int
+    num_tokens: int
+    num_chunks: int
+    max_step: int
+
+
+def warm_up(
+    manager: KVCacheManager,
+    weights: Sequence[LayerWeights],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Compile what the manager's kernels need to write and to gather, in any forward.
+
+    It runs on padding alone, so that no request notices. The reference has nothing to compile.
+
+    Args:
+        manager: The cache. A forward of it that is not complete is not given up: the warm-up is
+            refused.
+        weights: Of every layer, as they will be used.
+        dtype: Of the projections that will be written.
+    """
+    if len(weights) != len(manager.schedule):
+        raise ValueError(
+            f"Invalid weights: expected one per layer, {len(manager.schedule)}, got {len(weights)}"
+        )
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"Invalid dtype: expected float32 or bfloat16, got {dtype}")
+    if manager.has_open_forward:
+        raise RuntimeError(
+            "Cannot warm up: the manager's last forward is not complete; run all of its "
+            "layers first, or free its requests"
+        )
+    if manager.backend == "reference":
+        return
+    prepare_forward(manager, [], [], []).complete()  # padding alone
+    for layer_idx in _distinct_layers(manager, weights):
+        for forwards in _forwards(manager, manager.schedule[layer_idx].ratio):
+            handles = [
+                _write_layer(manager, layer_idx, forward, weights[layer_idx], dtype)
+                for forward in forwards
+            ]
+            _gather(handles[0])
+
+
+def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -> list[int]:
+    """One layer of each type, and of each dtype and alignment of its weights."""
+    first: dict[object, int] = {}
+    for layer, layer_weights in zip(manager.schedule, weights, strict=True):
+        compressors = (layer_weights.compressor or (), layer_weights.indexer or ())
+        tensors = (layer_weights.kv_norm, *compressors[0], *compressors[1])
+        looks = tuple((x.dtype, x.data_ptr() % POINTER_ALIGN == 0) for x in tensors)
+        first.setdefault((layer.attention_type, looks), layer.layer_idx)
+    return list(first.values())
+
+
+def _forwards(manager: KVCacheManager, ratio: int) -> Iterator[list[_Forward]]:
+    """For each kind of forward the smallest for every choice of launch parameters."""
+    capacity = manager.capacity
+    most, longest_step = capacity.max_forward_tokens, capacity.max_step_tokens
+    sizes = _launch_sizes(manager, ratio, "decode", 1, min(most, capacity.max_requests))
+    yield [_Forward(size, size, 0, 1) for size in sizes]
+    # A row without a token makes a step of a forward, even if no row has several.
+    sizes = _launch_sizes(manager, ratio, "step", 1, most)
+    yield [_Forward(1, size, 0, 2) for size in sizes]
+    if most > longest_step:
+        sizes = _launch_sizes(manager, ratio, "chunk", longest_step + 1, most)
+        yield [_Forward(1, size, 1, size) for size in sizes]
+
+
+def _launch_sizes(
+    manager: KVCacheManager, ratio: int, kind: "Kind", least: int, most: int
+) -> list[int]:
+    """The fewest tokens for each choice of parameters; a window alone is launched as SWA's."""
+    from dsv4.kernels.triton.launch import launch_parameters
+
+    first: dict[object, int] = {}
+    for size in range(least, most + 1):
+        parameters = tuple(launch_parameters(r, kind, size, manager.device) for r in (0, ratio))
+        first.setdefault(parameters, size)
+    return list(first.values())
+
+
+def _write_layer(
+    manager: KVCacheManager,
+    layer_idx: int,
+    forward: _Forward,
+    weights: LayerWeights,
+    dtype: torch.dtype,
+) -> LayerCacheHandle:
+    """Write a layer in parts and at once."""
+    handle = manager.acquire(layer_idx, _padding_plan(manager, forward))
+    inputs = _zero_projections(handle, forward.num_tokens, dtype)
+    handle.write_swa(inputs.kv, weights.kv_norm)
+    _flush_compression(handle, inputs, weights)
+    handle = manager.acquire(layer_idx, _padding_plan(manager, forward))
+    handle.write(inputs, weights)
+    return handle
+
+
+def _gather(handle: LayerCacheHandle) -> None:
+    handle.gather_swa_kv()
+    if handle.paged is not None:
+        handle.gather_all_compressed_kv()
+        shape = (handle.plan.num_tokens, handle.config.index_topk)
+        handle.gather_compressed_kv(handle.positions.new_full(shape, -1, dtype=torch.int64))
+
+
+def _flush_compression(
+    handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights
+) -> None:
+    if inputs.compressor is None or weights.compressor is None:
+        return
+    index = inputs.indexer
+    handle.flush_compression(
+        *inputs.compressor,
+        weights.compressor,
+        index_kv=None if index is None else index.kv,
+        index_gate=None if index is None else index.gate,
+        index_weights=weights.indexer,
+    )
+
+
+def _padding_plan(manager: KVCacheManager, forward: _Forward) -> ForwardPlan:
+    """A plan over the buffers as they are: every row is padding, so that each token's is."""
+    nothing = np.zeros(forward.num_rows, dtype=np.int32)
+    return ForwardPlan(
+        owner=manager,
+        tokens=manager.plan_buffers.token_map(*forward, manager.block_table),
+        request_slots=nothing - 1,
+        positions_before=nothing,
+        positions_after=nothing,
+        num_tokens=forward.num_tokens,
+        longest=AttentionType.HCA.ratio,  # of every type at least one entry is gathered
+        num_new_blocks=0,
+        has_workspace=forward.num_chunks > 0,
+        num_parts=manager.num_parts,
+    )
+
+
+def _zero_projections(
+    handle: LayerCacheHandle, num_tokens: int, dtype: torch.dtype
+) -> LayerProjections:
+    """Zeros in the shapes of a layer's projections; what no kernel here reads takes no memory."""
+    config, kind, device = handle.config, handle.layer.attention_type, handle.positions.device
+
+    def unread(*shape: int) -> torch.Tensor:
+        return torch.zeros((), dtype=dtype, device=device).expand(num_tokens, *shape)
+
+    def zeros(width: int) -> torch.Tensor:
+        return torch.zeros(num_tokens, width, dtype=dtype, device=device)
+
+    query, kv = unread(config.num_query_heads, config.head_dim), zeros(config.head_dim)
+    if kind is AttentionType.SWA:
+        return LayerProjections(query, kv)
+    width = handle.schema.num_series * config.head_dim
+    compressor = CompressorInputs(zeros(width), zeros(width))
+    if kind is AttentionType.HCA:
+        return LayerProjections(query, kv, compressor)
+    index_width = handle.schema.num_series * config.index_head_dim
+    index_query = unread(config.index_num_heads, config.index_head_dim)
+    head_weights = unread(config.index_num_heads)
+    indexer = IndexInputs(zeros(index_width), zeros(index_width), index_query, head_weights)
+    return LayerProjections(query, kv, compressor, indexer)

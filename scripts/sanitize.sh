@@ -1,0 +1,33 @@
+#!/bin/sh
+# compute-sanitizer's memcheck over the kernels' tests on a GPU: any access out of bounds fails.
+#
+#   PYTHON           the interpreter, by default `python`
+#   SANITIZER        by default `compute-sanitizer`
+#   SANITIZER_TOOL   by default `memcheck`; also racecheck, initcheck, synccheck
+#   PYTEST_ARGS      instead of the selection below; tests marked gpu need -m gpu
+#
+# A kernel is 10 to 50 times slower here, so that only tests with few launches are chosen: steps,
+# chunks and each index format at a small width, every layer type and both input dtypes at the
+# real one, writes in parts, gathers from all sources, one captured step. What is left out repeats
+# the same accesses: other values, reruns, random schedules, thousands of replays. Run the GPU
+# tests once before, so that the kernels are compiled.
+set -eu
+cd "$(dirname "$0")/.."
+
+FILES="tests/kernels/test_triton_write.py tests/kernels/test_triton_gather.py
+       tests/cache/test_captured_forward.py"
+CHOSEN="(test_bytes and (over or verify or keys)) or (test_bytes_at_the_real_width and random)
+    or test_window_and_entries_apart or test_strided or test_values or test_shapes_of_rows
+    or test_missing_rows or test_planning_and_replaying"
+
+# PyTorch's own cache would hide an access beyond a tensor inside a larger allocation.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+if [ -n "${PYTEST_ARGS:-}" ]; then
+    # shellcheck disable=SC2086
+    set -- $PYTEST_ARGS
+else
+    # shellcheck disable=SC2086
+    set -- $FILES -m "not slow" -k "$(echo $CHOSEN)"
+fi
+exec "${SANITIZER:-compute-sanitizer}" --tool "${SANITIZER_TOOL:-memcheck}" --error-exitcode 1 \
+    "${PYTHON:-python}" -m pytest -p no:cacheprovider "$@"

@@ -1,0 +1,101 @@
+"""Print as JSON the launches that serving makes and warm-up has not compiled.
+
+Launches are recorded and not run, so that no GPU is needed. Run as a script, without the
+interpreter: `python -m tests.kernels.record_launches`.
+"""
+
+import json
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from dsv4 import CacheConfig, KVCacheManager, prepare_forward, warm_up
+from dsv4.kernels.triton import flush_write, gather
+from dsv4.testing import model_projections, model_weights
+from tests.kernels.serving import Server, serve
+
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+
+
+class LaunchKeys:
+    """Stands in for a kernel and keeps, by its launches, what Triton would compile them by."""
+
+    def __init__(self, kernel: JITFunction, keys: dict[str, dict]) -> None:
+        self.name = kernel.__name__
+        self.keys = keys
+        self.names = [p.name for p in kernel.params]
+        self.bind = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, **kwargs) -> None:
+        _, specialization, options = self.bind(*args, **kwargs)
+        key = f"{self.name} {specialization} {options}"
+        if key not in self.keys:
+            self.keys[key] = {
+                "kernel": self.name,
+                **{n: str(s) for n, s in zip(self.names, specialization, strict=True)},
+                **{n: str(o) for n, o in options.items()},
+            }
+
+
+def record_kernels() -> dict[str, dict]:
+    """Replace every kernel; the result fills with the keys of its launches."""
+    keys: dict[str, dict] = {}
+    for module in (flush_write, gather):
+        kernels = {n: k for n, k in vars(module).items() if isinstance(k, JITFunction)}
+        for name, kernel in kernels.items():
+            if name.endswith("_kernel"):
+                setattr(module, name, LaunchKeys(kernel, keys))
+    return keys
+
+
+def new_keys(keys: dict[str, dict], warmed: set[str]) -> list[dict]:
+    """The launches that were not warmed up, each as its difference from the nearest that was."""
+    found = []
+    for key in keys.keys() - warmed:
+        differences = [
+            {n: (v, keys[w].get(n)) for n, v in keys[key].items() if keys[w].get(n) != v}
+            for w in warmed
+        ]
+        found.append(min(differences, key=len))
+    return found
+
+
+def serve_one_layer_per_type(keys: dict[str, dict], **sizes: int) -> dict:
+    keys.clear()
+    server = Server(**sizes)
+    server.manager.backend = "triton"  # refused on a CPU, where nothing is launched here
+    warm_up(server.manager, server.weights)
+    warmed = set(keys)
+    serve(server)
+    return {"case": f"{sizes}", "warmed": len(warmed), "new": new_keys(keys, warmed)}
+
+
+def serve_all_layers(keys: dict[str, dict]) -> dict:
+    """A step of every layer of the model: those that were not warmed up look alike."""
+    keys.clear()
+    config = CacheConfig.v4_flash(num_query_heads=1, index_num_heads=1)
+    manager = KVCacheManager(config, max_requests=1, num_blocks=1)
+    manager.backend = "triton"
+    weights = model_weights(config, seed=0)
+    inputs = model_projections(config, 3, seed=1, dtype=weights[0].kv_norm.dtype)
+    warm_up(manager, weights, dtype=inputs[0].kv.dtype)
+    warmed = set(keys)
+    plan = prepare_forward(manager, [manager.open_request()], [0], [3])
+    for layer_idx, layer in enumerate(inputs):
+        manager.acquire(layer_idx, plan).write(layer, weights[layer_idx])
+    return {"case": "all layers", "warmed": len(warmed), "new": new_keys(keys, warmed)}
+
+
+def main() -> None:
+    keys = record_kernels()
+    print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=0, max_requests=7)))
+    print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=2)))
+    print(json.dumps(serve_all_layers(keys)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""After `warm_up` nothing is compiled, whatever the lengths, chunks, steps and batches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from triton import knobs
+
+from dsv4 import warm_up
+from dsv4.kernels.triton import flush_write, gather
+from tests.kernels.serving import Server, serve
+
+
+def test_serving_launches_nothing_that_was_not_warmed_up():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.record_launches"]
+    root = Path(__file__).parent.parent.parent
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
+    assert result.returncode == 0, result.stderr
+    cases = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(cases) == 3
+    for case in cases:
+        assert case["warmed"] >= 28
+        assert case["new"] == [], case["case"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts_per_step", [0, 2])
+def test_serving_compiles_nothing(drafts_per_step, monkeypatch):
+    server = Server(drafts_per_step=drafts_per_step, max_requests=64, device="cuda")
+    for module in (flush_write, gather):
+        for name, kernel in vars(module).items():
+            if name.endswith("_kernel"):
+                kernel.device_caches.clear()  # an earlier test may have compiled what is missing
+    compiled = []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda **launch: compiled.append(launch["repr"])
+    )
+    warm_up(server.manager, server.weights)
+    num_warmed = len(compiled)
+    assert num_warmed >= 28
+    serve(server)
+    assert compiled[num_warmed:] == []
