@@ -85,7 +85,7 @@ def np_bf16(x: np.ndarray) -> np.ndarray:
 
 def np_bf16_bytes(values: np.ndarray) -> np.ndarray:
     bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), 0x7FC0, bits).astype("<u2").view(np.uint8)
+    return np.where(np.isnan(values), 0x7FFF, bits).astype("<u2").view(np.uint8)
 
 
 def np_amax(groups: np.ndarray) -> np.ndarray:
@@ -666,7 +666,7 @@ def test_special_values_of_plain_rows(name):
     data = codec.encode(fmt, values).data
     if fmt.value_dtype is torch.bfloat16:
         bits = data.view(torch.int16)[0, :8].int() & 0xFFFF
-        expected = [0x7FC0, 0x7FC0, 0x7F80, 0xFF80, 0, 0x8000, 0x0001, 0xFF80]
+        expected = [0x7FFF, 0x7FFF, 0x7F80, 0xFF80, 0, 0x8000, 0x0001, 0xFF80]
     else:
         bits = data.view(torch.int32)[0, :8].long() & 0xFFFFFFFF
         tail = f32(1e-40, -3.4e38).view(torch.int32).long() & 0xFFFFFFFF
@@ -680,7 +680,7 @@ def test_special_values_of_the_rope_part(name):
     values[0, 448:454] = f32(NAN, INF, -INF, -0.0, 3.4e38, 1e-40)
     encoded = codec.encode(KV_ROWS[name], values)
     bits = encoded.data[:, 448:].view(torch.int16)[0, :6].int() & 0xFFFF
-    assert bits.tolist() == [0x7FC0, 0x7F80, 0xFF80, 0x8000, 0x7F80, 0x0001]
+    assert bits.tolist() == [0x7FFF, 0x7F80, 0xFF80, 0x8000, 0x7F80, 0x0001]
     assert torch.equal(encoded.scales, codec.encode(KV_ROWS[name], torch.zeros(1, 512)).scales)
 
 

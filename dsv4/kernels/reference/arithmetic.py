@@ -82,7 +82,8 @@ def pool_rows(kv: Tensor, gate: Tensor, is_present: Tensor) -> Tensor:
         `[n, dim]` fp32; NaN where the largest gate is not finite.
     """
     num, rows, dim = kv.shape
-    shape = (num, -1, min(rows, ROWS_IN_ORDER), dim)
+    group = min(rows, ROWS_IN_ORDER)
+    shape = (num, rows // group, group, dim)
     mask = is_present[:, :, None].expand_as(kv).reshape(shape)
     gate = torch.where(mask, gate.reshape(shape), -torch.inf)
     top = gate.amax(dim=(1, 2))

@@ -6,11 +6,9 @@ from E4M3 and to BF16 are wrong, the same values come from the integer bits.
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-from dsv4.kernels.triton.primitives import bf16_bits
+from dsv4.kernels.triton.primitives import INTERPRETED
 
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 GROUP = tl.constexpr(64)  # channels that share a scale in fp8 rows, side by side in a tile
 
 
@@ -34,17 +32,6 @@ def ue8m0_values(byte):
     wide = byte.to(tl.int32)
     bits = tl.where(wide == 0, 0x400000, wide << 23)
     return tl.where(wide == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def nearest_bf16_bits(x):
-    """fp32 to the bits of BF16, as uint16: nearest even, every NaN 0x7FC0."""
-    if INTERPRETED:
-        bits = bf16_bits(x)
-    else:
-        # The GPU's own NaN is 0x7FFF, and no number lies above infinity.
-        bits = tl.minimum(x.to(tl.bfloat16).to(tl.int16, bitcast=True), 0x7FC0).to(tl.uint16)
-    return bits
 
 
 @triton.jit

@@ -17,10 +17,10 @@ from dsv4.kernels.triton.decode import (
     e4m3_values,
     load_channels,
     load_scales,
-    nearest_bf16_bits,
     store_channels,
 )
 from dsv4.kernels.triton.launch import GatherLaunch, gather_launch
+from dsv4.kernels.triton.primitives import bf16_bits
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def gather_records(
             scales = load_scales(scale_ptr, is_present, FORMAT, NOPE)
             rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16))
             rope = load_channels(rope_ptr, is_present, ROPE)
-            restored = nearest_bf16_bits(e4m3_values(codes) * scales)
+            restored = bf16_bits(e4m3_values(codes) * scales)
             store_channels(to_ptr, restored, is_output, NOPE)
             store_channels(to_ptr + NOPE, rope, is_output, ROPE)
 
