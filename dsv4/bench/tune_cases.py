@@ -209,6 +209,4 @@ def _stores_same_bytes(
     expected.acquire(0, prepare_forward(expected, slots, before, after)).write(last, weights)
     handle = got.acquire(0, prepare_forward(got, slots, before, after))
     write_with(launch, handle, move_to(device, last), move_to(device, weights))
-    return all(
-        torch.equal(got.tensors()[name].cpu(), expected.tensors()[name]) for name in stored
-    )
+    return all(torch.equal(got.tensors()[name].cpu(), expected.tensors()[name]) for name in stored)

@@ -2,8 +2,8 @@
 
 A backend has the functions of `Backend`. `reference` defines the meaning of each; the others
 store the same bytes and select the same entries. A backend that is asked for runs or raises;
-nothing falls back in silence. `triton` has kernels for the write path; its gathers, its indexer
-and its attention are the reference's.
+nothing falls back in silence. `triton` has kernels for writes and gathers; its indexer and its
+attention are the reference's.
 
 -1 is the only sentinel: a slot of a padding row, a block or row that does not exist.
 """

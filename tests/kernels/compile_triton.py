@@ -3,6 +3,7 @@
 Run as a script, without the interpreter: `python -m tests.kernels.compile_triton 90`.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -19,6 +20,7 @@ from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import KV_FORMATS
 from dsv4.kernels import LayerWrites
 from dsv4.kernels.triton import flush_write, gather
+from dsv4.kernels.triton.launch import KINDS, Launch, launch_steps, work_name
 from dsv4.testing import model_projections, model_weights
 
 TYPES = {
@@ -37,7 +39,7 @@ class Recorder:
         return lambda **arguments: self.launches.append((self.kernel, arguments))
 
 
-def record(ratio: int, kind: str) -> list:
+def record(ratio: int, kind: str, launch: Launch) -> list:
     """The launches of one layer's write at V4-Flash's width."""
     launches: list = []
     names = ("_edge_kernel", "_write_kernel")
@@ -46,7 +48,7 @@ def record(ratio: int, kind: str) -> list:
         setattr(flush_write, name, Recorder(kernel, launches))
     num_tokens = 1 if kind == "decode" else 3
     config = CacheConfig.v4_flash(
-        compress_ratios=(ratio,), num_query_heads=1, drafts_per_step=2 if kind == "verify" else 0
+        compress_ratios=(ratio,), num_query_heads=1, drafts_per_step=2 if kind == "step" else 0
     )
     manager = KVCacheManager(config, max_requests=1, num_blocks=1)
     plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
@@ -55,7 +57,7 @@ def record(ratio: int, kind: str) -> list:
     handle = manager.acquire(0, plan)
     flush_write.write_layer(
         writes, handle.memory, handle.tokens, handle.rope,
-        eps=config.rms_norm_eps, has_hadamard=config.index_hadamard,
+        eps=config.rms_norm_eps, has_hadamard=config.index_hadamard, launch=launch,
     )  # fmt: skip
     for name, kernel in kernels.items():
         setattr(flush_write, name, kernel)
@@ -120,11 +122,13 @@ def resources(compiled, arch: int) -> dict:
 
 
 def main(arch: int) -> None:
-    for ratio in (0, 4, 128):
-        for kind in ("decode", "verify", "chunk"):
-            for kernel, arguments in record(ratio, kind):
+    cpu = torch.device("cpu")
+    for ratio, kind in itertools.product((0, 4, 128), KINDS):
+        for launch in dict.fromkeys(step.launch for step in launch_steps(ratio, kind, cpu)):
+            for kernel, arguments in record(ratio, kind, launch):
                 used = resources(compile_launch(kernel, arguments, arch), arch)
-                print(json.dumps({"kernel": kernel.__name__, "ratio": ratio, "kind": kind, **used}))
+                work = f"{work_name(ratio, kind)} {launch}"
+                print(json.dumps({"kernel": kernel.__name__, "kind": work, **used}))
     for kv_format in KV_FORMATS:
         for kernel, arguments in record_gathers(kv_format):
             used = resources(compile_launch(kernel, arguments, arch), arch)

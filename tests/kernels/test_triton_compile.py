@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dsv4.kernels.triton.launch import KINDS
+
 
 @pytest.mark.parametrize("arch", [90, 100])
 def test_no_kernel_spills(arch):
@@ -17,5 +19,8 @@ def test_no_kernel_spills(arch):
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
     assert result.returncode == 0, result.stderr
     kernels = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(kernels) == 3 * 3 + 1 + 4 * 4  # writes, the edges of CSA chunks, gathers
+    works = {" ".join(kernel["kind"].split()[:2]) for kernel in kernels}
+    assert {f"{layer} {kind}" for layer in ("swa", "csa", "hca") for kind in KINDS} <= works
+    assert len([kernel for kernel in kernels if kernel["kernel"] == "_gather_kernel"]) == 4 * 4
+    assert {kernel["kernel"] for kernel in kernels} >= {"_write_kernel", "_edge_kernel"}
     assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []
