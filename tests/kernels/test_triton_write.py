@@ -9,6 +9,7 @@ import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.kernels.triton import flush_write
 from dsv4.testing import (
     join_rows,
     model_projections,
@@ -404,3 +405,10 @@ def test_pools_beyond_two_gigabytes():
     first_byte = table[table >= 0].min() * one["blocks"].shape[1]
     assert first_byte >= 2**31 and slots[0] * one["slots"].shape[1] >= 2**31
     pair.compare()
+
+
+def test_a_single_row_of_any_stride_launches_the_same_kernel():
+    row = torch.zeros(1, 96)
+    assert flush_write._row_stride(row) == 96
+    assert flush_write._row_stride(torch.zeros(96, 1).t()) == 96
+    assert flush_write._row_stride(torch.zeros(2, 128)[:, :96]) == 128

@@ -561,7 +561,7 @@ def _window_arguments(
     kv = nothing if window is None else _rows_apart(window.kv)
     return {
         "window_kv_ptr": kv,
-        "window_stride": kv.stride(0),
+        "window_stride": _row_stride(kv),
         "window_norm_ptr": nothing if window is None else window.norm_weight.contiguous(),
         "ring_offset": memory.layout.ring_offset,
         "workspace_ptr": memory.workspace,
@@ -574,13 +574,13 @@ def _entry_arguments(prefix: str, entry: EntryInputs | None, tokens: TokenMap) -
         kv = gate = bias = norm_weight = tokens.positions
     else:
         kv, gate = _rows_apart(entry.kv), _rows_apart(entry.gate)
-        if kv.stride(0) != gate.stride(0):
+        if _row_stride(kv) != _row_stride(gate):
             kv, gate = kv.contiguous(), gate.contiguous()
         bias, norm_weight = (weight.contiguous() for weight in entry.weights)
     return {
         f"{prefix}kv_ptr": kv,
         f"{prefix}gate_ptr": gate,
-        f"{prefix}stride": kv.stride(0),
+        f"{prefix}stride": _row_stride(kv),
         f"{prefix}bias_ptr": bias,
         f"{prefix}norm_ptr": norm_weight,
     }
@@ -589,3 +589,8 @@ def _entry_arguments(prefix: str, entry: EntryInputs | None, tokens: TokenMap) -
 def _rows_apart(x: Tensor) -> Tensor:
     """Rows whose elements are neighbours, at any distance from each other."""
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _row_stride(x: Tensor) -> int:
+    """Distance of rows. That of a single row may be any number, and another one would compile."""
+    return x.stride(0) if len(x) > 1 else x.shape[-1]
