@@ -7,16 +7,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.planner.command import add_options, as_json, build_plan, positive, print_plan, title
+from dsv4.planner.sizes import format_bytes
+
+
+class UsageError(Exception):
+    """Options that are wrong together, or name what is not there."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
+    except UsageError as error:
+        if options.debug:
+            raise
+        parser.error(str(error))
     except Exception as error:
         if options.debug:
             raise
@@ -42,20 +54,28 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object")
     demo.set_defaults(run=_demo)
 
+    plan = commands.add_parser("plan", help="what a cache takes on a GPU, and how much fits")
+    add_options(plan)
+    plan.set_defaults(run=_plan)
+
+    info = commands.add_parser("info", help="versions, devices and backends")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    info.set_defaults(run=_info)
+
     benches = commands.add_parser("bench", help="measure").add_subparsers(
         dest="bench", required=True
     )
     plan = benches.add_parser("plan", help="host time of prepare_forward")
-    plan.add_argument("--requests", type=_positive, default=256)
-    plan.add_argument("--steps", type=_positive, default=400)
+    plan.add_argument("--requests", type=positive, default=256)
+    plan.add_argument("--steps", type=positive, default=400)
     plan.add_argument("--json", action="store_true", help="print one JSON object only")
     plan.set_defaults(run=_bench_plan)
     write = benches.add_parser("write", help="the write path of a layer, on a GPU")
     write.add_argument("--json", action="store_true", help="print one JSON object only")
     write.set_defaults(run=_bench_write)
     step = benches.add_parser("step", help="host time of a captured decode step, on a GPU")
-    step.add_argument("--requests", type=_positive, default=256)
-    step.add_argument("--steps", type=_positive, default=400)
+    step.add_argument("--requests", type=positive, default=256)
+    step.add_argument("--steps", type=positive, default=400)
     step.add_argument("--json", action="store_true", help="print one JSON object only")
     step.set_defaults(run=_bench_step)
     gather = benches.add_parser("gather", help="dense rows of a layer, on a GPU")
@@ -68,11 +88,56 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return value
+def _plan(options: argparse.Namespace) -> int:
+    from dsv4.planner.plot import check_plot, plot_plan
+
+    try:
+        plan = build_plan(options)
+        if options.plot is not None:
+            check_plot(options.plot)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if options.plot is not None:
+        plot_plan(plan, options.plot, title=title(plan, model=options.model))
+    if options.json:
+        print(json.dumps(as_json(plan, model=options.model)))
+    else:
+        print_plan(plan, Console(), model=options.model, gpu=options.gpu)
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    from dsv4.info import collect_info
+
+    result = collect_info()
+    if options.json:
+        print(json.dumps(result))
+    else:
+        _print_info(result)
+    return 0
+
+
+def _print_info(result: dict[str, Any]) -> None:
+    versions = Table(title="Versions")
+    versions.add_column("package")
+    versions.add_column("version")
+    for name, version in result["versions"].items():
+        versions.add_row(name, version or "not installed")
+    devices = Table(title="Devices")
+    for column in ("device", "name", "memory", "capability"):
+        devices.add_column(column)
+    for device in result["devices"]:
+        memory = device["memory_bytes"]
+        size = "" if memory is None else format_bytes(memory)
+        devices.add_row(device["device"], device["name"], size, device["capability"] or "")
+    backends = Table(title="Backends, and other projects' kernels")
+    backends.add_column("name")
+    backends.add_column("available")
+    backends.add_column("why not")
+    for name, state in (result["backends"] | result["peers"]).items():
+        answer = "yes" if state["available"] else "no"
+        backends.add_row(name, answer, escape(state["problem"] or ""))
+    Console().print(versions, devices, backends)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -310,7 +310,10 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise ValueError(f"Invalid config path: expected a config.json, found none at {path}")
-        loaded = json.loads(path.read_text())
+        try:
+            loaded = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"Invalid config.json: expected JSON in {path}: {error}") from error
         if not isinstance(loaded, dict):
             raise ValueError(
                 f"Invalid config.json: expected an object, got {type(loaded).__name__}"
@@ -334,8 +337,23 @@ def _required(raw: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def has_mtp_layers(config: Any) -> bool:
+    """Whether a model config, in any form that `CacheConfig.from_hf` takes, has MTP layers."""
+    return bool(_listed_ratios(_as_mapping(config))[1])
+
+
 def _ratios(raw: Mapping[str, Any], *, include_mtp: bool) -> tuple[tuple[int, ...], int]:
     """The ratios of the schedule, and how many of its trailing layers are MTP layers."""
+    main, mtp = _listed_ratios(raw)
+    if not include_mtp:
+        return tuple(main), 0
+    if not mtp:
+        raise ValueError("include_mtp was asked for, but the model config has no MTP layer")
+    return tuple(main + mtp), len(mtp)
+
+
+def _listed_ratios(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """The ratios of the main layers, and those of the MTP layers."""
     num_hidden = _required(raw, "num_hidden_layers")
     if raw.get("layer_types") is not None:
         listed = [_layer_type_ratio(name, raw) for name in raw["layer_types"]]
@@ -350,12 +368,8 @@ def _ratios(raw: Mapping[str, Any], *, include_mtp: bool) -> tuple[tuple[int, ..
             f"Invalid layer schedule: expected at least {num_hidden} layers "
             f"(num_hidden_layers), got {len(listed)}"
         )
-    if not include_mtp:
-        return tuple(listed[:num_hidden]), 0
     mtp = listed[num_hidden:] or [0] * (raw.get("num_nextn_predict_layers") or 0)
-    if not mtp:
-        raise ValueError("include_mtp was asked for, but the model config has no MTP layer")
-    return tuple(listed[:num_hidden] + mtp), len(mtp)
+    return listed[:num_hidden], mtp
 
 
 def _layer_type_ratio(name: str, raw: Mapping[str, Any]) -> int:

@@ -25,7 +25,7 @@ RANKS = [
     ["dsv4.cache.captured_forward", "dsv4.cache.warm_up"],
     ["dsv4.model.attention", "dsv4.model.random_hf"],
     ["dsv4.testing"],
-    ["dsv4.bench", "dsv4.demo"],
+    ["dsv4.bench", "dsv4.demo", "dsv4.info", "dsv4.planner"],
     ["dsv4.cli"],
 ]
 

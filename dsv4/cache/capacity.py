@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dsv4.cache.layout import RunLayout, block_layout, slot_layout
 from dsv4.cache.schema import LayerCacheSchema, build_schemas
 from dsv4.config import CacheConfig
@@ -18,6 +21,16 @@ class ComponentBytes(NamedTuple):
 
     payload: int
     allocated: int
+
+
+def blocks_for(config: CacheConfig, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Blocks that requests of these lengths need: those holding a closed entry."""
+    ratio, block_tokens = config.smallest_ratio, config.block_tokens
+    if not ratio:
+        return np.zeros_like(lengths)
+    compressed = lengths & -ratio  # ratios are powers of two
+    blocks: NDArray[np.int64] = (compressed + (block_tokens - 1)) // block_tokens
+    return blocks
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from dsv4.cache.block_allocator import BlockAllocator
-from dsv4.cache.capacity import Capacity, ComponentBytes
+from dsv4.cache.capacity import Capacity, ComponentBytes, blocks_for
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.layout import block_layout, layer_layouts, slot_layout
 from dsv4.cache.paged_cache import PagedKVPool
@@ -174,12 +174,7 @@ class KVCacheManager:
 
     def blocks_for(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Blocks that requests of these lengths need: those holding a closed entry."""
-        ratio, block_tokens = self.config.smallest_ratio, self.config.block_tokens
-        if not ratio:
-            return np.zeros_like(lengths)
-        compressed = lengths & -ratio  # ratios are powers of two
-        blocks: NDArray[np.int64] = (compressed + (block_tokens - 1)) // block_tokens
-        return blocks
+        return blocks_for(self.config, lengths)
 
     def set_blocks(
         self,

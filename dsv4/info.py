@@ -1,0 +1,78 @@
+"""`dsv4 info`: versions, devices, and which backends run here or why they don't."""
+
+import importlib
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from dsv4.kernels import BACKENDS, check_backend
+
+PACKAGES = ("dsv4", "torch", "triton", "transformers", "numpy")
+PEERS = ("flash_mla", "deep_gemm")
+
+
+def collect_info() -> dict[str, Any]:
+    """Everything that the command prints; a version is None if there is none."""
+    return {
+        "versions": {"python": platform.python_version(), **{n: _version(n) for n in PACKAGES}},
+        "cuda": torch.version.cuda,
+        "devices": [_cpu(), *(_gpu(idx) for idx in range(torch.cuda.device_count()))],
+        "backends": {name: _availability(_backend_problem(name)) for name in BACKENDS},
+        "peers": {name: _availability(_import_problem(name)) for name in PEERS},
+    }
+
+
+def _availability(problem: str | None) -> dict[str, Any]:
+    return {"available": problem is None, "problem": problem}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    return {"device": "cpu", "name": platform.machine(), "memory_bytes": None, "capability": None}
+
+
+def _gpu(idx: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(idx)
+    return {
+        "device": f"cuda:{idx}",
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def _backend_problem(name: str) -> str | None:
+    """Why a backend can't run on the best device here; None if it can."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        check_backend(name, device)
+    except (ImportError, ValueError) as error:
+        if isinstance(error, ImportError) or device.type == "cuda":
+            return str(error)
+        return _no_cuda()
+    return None
+
+
+def _no_cuda() -> str:
+    if torch.version.cuda is None:
+        return "no CUDA: this torch is built without it"
+    return "no CUDA device: torch finds none"
+
+
+def _import_problem(name: str) -> str | None:
+    """Why a package can't be imported; None if it can."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return "not installed" if error.name == name else f"needs {error.name}"
+    except Exception as error:  # a broken build raises anything: OSError, RuntimeError, its own
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None

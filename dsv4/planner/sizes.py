@@ -1,0 +1,47 @@
+"""Sizes as people write them: `1M` and `128k` tokens, `141GB` and `80GiB` of memory.
+
+Context lengths count in powers of two, as the models' names for them do: 128k is 131072 tokens
+and 1M is 1048576. Memory says which it means: GB is 10^9 bytes, GiB is 2^30.
+"""
+
+import re
+from fractions import Fraction
+
+_NUMBER = r"\s*([0-9]+(?:[_,][0-9]{3})*(?:\.[0-9]+)?)\s*([a-z]*)\s*"
+_TOKEN_UNITS = {"": 1, "k": 2**10, "m": 2**20}
+_DECIMAL_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BYTE_UNITS = _DECIMAL_UNITS | _BINARY_UNITS
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens: `1048576`, `1M`, `128k`, `1.5k`."""
+    value = _parse(text, _TOKEN_UNITS)
+    if value is None or value < 1:
+        raise ValueError(f"expected a number of tokens such as 4096, 128k or 1M, got {text!r}")
+    return value
+
+
+def parse_bytes(text: str) -> int:
+    """A size of memory with its unit: `141GB`, `80GiB`, `512 MiB`; `0` needs none."""
+    value = 0 if text.strip() == "0" else _parse(text, _BYTE_UNITS)
+    if value is None:
+        raise ValueError(f"expected a size such as 80GiB or 141GB, got {text!r}")
+    return value
+
+
+def _parse(text: str, units: dict[str, int]) -> int | None:
+    """The whole number that `text` says, or None."""
+    match = re.fullmatch(_NUMBER, text.lower())
+    if match is None or match[2] not in units:
+        return None
+    value = Fraction(re.sub("[_,]", "", match[1])) * units[match[2]]
+    return int(value) if value.denominator == 1 else None
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size for reading, in the largest binary unit that it fills."""
+    for name, unit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:,.3f} {name}"
+    return f"{num_bytes} B"
