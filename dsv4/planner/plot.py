@@ -12,7 +12,7 @@ _COLORS = {
     "weights": "#8c8c8c",
     "reserved": "#bdbdbd",
     "shared": "#6b4c9a",
-    "windows and tails": "#d95f02",
+    "fixed per request": "#d95f02",
     "HCA entries": "#e6ab02",
     "index keys": "#1b9e77",
     "CSA entries": "#3573b1",
@@ -38,7 +38,7 @@ def stack(plan: MemoryPlan, contexts: list[int]) -> dict[str, list[int]]:
         parts = {
             "weights": at.rank_weights_bytes,
             "reserved": at.reserved_bytes,
-            "windows and tails": sum(sizes[name] for name in REQUEST_COMPONENTS),
+            "fixed per request": sum(sizes[name] for name in REQUEST_COMPONENTS),
             "HCA entries": sizes["hca_entries"],
             "index keys": sizes["index_keys"],
             "CSA entries": sizes["csa_entries"] + sizes["block_padding"],
