@@ -10,7 +10,7 @@ class NoFreeSlotError(RuntimeError):
 
 
 class TornForwardError(RuntimeError):
-    """A request's last forward did not write every layer; its slot can only be freed."""
+    """A request's last forward did not write every layer; its slot can only be freed or emptied."""
 
 
 class IntegrityError(RuntimeError):

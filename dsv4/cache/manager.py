@@ -1,5 +1,7 @@
 """`KVCacheManager`: owns the pools, the block table and the request slots."""
 
+import operator
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,7 +16,7 @@ from dsv4.cache.schema import build_schemas
 from dsv4.cache.staging import IntArray, staging_for
 from dsv4.cache.state_cache import StateCachePool
 from dsv4.config import CacheConfig
-from dsv4.errors import IntegrityError, NoFreeSlotError
+from dsv4.errors import IntegrityError, NoFreeSlotError, TornForwardError
 from dsv4.formats import BYTE_ALIGN
 from dsv4.kernels import LayerMemory, check_backend, default_backend
 from dsv4.model.rope import build_rope_table
@@ -37,6 +39,8 @@ class KVCacheManager:
         lengths: `[max_requests]`, tokens of each slot.
         is_open: `[max_requests]`, slots in use.
         is_torn: `[max_requests]`, slots whose last forward did not write every layer.
+        rollback_floor: `[max_requests]`, the shortest length, beside 0, that `truncate` can give
+            back: `drafts_per_step` below the longest a request has had.
         block_table: `[max_requests, max_blocks]` int32 on the device, -1 where there is none.
     """
 
@@ -73,6 +77,7 @@ class KVCacheManager:
         self.num_slot_blocks: NDArray[np.int64] = np.zeros(max_requests, dtype=np.int64)
         self.is_open: NDArray[np.bool_] = np.zeros(max_requests, dtype=np.bool_)
         self.is_torn: NDArray[np.bool_] = np.zeros(max_requests, dtype=np.bool_)
+        self.rollback_floor: NDArray[np.int64] = np.zeros(max_requests, dtype=np.int64)
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._plan: ForwardPlan | None = None
 
@@ -137,14 +142,51 @@ class KVCacheManager:
     def free_request(self, slot: int) -> None:
         """Close a request and give its blocks back."""
         self.check_open(slot)
-        num_blocks = self.num_slot_blocks[slot]
-        self.allocator.release(self.host_block_table[slot, :num_blocks])
-        self.set_blocks(slot, np.arange(num_blocks), -1)
-        self.lengths[slot] = self.num_slot_blocks[slot] = 0
-        self.is_open[slot] = self.is_torn[slot] = False
+        self._retire_plan_of(slot)
+        self._shorten(slot, 0)
+        self.is_open[slot] = False
         self._free_slots.append(slot)
-        if self._plan is not None and slot in self._plan.request_slots:
-            self._retire_plan()
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget the last tokens of a request, so that `length` remain.
+
+        Any length from `rollback_floor[slot]` up can be had at any time and at no cost: no row
+        that it needs has been overwritten. So can 0, after which the request is as good as new.
+        A plan that names the slot is over.
+
+        Raises:
+            ValueError: The request is shorter, or `length` lies below the floor.
+            TornForwardError: The last forward did not write every layer, and `length` is not 0.
+        """
+        self.check_open(slot)
+        length = operator.index(length)
+        longest, floor = int(self.lengths[slot]), int(self.rollback_floor[slot])
+        if not 0 <= length <= longest:
+            raise ValueError(
+                f"Invalid length: expected 0 to {longest}, the length of slot {slot}, got {length}"
+            )
+        if length:
+            self.check_whole(np.array([slot]))
+        if 0 < length < floor:
+            raise ValueError(
+                f"Invalid length: slot {slot} can have 0 or {floor} to {longest}, got {length}: "
+                f"rows it needs may be overwritten; the nearest possible lengths are 0 and {floor}"
+            )
+        if length < longest:
+            self._retire_plan_of(slot)
+            self._shorten(slot, length)
+
+    def _shorten(self, slot: int, length: int) -> None:
+        """Give back the blocks that `length` tokens don't need; with 0, the slot is like new."""
+        kept = int(self.blocks_for(np.array([length]))[0])
+        columns = np.arange(kept, self.num_slot_blocks[slot])
+        self.allocator.release(self.host_block_table[slot, columns])
+        self.set_blocks(slot, columns, -1)
+        self.num_slot_blocks[slot] = kept
+        self.lengths[slot] = length
+        if not length:
+            self.rollback_floor[slot] = 0
+            self.is_torn[slot] = False
 
     def acquire(self, layer_idx: int, plan: ForwardPlan) -> LayerCacheHandle:
         """The handle of one layer for the forward that `plan` describes."""
@@ -197,6 +239,11 @@ class KVCacheManager:
         plan = self._plan
         return plan is not None and not plan.is_complete and plan.written_slots.size > 0
 
+    def _retire_plan_of(self, slot: int) -> None:
+        """End the current plan if it names the slot."""
+        if self._plan is not None and slot in self._plan.request_slots:
+            self._retire_plan()
+
     def _retire_plan(self) -> None:
         if self._plan is None:
             return
@@ -211,6 +258,15 @@ class KVCacheManager:
         if self._plan is None or self._plan.is_complete:
             return self.is_torn[slots]
         return self.is_torn[slots] | np.isin(slots, self._plan.written_slots)
+
+    def check_whole(self, slots: NDArray[np.int64]) -> None:
+        """Refuse slots whose last forward did not write every layer."""
+        is_torn = self.find_torn(slots)
+        if is_torn.any():
+            raise TornForwardError(
+                f"The last forward of slot {slots[is_torn][0]} did not write every layer; the slot "
+                "can only be freed or truncated to 0"
+            )
 
     def check_open(self, slot: int) -> None:
         """Refuse a slot that is not open."""
@@ -274,6 +330,8 @@ class KVCacheManager:
             problems.append("the free slots are not those that are not open")
         if not np.array_equal(self._read_device_table(), table):
             problems.append("the device's block table differs from the host's")
+        if ((self.rollback_floor < 0) | (self.rollback_floor > self.lengths)).any():
+            problems.append("a slot's rollback floor does not lie between 0 and its length")
         if problems:
             raise IntegrityError("; ".join(problems))
 

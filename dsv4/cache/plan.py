@@ -182,7 +182,8 @@ class _TableUpdates:
 
 @dataclass(eq=False)
 class ForwardPlan:
-    """What `prepare_forward` decided. Valid until the next plan of the same manager.
+    """What `prepare_forward` decided. Valid until the next plan of the same manager, or until
+    one of its requests is freed or truncated.
 
     Attributes:
         owner: The manager that made it.
@@ -293,7 +294,7 @@ class ForwardPlan:
         if self.is_retired:
             raise RuntimeError(
                 "Stale plan: a newer forward was prepared since, or one of its requests was "
-                "freed; use the plan that the last prepare_forward returned"
+                "freed or truncated; use the plan that the last prepare_forward returned"
             )
 
 

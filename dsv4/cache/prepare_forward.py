@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
-from dsv4.errors import OutOfBlocksError, TornForwardError
+from dsv4.errors import OutOfBlocksError
 
 Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
 Int64Array = NDArray[np.int64]
@@ -55,6 +55,8 @@ def prepare_forward(
     real_slots, real_after = slots[real], after[real]
     num_new = _acquire_blocks(manager, real_slots, real_after)
     manager.lengths[real_slots] = real_after
+    floors = real_after - manager.config.drafts_per_step
+    manager.rollback_floor[real_slots] = np.maximum(manager.rollback_floor[real_slots], floors)
     workspace_starts = _workspace_starts(manager, slots, counts)
     num_chunks = _fill_buffers(manager, slots, before, after, counts, workspace_starts, num_tokens)
     host = manager.plan_buffers.host
@@ -124,12 +126,7 @@ def _check_rows(
     if np.bincount(mine, minlength=1).max() > 1:
         slot = int(np.bincount(mine).argmax())
         raise ValueError(f"Invalid request_slots: slot {slot} is named more than once")
-    is_torn = manager.find_torn(mine)
-    if is_torn.any():
-        raise TornForwardError(
-            f"The last forward of slot {mine[is_torn][0]} did not write every layer; the slot "
-            "can only be freed"
-        )
+    manager.check_whole(mine)
     is_wrong = before[real] != lengths
     if is_wrong.any():
         row = int(is_wrong.argmax())
