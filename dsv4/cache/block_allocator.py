@@ -20,6 +20,7 @@ class BlockAllocator:
         self._free = np.arange(num_blocks, dtype=np.int32)[::-1].copy()
         self._num_free = num_blocks
         self._num_owners = np.zeros(num_blocks, dtype=np.int32)
+        self._num_shares = 0
 
     @property
     def num_free(self) -> int:
@@ -32,6 +33,11 @@ class BlockAllocator:
         view = self._num_owners.view()
         view.flags.writeable = False
         return view
+
+    @property
+    def num_shares(self) -> int:
+        """Owners that blocks have beyond their first; 0 if no block is shared."""
+        return self._num_shares
 
     def acquire(self, num_blocks: int) -> NDArray[np.int32]:
         """Take `num_blocks` blocks, or raise `OutOfBlocksError` and take none."""
@@ -47,18 +53,20 @@ class BlockAllocator:
         self._num_owners[ids] = 1
         return ids
 
+    def share(self, ids: NDArray[np.int32]) -> None:
+        """Add an owner to each block; refused whole if any has none."""
+        ids = self._checked(ids)
+        unowned = ids[self._num_owners[ids] == 0]
+        if unowned.size:
+            raise ValueError(f"Invalid share: block {unowned[0]} has no owner to share it with")
+        np.add.at(self._num_owners, ids, 1)
+        self._num_shares += ids.size
+
     def release(self, ids: NDArray[np.int32]) -> None:
         """Give up one ownership of each block; refused whole if any is not owned."""
-        ids = np.asarray(ids)
+        ids = self._checked(ids)
         if ids.size == 0:
             return
-        if ids.dtype.kind not in "iu":
-            raise TypeError(f"Invalid dtype of block ids: expected integers, got {ids.dtype}")
-        if ids.min() < 0 or ids.max() >= self.num_blocks:
-            raise ValueError(
-                f"Invalid block ids: expected 0 to {self.num_blocks - 1}, "
-                f"got {ids.min()} to {ids.max()}"
-            )
         counts = np.bincount(ids, minlength=self.num_blocks).astype(np.int32)
         short = np.flatnonzero(counts > self._num_owners)
         if short.size:
@@ -69,6 +77,20 @@ class BlockAllocator:
             freed = np.unique(freed)[::-1].astype(np.int32)
             self._free[self._num_free : self._num_free + freed.size] = freed
             self._num_free += freed.size
+        self._num_shares -= ids.size - freed.size
+
+    def _checked(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        ids = np.asarray(ids)
+        if ids.size == 0:
+            return ids.astype(np.int32)
+        if ids.dtype.kind not in "iu":
+            raise TypeError(f"Invalid dtype of block ids: expected integers, got {ids.dtype}")
+        if ids.min() < 0 or ids.max() >= self.num_blocks:
+            raise ValueError(
+                f"Invalid block ids: expected 0 to {self.num_blocks - 1}, "
+                f"got {ids.min()} to {ids.max()}"
+            )
+        return ids
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block is either free once or owned."""
@@ -84,4 +106,10 @@ class BlockAllocator:
             raise IntegrityError(
                 f"Block free list: {wrong.size} blocks are both free and owned or neither, "
                 f"the first is {wrong[0] if wrong.size else int(times_free.argmax())}"
+            )
+        num_shares = int(np.maximum(self._num_owners - 1, 0).sum())
+        if num_shares != self._num_shares:
+            raise IntegrityError(
+                f"Shared blocks: their owners beyond the first are {num_shares}, "
+                f"counted were {self._num_shares}"
             )

@@ -104,9 +104,9 @@ class Capacity:
     def plan_elements(self) -> int:
         """int32 elements of a plan's buffers.
 
-        6 per request, 5 of the row that is always padding, 2 per token, 3 per table update.
+        10 per request, 5 of the row that is always padding, 2 per token, 3 per table update.
         """
-        rows = 6 * self.max_requests + 5
+        rows = 10 * self.max_requests + 5
         return rows + 2 * self.max_forward_tokens + 3 * self.max_table_updates
 
     def memory(self) -> dict[str, ComponentBytes]:

@@ -102,7 +102,8 @@ class KVCacheManager:
         self.plan_buffers = PlanBuffers(
             max_requests=capacity.max_requests, max_tokens=capacity.max_forward_tokens,
             max_table_updates=capacity.max_table_updates,
-            host_table=self.host_block_table, table=self.block_table, staging=staging,
+            host_table=self.host_block_table, table=self.block_table,
+            blocks=self.paged.storage, staging=staging,
         )  # fmt: skip
         rows = capacity.workspace_rows
         workspace_bytes = config.kv_row.page_bytes(rows, align=BYTE_ALIGN)
@@ -131,13 +132,43 @@ class KVCacheManager:
 
     def open_request(self) -> int:
         """Open an empty request and return its slot."""
-        if not self._free_slots:
-            raise NoFreeSlotError(
-                f"No free slot: all {self.capacity.max_requests} requests are open"
-            )
+        self._check_free_slot()
         slot = self._free_slots.pop()
         self.is_open[slot] = True
         return slot
+
+    def fork(self, slot: int) -> int:
+        """Open a second request with the same tokens and return its slot.
+
+        Both share the full blocks, until one of them writes to such a block and gets a copy of
+        its own. Fixed state and the block that is still being filled are copied.
+
+        Raises:
+            NoFreeSlotError: Every slot is open. Nothing was changed.
+            OutOfBlocksError: There is no block for the copy. Nothing was changed.
+            TornForwardError: The last forward of the request did not write every layer.
+        """
+        self.check_open(slot)
+        self.check_whole(np.array([slot]))
+        self._check_free_slot()
+        num_blocks = int(self.num_slot_blocks[slot])
+        num_full = int(self.lengths[slot]) // self.config.block_tokens
+        copies = self.allocator.acquire(max(num_blocks - num_full, 0))
+        shared, copied = np.split(self.host_block_table[slot, :num_blocks].copy(), [num_full])
+        self.allocator.share(shared)
+        fork = self.open_request()
+        self._set_request(fork, np.concatenate((shared, copies)), int(self.lengths[slot]))
+        self.rollback_floor[fork] = self.rollback_floor[slot]
+        self.state.storage[fork].copy_(self.state.storage[slot])
+        for source, target in zip(copied, copies, strict=True):
+            self.paged.storage[target].copy_(self.paged.storage[source])
+        return fork
+
+    def _set_request(self, slot: int, blocks: IntArray, length: int) -> None:
+        """Make an empty slot a request of that length in these blocks."""
+        self.set_blocks(slot, np.arange(len(blocks)), blocks)
+        self.num_slot_blocks[slot] = len(blocks)
+        self.lengths[slot] = length
 
     def free_request(self, slot: int) -> None:
         """Close a request and give its blocks back."""
@@ -228,6 +259,15 @@ class KVCacheManager:
         self.host_block_table[slots, columns] = ids
         self.plan_buffers.note_blocks(slots * self.capacity.max_request_blocks + columns)
 
+    def replace_blocks(
+        self, slots: NDArray[np.int64], columns: NDArray[np.int64], ids: IntArray
+    ) -> None:
+        """Give up blocks of requests for copies of them, made when the next plan leaves."""
+        sources = self.host_block_table[slots, columns]
+        self.plan_buffers.note_copies(sources, ids)
+        self.set_blocks(slots, columns, ids)
+        self.allocator.release(sources)
+
     def start_plan(self, plan: ForwardPlan) -> None:
         """Make `plan` the current one; the one before it is over."""
         self._retire_plan()
@@ -258,6 +298,12 @@ class KVCacheManager:
         if self._plan is None or self._plan.is_complete:
             return self.is_torn[slots]
         return self.is_torn[slots] | np.isin(slots, self._plan.written_slots)
+
+    def _check_free_slot(self) -> None:
+        if not self._free_slots:
+            raise NoFreeSlotError(
+                f"No free slot: all {self.capacity.max_requests} requests are open"
+            )
 
     def check_whole(self, slots: NDArray[np.int64]) -> None:
         """Refuse slots whose last forward did not write every layer."""
@@ -322,6 +368,7 @@ class KVCacheManager:
                 f"block {block} is in {owners[block]} rows of the block table but has "
                 f"{self.allocator.num_owners[block]} owners"
             )
+        problems += self._misplaced_blocks()
         if self.lengths[~self.is_open].any() or self.is_torn[~self.is_open].any():
             problems.append("a slot that is not open has a length or is torn")
         if (self.lengths < 0).any():
@@ -334,6 +381,15 @@ class KVCacheManager:
             problems.append("a slot's rollback floor does not lie between 0 and its length")
         if problems:
             raise IntegrityError("; ".join(problems))
+
+    def _misplaced_blocks(self) -> list[str]:
+        """A shared block holds the same tokens of all its owners, so it has one column."""
+        rows, columns = np.nonzero(self.host_block_table >= 0)
+        ids = self.host_block_table[rows, columns]
+        column_of = np.full(self.capacity.num_blocks, -1)
+        column_of[ids] = columns
+        wrong = ids[column_of[ids] != columns]
+        return [f"block {wrong[0]} is in more than one column"] if wrong.size else []
 
     def _read_device_table(self) -> IntArray:
         """The device's block table as the next plan will find it; waits for the device."""

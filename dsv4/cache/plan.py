@@ -25,6 +25,7 @@ class PlanBuffers:
         max_requests, max_tokens: The most rows and tokens of a plan.
         max_table_updates: The most elements of the block table that one upload brings.
         host_table, table: The block table on host and device.
+        blocks: The blocks `[num_blocks, block_bytes]`, of which a plan may copy some.
         staging: What carries the buffers to the device; None if that is the same memory.
     """
 
@@ -36,10 +37,12 @@ class PlanBuffers:
         max_table_updates: int,
         host_table: IntArray,
         table: torch.Tensor,
+        blocks: torch.Tensor,
         staging: type[Staging] | None,
     ) -> None:
-        sizes = {
-            "table_index": 2 * max_table_updates,  # int64, first because of its alignment
+        sizes = {  # the int64 ones first, because of their alignment
+            "table_index": 2 * max_table_updates,
+            "copy_rows": 4 * max_requests,
             "table_value": max_table_updates,
             "request_slots": max_requests + 1,
             "positions_before": max_requests + 1,
@@ -66,6 +69,11 @@ class PlanBuffers:
             self.host.pop("table_index").view(np.int64), self.host.pop("table_value"),
             self.device.pop("table_index").view(torch.int64), self.device.pop("table_value"),
         )  # fmt: skip
+        self._copies = _BlockCopies(
+            blocks,
+            self.host.pop("copy_rows").view(np.int64).reshape(2, max_requests),
+            self.device.pop("copy_rows").view(torch.int64).view(2, max_requests),
+        )
         self._padded_to = 0
         self._padded_sizes = (-1, -1)
         self.pad(0, 0)
@@ -121,13 +129,17 @@ class PlanBuffers:
         if self._staging is not None:
             self._table_updates.note(flat_index)
 
+    def note_copies(self, sources: IntArray, targets: IntArray) -> None:
+        """The next upload copies whole blocks, all at once; at most one per request."""
+        self._copies.note(sources, targets)
+
     def upload(self) -> None:
-        """Queue the host's values, and the block table's changes, for the device."""
-        if self._staging is None:
-            return
-        for num_updates in self._table_updates.take():
-            self._staging.send(self._packed)
-            self._table_updates.apply(num_updates)
+        """Queue the host's values, the block table's changes and copies of blocks."""
+        if self._staging is not None:
+            for num_updates in self._table_updates.take():
+                self._staging.send(self._packed)
+                self._table_updates.apply(num_updates)
+        self._copies.apply()
 
     @property
     def noted_blocks(self) -> NDArray[np.int64]:
@@ -180,6 +192,28 @@ class _TableUpdates:
             self._table.index_copy_(0, self._index[:num_updates], self._value[:num_updates])
 
 
+class _BlockCopies:
+    """Blocks that a plan copies before its forward writes them: `[2, n]`, sources and targets."""
+
+    def __init__(
+        self, blocks: torch.Tensor, host_rows: NDArray[np.int64], rows: torch.Tensor
+    ) -> None:
+        self._blocks, self._host_rows, self._rows = blocks, host_rows, rows
+        self._count = 0
+
+    def note(self, sources: IntArray, targets: IntArray) -> None:
+        self._count = len(sources)
+        self._host_rows[0, : self._count] = sources
+        self._host_rows[1, : self._count] = targets
+
+    def apply(self) -> None:
+        """Queue the noted copies, if any."""
+        if self._count:
+            sources, targets = self._rows[:, : self._count]
+            self._blocks.index_copy_(0, targets, self._blocks.index_select(0, sources))
+            self._count = 0
+
+
 @dataclass(eq=False)
 class ForwardPlan:
     """What `prepare_forward` decided. Valid until the next plan of the same manager, or until
@@ -191,7 +225,7 @@ class ForwardPlan:
         request_slots, positions_before, positions_after: `[batch]`, host copies.
         num_tokens: Tokens of this forward, padding rows included.
         longest: The largest length after this forward, over real rows.
-        num_new_blocks: Blocks this plan allocated.
+        num_new_blocks: Blocks this plan allocated, copies of shared ones included.
         has_workspace: Some chunk reads its window from the workspace.
         num_parts: How many layer parts a whole forward writes.
     """

@@ -40,7 +40,8 @@ def prepare_forward(
 
     Raises:
         ValueError: The rows don't fit the manager or its requests.
-        OutOfBlocksError: The flushes of this forward need more blocks than are free.
+        OutOfBlocksError: The flushes of this forward, and the copies of shared blocks that they
+            write to, need more blocks than are free.
         TornForwardError: A request's last forward did not write every layer.
     """
     slots = _as_ints("request_slots", request_slots)
@@ -53,7 +54,7 @@ def prepare_forward(
     _check_capacity(manager, slots, after, num_tokens)
 
     real_slots, real_after = slots[real], after[real]
-    num_new = _acquire_blocks(manager, real_slots, real_after)
+    num_new = _acquire_blocks(manager, real_slots, before[real], real_after)
     manager.lengths[real_slots] = real_after
     floors = real_after - manager.config.drafts_per_step
     manager.rollback_floor[real_slots] = np.maximum(manager.rollback_floor[real_slots], floors)
@@ -156,26 +157,63 @@ def _check_capacity(
             raise ValueError(f"Too many {name}: expected at most {limit}, got {value}")
 
 
-def _acquire_blocks(manager: KVCacheManager, slots: Int64Array, after: Int64Array) -> int:
+def _acquire_blocks(
+    manager: KVCacheManager, slots: Int64Array, before: Int64Array, after: Int64Array
+) -> int:
     """Give each request the blocks that its flushes will need; all or nothing."""
     need, have = manager.blocks_for(after), manager.num_slot_blocks[slots]
     grows = np.flatnonzero(need > have)
-    if not grows.size:
+    copies = grows[:0]
+    if manager.allocator.num_shares:
+        copies = _find_copies(manager, slots, before, after, have)
+    if not grows.size and not copies.size:
         return 0
-    num_requests, slots, need, have = len(slots), slots[grows], need[grows], have[grows]
-    missing = need - have
-    total = int(missing.sum())
+    missing = need[grows] - have[grows]
+    num_missing = int(missing.sum())
     try:
-        ids = manager.allocator.acquire(total)
+        ids = manager.allocator.acquire(num_missing + len(copies))
     except OutOfBlocksError as error:
         raise OutOfBlocksError(
-            f"{error}; in this forward {len(slots)} of {num_requests} requests grow into new blocks"
+            f"{error}; in this forward {len(grows)} of {len(slots)} requests grow into new blocks, "
+            f"{len(copies)} copy one that they share"
         ) from None
     first = np.cumsum(missing) - missing
-    columns = np.arange(total) + np.repeat(have - first, missing)
-    manager.set_blocks(np.repeat(slots, missing), columns, ids)
-    manager.num_slot_blocks[slots] = need
-    return total
+    columns = np.arange(num_missing) + np.repeat(have[grows] - first, missing)
+    manager.set_blocks(np.repeat(slots[grows], missing), columns, ids[:num_missing])
+    manager.num_slot_blocks[slots[grows]] = need[grows]
+    if copies.size:
+        manager.replace_blocks(
+            slots[copies], _first_written(manager, before[copies]), ids[num_missing:]
+        )
+    return len(ids)
+
+
+def _first_written(manager: KVCacheManager, before: Int64Array) -> Int64Array:
+    """Column of the first block that requests of these lengths write to when an entry closes.
+
+    The blocks after it are new ones.
+    """
+    return before // manager.config.block_tokens
+
+
+def _find_copies(
+    manager: KVCacheManager,
+    slots: Int64Array,
+    before: Int64Array,
+    after: Int64Array,
+    have: Int64Array,
+) -> NDArray[np.intp]:
+    """Rows of requests that write to a block which has another owner.
+
+    If all owners of a block write to it in this forward, the last of them keeps it.
+    """
+    ratio, columns = manager.config.smallest_ratio, _first_written(manager, before)
+    rows = np.flatnonzero((before // ratio < after // ratio) & (columns < have))
+    ids = manager.host_block_table[slots[rows], columns[rows]]
+    order = np.argsort(ids, kind="stable")
+    rows, ids = rows[order], ids[order]
+    num_before = np.arange(len(ids)) - np.searchsorted(ids, ids)  # writers of the same block
+    return rows[num_before < manager.allocator.num_owners[ids] - 1]
 
 
 def _workspace_starts(

@@ -126,11 +126,13 @@ def test_releasing_nothing_changes_nothing():
 def test_a_block_is_free_when_its_last_owner_gives_it_up():
     allocator = BlockAllocator(4)
     allocator.acquire(3)
-    allocator._num_owners[1] = 3
+    allocator.share(np.array([1, 1], dtype=np.int32))
+    assert allocator.num_shares == 2
     allocator.release(np.array([1, 2], dtype=np.int32))
     assert (allocator.num_owners.tolist(), allocator.num_free) == ([1, 2, 0, 0], 2)
     allocator.release(np.array([1, 1], dtype=np.int32))
     assert (allocator.num_owners.tolist(), allocator.num_free) == ([1, 0, 0, 0], 3)
+    assert allocator.num_shares == 0
     allocator.check_integrity()
 
 
@@ -230,3 +232,24 @@ def test_the_allocator_imports_no_tensor_library():
         )
     }
     assert modules - set(sys.stdlib_module_names) == {"numpy", "dsv4.errors"}
+
+
+def test_only_owned_blocks_are_shared():
+    allocator = BlockAllocator(4)
+    ids = allocator.acquire(2)
+    before = books(allocator)
+    with pytest.raises(ValueError, match="Invalid share: block 2 has no owner to share it with"):
+        allocator.share(np.array([ids[0], 2], dtype=np.int32))
+    with pytest.raises(ValueError, match="Invalid block ids: expected 0 to 3, got -1 to -1"):
+        allocator.share(np.array([-1]))
+    allocator.share(np.empty(0, dtype=np.int32))
+    assert books(allocator) == before and allocator.num_shares == 0
+
+
+def test_a_lost_share_is_found():
+    allocator = BlockAllocator(4)
+    allocator.share(allocator.acquire(2))
+    allocator.check_integrity()
+    allocator._num_owners[1] = 1
+    with pytest.raises(IntegrityError, match="beyond the first are 1, counted were 2"):
+        allocator.check_integrity()

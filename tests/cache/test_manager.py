@@ -240,11 +240,17 @@ def repeat_a_free_slot(manager):
 
 
 def add_an_owner(manager):
-    manager.allocator._num_owners[manager.host_block_table[0, 0]] = 2
+    manager.allocator.share(manager.host_block_table[0, :1])
 
 
 def lose_an_owner(manager):
     manager.allocator._num_owners[manager.host_block_table[0, 0]] = 0
+
+
+def swap_two_blocks(manager):
+    manager.host_block_table[0, :2] = manager.host_block_table[0, 1::-1]
+    manager.fork(0)
+    manager.host_block_table[0, :2] = manager.host_block_table[0, 1::-1]
 
 
 def change_the_device_table(manager):
@@ -266,6 +272,7 @@ def change_the_device_table(manager):
         (repeat_a_free_slot, "the free slots are not those that are not open"),
         (add_an_owner, "block 0 is in 1 rows of the block table but has 2 owners"),
         (lose_an_owner, "Block free list: 1 blocks are both free and owned or neither"),
+        (swap_two_blocks, "block . is in more than one column"),
         (change_the_device_table, "the device's block table differs from the host's"),
     ],
 )
