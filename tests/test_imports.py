@@ -18,7 +18,7 @@ RANKS = [
     ["dsv4.cache.schema", "dsv4.cache.block_allocator"],
     ["dsv4.cache.layout", "dsv4.cache.staging"],
     ["dsv4.cache.capacity", "dsv4.cache.paged_cache", "dsv4.cache.state_cache", "dsv4.cache.plan"],
-    ["dsv4.cache.flush"],
+    ["dsv4.cache.flush", "dsv4.cache.saved_request"],
     ["dsv4.cache.handle"],
     ["dsv4.cache.manager"],
     ["dsv4.cache.prepare_forward"],

@@ -1,6 +1,7 @@
 """`KVCacheManager`: owns the pools, the block table and the request slots."""
 
 import operator
+import os
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.layout import block_layout, layer_layouts, slot_layout
 from dsv4.cache.paged_cache import PagedKVPool
 from dsv4.cache.plan import ForwardPlan, PlanBuffers
+from dsv4.cache.saved_request import copy_request, read_saved, write_saved
 from dsv4.cache.schema import build_schemas
 from dsv4.cache.staging import IntArray, staging_for
 from dsv4.cache.state_cache import StateCachePool
@@ -163,6 +165,48 @@ class KVCacheManager:
         for source, target in zip(copied, copies, strict=True):
             self.paged.storage[target].copy_(self.paged.storage[source])
         return fork
+
+    def save_request(self, slot: int, path: str | os.PathLike[str]) -> None:
+        """Write a request to a safetensors file, whole or not at all; waits for the device."""
+        self.check_open(slot)
+        self.check_whole(np.array([slot]))
+        blocks = self.host_block_table[slot, : self.num_slot_blocks[slot]]
+        saved = copy_request(
+            self.config, self.schemas, self.state, self.paged,
+            slot=slot, blocks=torch.from_numpy(blocks).long(), length=int(self.lengths[slot]),
+        )  # fmt: skip
+        write_saved(path, saved, self.config)
+
+    def load_request(self, path: str | os.PathLike[str]) -> int:
+        """Open a request as `save_request` wrote it and return its slot.
+
+        It goes on as the saved one would have, but cannot be truncated below its length.
+
+        Raises:
+            ValueError: The file is damaged, or of a cache whose bytes mean something else.
+            NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
+        """
+        saved = read_saved(path, self.config, state=self.state, paged=self.paged)
+        num_blocks = int(self.blocks_for(np.array([saved.length]))[0])
+        if not 0 <= saved.rollback_floor <= saved.length or len(saved.blocks) != num_blocks:
+            raise ValueError(
+                f"Invalid saved request {os.fspath(path)}: expected {num_blocks} blocks and a "
+                f"floor from 0 to {saved.length}, got {len(saved.blocks)} and "
+                f"{saved.rollback_floor}"
+            )
+        if saved.length > self.capacity.max_request_tokens:
+            raise ValueError(
+                f"Too many tokens in one request: expected at most "
+                f"{self.capacity.max_request_tokens}, got {saved.length} in {os.fspath(path)}"
+            )
+        self._check_free_slot()
+        blocks = self.allocator.acquire(len(saved.blocks))
+        slot = self.open_request()
+        self._set_request(slot, blocks, saved.length)
+        self.rollback_floor[slot] = saved.rollback_floor
+        self.state.storage[slot] = saved.slot.to(self.device)
+        self.paged.storage[torch.from_numpy(blocks).long()] = saved.blocks.to(self.device)
+        return slot
 
     def _set_request(self, slot: int, blocks: IntArray, length: int) -> None:
         """Make an empty slot a request of that length in these blocks."""
