@@ -173,6 +173,12 @@ class Life(RuleBasedStateMachine):
         self.grow({self.slot(choice): count}, seed)
 
     @precondition(lambda self: self.tokens)
+    @rule(choice=st.integers(0, 3), offset=st.integers(0, 5), seed=st.integers(0, 3))
+    def prefill_to_a_boundary(self, choice, offset, seed):
+        slot = self.slot(choice)
+        self.grow({slot: -len(self.tokens[slot]) % CONFIG.block_tokens + offset}, seed)
+
+    @precondition(lambda self: self.tokens)
     @rule(seed=st.integers(0, 3), drafts=st.lists(st.integers(0, DRAFTS), min_size=4, max_size=4))
     def decode_all(self, seed, drafts):
         self.grow({slot: 1 + drafts[slot] for slot in sorted(self.tokens, reverse=True)}, seed)
@@ -210,6 +216,20 @@ class Life(RuleBasedStateMachine):
         fork = self.open_another(lambda: self.manager.fork(slot))
         if fork is not None:
             self.tokens[fork], self.floors[fork] = self.tokens[slot], self.floors[slot]
+
+    @precondition(lambda self: self.tokens)
+    @rule(choice=st.integers(0, 3), past=st.integers(0, 2), together=st.booleans())
+    def fork_and_go_back_into_a_shared_block(self, choice, past, together):
+        slot = self.slot(choice)
+        if not self.grow({slot: -len(self.tokens[slot]) % CONFIG.block_tokens + past}, seed=0):
+            return
+        fork = self.open_another(lambda: self.manager.fork(slot))
+        if fork is None:
+            return
+        self.tokens[fork], self.floors[fork] = self.tokens[slot], self.floors[slot]
+        for each in (slot, fork):
+            self.shorten(each, max(0, len(self.tokens[each]) - past - 1))
+        self.grow({fork: 2, slot: 2} if together else {fork: 2}, seed=1)
 
     @precondition(lambda self: self.tokens)
     @rule(choice=st.integers(0, 3))
