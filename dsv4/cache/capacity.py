@@ -10,6 +10,7 @@ from dsv4.cache.layout import RunLayout, block_layout, slot_layout
 from dsv4.cache.schema import LayerCacheSchema, build_schemas
 from dsv4.config import CacheConfig
 from dsv4.formats import BYTE_ALIGN
+from dsv4.kernels.index_scratch import index_scratch_bytes
 from dsv4.model.layer_schedule import AttentionType
 
 INT32_BYTES = 4
@@ -91,6 +92,21 @@ class Capacity:
         return self.max_requests + self.max_forward_tokens // AttentionType.HCA.ratio
 
     @property
+    def index_scratch_bytes(self) -> int:
+        """The workspace of the index; 0 where no token can see more entries than are chosen."""
+        config = self.config
+        if AttentionType.CSA not in {layer.attention_type for layer in config.schedule}:
+            return 0
+        return index_scratch_bytes(
+            config.index_format,
+            num_heads=config.index_num_heads,
+            dim=config.index_head_dim,
+            topk=config.index_topk,
+            max_entries=self.max_request_tokens // AttentionType.CSA.ratio,
+            max_tokens=self.max_forward_tokens,
+        )
+
+    @property
     def rope_bases(self) -> tuple[str, ...]:
         """The RoPE tables that the schedule uses."""
         return tuple(sorted({layer.rope_base for layer in self.config.schedule}))
@@ -162,10 +178,12 @@ class Capacity:
         rope = len(self.rope_bases) * self.max_request_tokens * self.config.rope_dim * FP32_BYTES
         plan = self.plan_elements * INT32_BYTES
         scratch = self.pooling_windows * (self.config.head_dim * FP32_BYTES + INT32_BYTES)
+        index_scratch = self.index_scratch_bytes
         return {
             "block_table": ComponentBytes(tables, tables),
             "plan_buffers": ComponentBytes(plan, plan),
             "pooling_scratch": ComponentBytes(scratch, scratch),
+            "index_scratch": ComponentBytes(index_scratch, index_scratch),
             "window_workspace": ComponentBytes(
                 self.workspace_rows * row.row_bytes,
                 row.page_bytes(self.workspace_rows, align=BYTE_ALIGN),

@@ -112,6 +112,8 @@ class KVCacheManager:
         self.workspace_storage = torch.zeros(1, workspace_bytes, dtype=torch.uint8, device=device)
         self.pooled = torch.zeros(capacity.pooling_windows, config.head_dim, device=device)
         self.arrivals = torch.zeros(capacity.pooling_windows, dtype=torch.int32, device=device)
+        scratch_bytes = capacity.index_scratch_bytes
+        self.index_scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
         self.rope_tables = {
             base: build_rope_table(
                 config, base, num_positions=capacity.max_request_tokens, device=device
@@ -121,7 +123,8 @@ class KVCacheManager:
         has_scale = config.index_global_scale is not None
         storages = (
             self.state.storage, self.paged.storage, self.workspace_storage, self.pooled,
-            self.arrivals, self.paged.indexer_global_scale if has_scale else None,
+            self.arrivals, self.index_scratch,
+            self.paged.indexer_global_scale if has_scale else None,
         )  # fmt: skip
         layouts = layer_layouts(
             config, self.schemas, self.state.layout, self.paged.layout, workspace_rows=rows
@@ -386,6 +389,7 @@ class KVCacheManager:
             "plan_buffers": self.plan_buffers.packed,
             "pooled": self.pooled,
             "arrivals": self.arrivals,
+            "index_scratch": self.index_scratch,
             "window_workspace": self.workspace_storage,
             **rope,
         }

@@ -2,8 +2,8 @@
 
 A backend has the functions of `Backend`. `reference` defines the meaning of each; the others
 store the same bytes and select the same entries. A backend that is asked for runs or raises;
-nothing falls back in silence. `triton` has kernels for writes and gathers; its indexer and its
-attention are the reference's.
+nothing falls back in silence. `triton` has kernels for the write path, the gathers and the index;
+its attention is the reference's.
 
 -1 is the only sentinel: a slot of a padding row, a block or row that does not exist.
 """
@@ -198,8 +198,8 @@ class LayerMemory(NamedTuple):
     """The raw storages and where one layer's rows lie in them. A property cuts its rows out.
 
     slots is `[max_requests, slot_bytes]`, blocks `[num_blocks, block_bytes]`, workspace
-    `[1, bytes]`, all uint8; pooled and arrivals are those of `PoolingScratch`; global_scale is
-    NVFP4's `[]` fp32, or None.
+    `[1, bytes]`, all uint8; pooled and arrivals are those of `PoolingScratch`; index_scratch
+    `[bytes]` uint8 is what `index_scratch` cuts up; global_scale is NVFP4's `[]` fp32, or None.
     """
 
     slots: Tensor
@@ -207,6 +207,7 @@ class LayerMemory(NamedTuple):
     workspace: Tensor
     pooled: Tensor
     arrivals: Tensor
+    index_scratch: Tensor
     global_scale: Tensor | None
     layout: LayerLayout
 

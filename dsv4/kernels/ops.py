@@ -28,12 +28,13 @@ from dsv4.model.rope import RopeTable
 
 _READ = (
     "Tensor slots, Tensor blocks, Tensor workspace, Tensor pooled, Tensor arrivals, "
-    "Tensor? global_scale, str layout"
+    "Tensor index_scratch, Tensor? global_scale, str layout"
 )
 _WRITTEN = (
     "Tensor(a!) slots, Tensor(b!) blocks, Tensor(c!) workspace, Tensor(d!) pooled, "
-    "Tensor(e!) arrivals, Tensor? global_scale, str layout"
+    "Tensor(e!) arrivals, Tensor index_scratch, Tensor? global_scale, str layout"
 )
+_INDEXED = _READ.replace("Tensor index_scratch", "Tensor(a!) index_scratch")
 _TOKENS = "Tensor[] tokens, SymInt max_step"
 _ROPE = "Tensor cos, Tensor sin"
 
@@ -222,7 +223,7 @@ _register(
 )
 _register(
     "select_entries",
-    f"{_READ}, {_TOKENS}, {_ROPE}, Tensor query, Tensor head_weights, "
+    f"{_INDEXED}, {_TOKENS}, {_ROPE}, Tensor query, Tensor head_weights, "
     "int topk, SymInt max_entries, bool has_hadamard",
     _fake_select,
     outputs=3,

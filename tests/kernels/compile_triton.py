@@ -17,9 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
-from dsv4.formats import KV_FORMATS
+from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels import LayerWrites
-from dsv4.kernels.triton import flush_write, gather
+from dsv4.kernels.triton import flush_write, gather, indexer, topk
 from dsv4.kernels.triton.launch import KINDS, Launch, launch_steps, work_name
 from dsv4.testing import model_projections, model_weights
 
@@ -82,6 +82,31 @@ def record_gathers(kv_format: str) -> list:
     return launches
 
 
+def record_index(index_format: str, *, length: int) -> list:
+    """The launches that choose entries of a request of that length, at V4-Flash's width."""
+    launches: list = []
+    owners = {"_query_kernel": indexer, "_score_kernel": indexer, "_part_kernel": topk,
+              "_topk_kernel": topk}  # fmt: skip
+    kernels = {name: getattr(module, name) for name, module in owners.items()}
+    for name, module in owners.items():
+        setattr(module, name, Recorder(kernels[name], launches))
+    config = CacheConfig.v4_flash(
+        compress_ratios=(4,), num_query_heads=1, index_format=index_format
+    )
+    manager = KVCacheManager(
+        config, max_requests=1, num_blocks=1, max_forward_tokens=1, max_request_tokens=length
+    )
+    handle = manager.acquire(0, prepare_forward(manager, [manager.open_request()], [0], [1]))
+    (inputs,) = model_projections(config, 1, seed=0, dtype=torch.bfloat16)
+    indexer.select_entries(
+        inputs.indexer.query, inputs.indexer.head_weights, handle.memory, handle.tokens,
+        handle.rope, topk=config.index_topk, max_entries=length // 4, has_hadamard=True,
+    )  # fmt: skip
+    for name, module in owners.items():
+        setattr(module, name, kernels[name])
+    return launches
+
+
 def compile_launch(kernel, arguments: dict, arch: int):
     """Compile as the launcher would: pointers and multiples of 16 are known to be such."""
     signature, constants, attributes = {}, {}, {}
@@ -135,6 +160,11 @@ def main(arch: int) -> None:
             chunks = " chunk" if arguments["HAS_CHUNKS"] else ""
             kind = f"{arguments['SOURCE']}{chunks} {kv_format}"
             print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
+    launches = [(name, launch) for name in INDEX_FORMATS for launch in record_index(name, length=2**14)[:2]]
+    launches += [("", launch) for length in (2**14, 2**18) for launch in record_index("fp8", length=length)[2:]]
+    for kind, (kernel, arguments) in launches:
+        used = resources(compile_launch(kernel, arguments, arch), arch)
+        print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ def select_entries(
         max_entries: The most entries any token of this forward sees.
 
     Notes:
-        Equal scores go to the smaller entry; a NaN score is never chosen. Where no token sees
-        more than `topk` entries nothing is scored.
+        Equal scores go to the smaller entry; a NaN score is never chosen. A token that sees no
+        more than `topk` entries has all of them, whatever their scores and its batch.
     """
     keys, ratio, global_scale = memory.index_keys, memory.layout.ratio, memory.global_scale
     assert keys is not None, memory.layout
@@ -104,7 +104,8 @@ def select_topk(scores: Tensor, counts: Tensor, topk: int) -> Tensor:
     """Indices of the `topk` largest of the first `counts` scores, ascending, then -1.
 
     Args:
-        scores: `[n, entries]` fp32; what lies beyond `counts` `[n]` is not read.
+        scores: `[n, entries]` fp32; what lies beyond `counts` `[n]` is not read, and nothing is
+            where `counts` is at most `topk`: all are chosen.
 
     Returns:
         `[n, min(topk, entries)]` int64.
@@ -112,8 +113,9 @@ def select_topk(scores: Tensor, counts: Tensor, topk: int) -> Tensor:
     num_entries = scores.shape[1]
     width = min(topk, num_entries)
     idx = torch.arange(num_entries, device=scores.device)
-    is_candidate = (idx < counts[:, None]) & ~torch.isnan(scores)
-    scores = torch.where(is_candidate, scores, -torch.inf)
+    has_few = counts[:, None] <= topk
+    is_candidate = (idx < counts[:, None]) & (has_few | ~torch.isnan(scores))
+    scores = torch.where(is_candidate & ~has_few, scores, -torch.inf)
     # Candidates first, then by score; stable, so that the smaller index wins a tie.
     order = torch.sort(scores, dim=1, descending=True, stable=True).indices
     is_first = is_candidate.gather(1, order)

@@ -6,5 +6,12 @@ from dsv4.kernels.triton.gather import (
     gather_compressed_kv,
     gather_swa_kv,
 )
+from dsv4.kernels.triton.indexer import select_entries
 
-__all__ = ["gather_all_compressed_kv", "gather_compressed_kv", "gather_swa_kv", "write_layer"]
+__all__ = [
+    "gather_all_compressed_kv",
+    "gather_compressed_kv",
+    "gather_swa_kv",
+    "select_entries",
+    "write_layer",
+]

@@ -87,3 +87,12 @@ def tile_channels(COUNT: tl.constexpr):
     GROUPS: tl.constexpr = triton.next_power_of_2(triton.cdiv(COUNT, GROUP))
     group, lane = tl.arange(0, GROUPS)[:, None, None], tl.arange(0, GROUP)[None, None, :]
     return tl.max_contiguous(group * GROUP + lane, (1, 1, 8))
+
+
+@triton.jit
+def e2m1_values(code):
+    """E2M1 codes, int32 from 0 to 15, to fp32."""
+    magnitude = code & 7
+    bits = tl.where(magnitude == 1, 126 << 23, (magnitude << 22) + (126 << 23))
+    bits = tl.where(magnitude == 0, 0, bits) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True)

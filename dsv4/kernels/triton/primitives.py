@@ -24,6 +24,15 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 
 
 @triton.jit
+def loop_bound(x):
+    """A whole number as the bound of a loop; the interpreter takes Python's own alone."""
+    if INTERPRETED:
+        return (x + tl.zeros((1,), tl.int32)).handle.data.item()
+    else:
+        return x
+
+
+@triton.jit
 def bf16_bits(x):
     """fp32 to the bits of BF16, as uint16: nearest even, every NaN 0x7FFF."""
     if INTERPRETED:

@@ -1,0 +1,98 @@
+"""The workspace of the index: how much a token takes of it, and how many it holds at a time.
+
+Scores of all tokens of a forward would take gigabytes. They are made for as many tokens as the
+workspace holds, and their entries chosen, before the next ones are scored over them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.formats import BYTE_ALIGN, round_up
+
+SCRATCH_LIMIT = 64 << 20  # bytes; one token at a time where that is not enough for one
+PART_ENTRIES = 16384  # entries of which one program finds the best
+MIN_HEADS = 16  # of a matrix product
+QUERY_BYTES = {"fp8": 1, "fp32": 4}  # of a channel, by key format; 2 for the others
+
+
+class IndexScratch(NamedTuple):
+    """What is kept of each token between the launches, `num_rows` tokens at a time.
+
+    queries is `[num_rows, padded heads × padded dim]` in the operand's bytes, weights
+    `[num_rows, padded heads]` fp32, scores `[num_rows, at least max_entries]` fp32, and
+    candidates `[num_rows, num_parts × topk]` int32, empty where one part is all.
+    """
+
+    queries: Tensor
+    weights: Tensor
+    scores: Tensor
+    candidates: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.scores.shape[0]
+
+
+class IndexRowBytes(NamedTuple):
+    """Bytes of a token in each tensor of `IndexScratch`."""
+
+    queries: int
+    weights: int
+    scores: int
+    candidates: int
+
+
+def padded_heads(num_heads: int) -> int:
+    """Heads of a query as it lies in the workspace; those beyond num_heads weigh nothing."""
+    return max(MIN_HEADS, _next_power_of_two(num_heads))
+
+
+def num_parts(max_entries: int) -> int:
+    """Parts that so many entries are cut into."""
+    return -(-max_entries // PART_ENTRIES)
+
+
+def index_row_bytes(
+    key_format: str, *, num_heads: int, dim: int, topk: int, max_entries: int
+) -> IndexRowBytes:
+    """Bytes that a token takes when it can see `max_entries` entries; more for more."""
+    heads, parts = padded_heads(num_heads), num_parts(max_entries)
+    return IndexRowBytes(
+        heads * _next_power_of_two(dim) * QUERY_BYTES.get(key_format, 2),
+        heads * 4,
+        round_up(max_entries * 4, BYTE_ALIGN),
+        round_up(parts * topk * 4, BYTE_ALIGN) if parts > 1 else 0,
+    )
+
+
+def index_scratch_bytes(
+    key_format: str, *, num_heads: int, dim: int, topk: int, max_entries: int, max_tokens: int
+) -> int:
+    """Bytes of a workspace for forwards of up to max_tokens; 0 where nothing is ever scored."""
+    if max_entries <= topk:
+        return 0
+    row = sum(
+        index_row_bytes(
+            key_format, num_heads=num_heads, dim=dim, topk=topk, max_entries=max_entries
+        )
+    )
+    return row * max(1, min(max_tokens, SCRATCH_LIMIT // row))
+
+
+def cut_index_scratch(storage: Tensor, row: IndexRowBytes, *, num_tokens: int) -> IndexScratch:
+    """The tensors of as many of num_tokens tokens as `storage` `[bytes]` uint8 holds."""
+    num_rows = min(num_tokens, storage.numel() // sum(row))
+    assert num_rows > 0, (storage.numel(), row)
+    dtypes = (torch.uint8, torch.float32, torch.float32, torch.int32)
+    parts, start = [], 0
+    for size, dtype in zip(row, dtypes, strict=True):
+        part = storage[start : start + num_rows * size].view(dtype)
+        parts.append(part.view(num_rows, size // dtype.itemsize))
+        start += num_rows * size
+    return IndexScratch(*parts)
+
+
+def _next_power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

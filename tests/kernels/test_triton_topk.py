@@ -1,0 +1,164 @@
+"""Top-k on given scores is exactly the reference's: on a GPU, or under Triton's interpreter."""
+
+import pytest
+import torch
+
+from dsv4.kernels import Selection, TokenMap
+from dsv4.kernels.reference.addressing import entry_rows
+from dsv4.kernels.reference.indexer import select_topk
+from dsv4.kernels.triton import topk as kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PER_BLOCK = 6  # doesn't divide anything
+
+
+def token_map(counts: list[int], max_entries: int, *, device: str) -> TokenMap:
+    """A token per count, in slots in descending order; with ratio 1 it sees that many entries."""
+    num_slots, num_blocks = len(counts) + 1, -(-max_entries // PER_BLOCK)
+    slots = torch.arange(num_slots - 1, 0, -1)
+    table = torch.randperm(num_slots * num_blocks, generator=torch.Generator().manual_seed(5))
+    positions = torch.tensor(counts) - 1
+    none = torch.zeros(0)
+    parts = (
+        slots, none, none, none, positions, torch.arange(len(counts)), none, none,
+        table.view(num_slots, num_blocks),
+    )  # fmt: skip
+    return TokenMap(*(part.int().to(device) for part in parts), 1)
+
+
+def choose(scores, counts: list[int], topk: int, *, first: int = 0) -> Selection:
+    """What the kernels choose; `first` tokens before them are left alone."""
+    device, max_entries = scores.device, scores.shape[1]
+    tokens = token_map([1] * first + counts, max_entries, device=device)
+    shape = (first + len(counts), topk)
+    chosen = Selection(
+        torch.full(shape, -7, dtype=torch.int32, device=device),
+        torch.full(shape, -7, dtype=torch.int64, device=device),
+        torch.full(shape[:1], -7, dtype=torch.int32, device=device),
+    )
+    candidates = torch.full((len(counts), kernels.num_parts(max_entries) * topk), 123456, device=device)
+    kernels.choose_best(
+        chosen, scores, candidates.int(), tokens, first_token=first, num_tokens=len(counts),
+        max_entries=max_entries, ratio=1, entries_per_block=PER_BLOCK,
+    )  # fmt: skip
+    return chosen
+
+
+def assert_chosen(scores, counts: list[int], topk: int) -> None:
+    """Equal to the reference's choice, rows and counts too."""
+    scores = scores.to(DEVICE)
+    chosen = choose(scores, counts, topk)
+    expected = torch.full((len(counts), topk), -1, device=DEVICE)
+    best = select_topk(scores, torch.tensor(counts, device=DEVICE), topk)
+    expected[:, : best.shape[1]] = best
+    assert torch.equal(chosen.entry_idx.long(), expected)
+    assert torch.equal(chosen.counts.long(), (expected >= 0).sum(dim=1))
+    tokens = token_map(counts, scores.shape[1], device=DEVICE)
+    slots = tokens.request_slots.long()[:, None]
+    rows = entry_rows(tokens.block_table, slots, expected, PER_BLOCK)
+    assert torch.equal(chosen.rows, rows)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sprinkled(scores, *values: float, share: float = 0.3):
+    """A share of the scores replaced by some of the values."""
+    generator = torch.Generator().manual_seed(3)
+    which = torch.randint(len(values), scores.shape, generator=generator)
+    is_replaced = torch.rand(scores.shape, generator=generator) < share
+    return torch.where(is_replaced, torch.tensor(values)[which], scores)
+
+
+NAN, INF = torch.nan, torch.inf
+TINY = 2.0**-149
+SCORES = {
+    "random": lambda x: x,
+    "a few magnitudes": lambda x: x * torch.logspace(-40, 30, x.shape[1]),
+    "ties": lambda x: x.mul(2).round() / 2,
+    "low bits alone": lambda x: 1 + x.mul(3).round() * 2.0**-23,
+    "negative": lambda x: -x.abs() - 1,
+    "zeros of both signs": lambda x: sprinkled(x, 0.0, -0.0, share=0.8),
+    "zeros alone": lambda x: sprinkled(x, 0.0, -0.0, share=1.1),
+    "denormals": lambda x: sprinkled(x.mul(4).round() * TINY, 0.0, -0.0, TINY, -TINY),
+    "NaN": lambda x: sprinkled(x, NAN, -NAN),
+    "mostly NaN": lambda x: sprinkled(x, NAN, share=0.97),
+    "NaN alone": lambda x: torch.full_like(x, NAN),
+    "infinities": lambda x: sprinkled(x, INF, -INF),
+    "mostly -inf": lambda x: sprinkled(x, -INF, share=0.98),
+    "-inf and NaN": lambda x: sprinkled(x, -INF, NAN, share=0.98),
+    "constant": lambda x: torch.full_like(x, -1.5),
+    "ascending": lambda x: x.sort(dim=1).values,
+    "descending": lambda x: x.sort(dim=1, descending=True).values,
+}
+
+
+@pytest.fixture(params=[(64, 4096), (512, 96), (32, 64)], ids=["whole", "in parts", "short parts"])
+def cut(request, monkeypatch):
+    """Tiles smaller than rows; rows of one part, or of several."""
+    tile, part = request.param
+    monkeypatch.setattr(kernels, "TILE", tile)
+    monkeypatch.setattr(kernels, "PART_ENTRIES", part)
+    monkeypatch.setattr(kernels, "num_parts", lambda max_entries: -(-max_entries // part))
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name, cut):
+    scores = SCORES[name](normal(9, 301))
+    scores[:, 290:] = 99.0  # beyond some of the counts, better than the rest
+    assert_chosen(scores, [301, 290, 65, 64, 63, 37, 36, 1, 0], 37)
+
+
+@pytest.mark.parametrize("topk", [1, 2, 64, 100, 300])
+def test_topk(topk, cut):
+    assert_chosen(normal(6, 307), [topk - 1, topk, topk + 1, 307, 306, 0], topk)
+
+
+def test_random_bits(cut):
+    bits = torch.randint(-(2**31), 2**31, (4, 333), generator=torch.Generator().manual_seed(0))
+    assert_chosen(bits.int().view(torch.float32), [333, 200, 97, 96], 50)
+
+
+def test_what_is_not_visible_is_not_chosen():
+    scores = torch.full((2, 40), INF)
+    scores[:, :9] = NAN
+    assert_chosen(scores, [9, 8], 8)
+
+
+def test_few_entries_need_no_scores():
+    chosen = choose(torch.full((3, 20), NAN, device=DEVICE), [8, 5, 0], 8)
+    assert chosen.entry_idx[0].tolist() == list(range(8))
+    assert chosen.entry_idx[1].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+    assert chosen.counts.tolist() == [8, 5, 0]
+
+
+def test_tokens_before_the_first_are_left_alone():
+    scores = normal(2, 50).to(DEVICE)
+    chosen = choose(scores, [50, 3], 8, first=3)
+    alone = choose(scores, [50, 3], 8)
+    assert torch.equal(chosen.entry_idx[3:], alone.entry_idx)
+    assert torch.equal(chosen.counts[3:], alone.counts)
+    assert all((part[:3] == -7).all() for part in chosen)
+
+
+def test_default_sizes():
+    assert_chosen(normal(2, 5000), [5000, 4097], 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", [512, 1024, 2048])
+@pytest.mark.parametrize("name", SCORES)
+def test_long_rows(name, topk):
+    scores = SCORES[name](normal(6, 262144))
+    assert_chosen(scores, [262144, 262143, 16385, 16384, topk + 1, topk], topk)
+
+
+@pytest.mark.gpu
+def test_reruns_are_equal():
+    scores = SCORES["ties"](normal(64, 100_000)).cuda()
+    counts = [100_000 - 1000 * n for n in range(64)]
+    first = choose(scores, counts, 512)
+    for _ in range(20):
+        again = choose(scores, counts, 512)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
