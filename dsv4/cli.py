@@ -81,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     gather = benches.add_parser("gather", help="dense rows of a layer, on a GPU")
     gather.add_argument("--json", action="store_true", help="print one JSON object only")
     gather.set_defaults(run=_bench_gather)
+    index = benches.add_parser("index", help="queries, scores and top-k of the index, on a GPU")
+    index.add_argument("--json", action="store_true", help="print one JSON object only")
+    index.set_defaults(run=_bench_index)
     tune = benches.add_parser("tune", help="launch parameters of this GPU's architecture")
     tune.add_argument("--write", action="store_true", help="update the committed table in place")
     tune.add_argument("--json", action="store_true", help="print one JSON object only")
@@ -229,6 +232,32 @@ def _bench_gather(options: argparse.Namespace) -> int:
                 f"{row['rotating_us']:.2f}",
                 f"{row['tb_per_s']:.2f}",
                 f"{row['share_of_copy']:.0%}",
+            )
+        Console().print(table)
+    print(json.dumps(result))
+    return 0
+
+
+def _bench_index(options: argparse.Namespace) -> int:
+    from dsv4.bench.index import bench_index
+
+    result = bench_index()
+    if not options.json:
+        table = Table(title="One layer's index of V4-Flash in a decode step, microseconds")
+        table.add_column("step")
+        table.add_column("format")
+        columns = ("entries", "batch", "same layer", "4 layers in turn", "bytes / 4.27 TB/s")
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in result["rows"]:
+            table.add_row(
+                row["step"],
+                row["format"],
+                f"{row['entries']:,}",
+                str(row["batch"]),
+                f"{row['warm_us']:.2f}",
+                f"{row['rotating_us']:.2f}",
+                f"{row['floor_us']:.2f}",
             )
         Console().print(table)
     print(json.dumps(result))

@@ -16,7 +16,7 @@ from dsv4.cache.handle import INPUT_DTYPES, LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
-from dsv4.kernels import CompressorInputs, IndexInputs, LayerProjections, LayerWeights
+from dsv4.kernels import CompressorInputs, IndexInputs, LayerProjections, LayerWeights, ops
 from dsv4.model.layer_schedule import AttentionType
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def warm_up(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Compile what the manager's kernels need to write and to gather, in any forward.
+    """Compile what the manager's kernels need to write, to gather and to select, in any forward.
 
     It runs on padding alone, so that no request notices. The reference has nothing to compile.
 
@@ -71,6 +71,7 @@ def warm_up(
                 for forward in forwards
             ]
             _gather(handles[0])
+            _select_entries(manager, handles[0], dtype)
 
 
 def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -> list[int]:
@@ -134,6 +135,22 @@ def _gather(handle: LayerCacheHandle) -> None:
         handle.gather_all_compressed_kv()
         shape = (handle.plan.num_tokens, handle.config.index_topk)
         handle.gather_compressed_kv(handle.positions.new_full(shape, -1, dtype=torch.int64))
+
+
+def _select_entries(manager: KVCacheManager, handle: LayerCacheHandle, dtype: torch.dtype) -> None:
+    """Choose entries of requests short and long: all of them, in one part, in several."""
+    config, device = manager.config, manager.device
+    if handle.layer.attention_type is not AttentionType.CSA:
+        return
+    shape = (handle.plan.num_tokens, config.index_num_heads, config.index_head_dim)
+    query = torch.zeros(shape, dtype=dtype, device=device)
+    longest = manager.capacity.max_request_tokens // handle.layer.ratio
+    for max_entries in sorted({1, min(config.index_topk + 1, longest), longest}):
+        ops.select_entries(
+            query, query[:, :, 0].contiguous(), handle.memory, handle.tokens, handle.rope,
+            topk=config.index_topk, max_entries=max_entries,
+            has_hadamard=config.index_hadamard, backend=manager.backend,
+        )  # fmt: skip
 
 
 def _flush_compression(

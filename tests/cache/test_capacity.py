@@ -17,8 +17,8 @@ COMPRESSED = ("csa_entries", "index_keys", "hca_entries")
 COMPONENTS = [
     "csa_entries", "index_keys", "hca_entries", "block_padding",
     "window", "csa_tails", "index_tails", "hca_tails", "slot_padding",
-    "block_table", "plan_buffers", "pooling_scratch", "window_workspace", "rope_tables",
-    "index_global_scale",
+    "block_table", "plan_buffers", "pooling_scratch", "index_scratch", "window_workspace",
+    "rope_tables", "index_global_scale",
 ]  # fmt: skip
 
 
@@ -155,6 +155,36 @@ def test_shared_components():
     assert memory["window_workspace"].payload == (200 + 3 * 127) * 584
 
 
+def index_scratch(config: CacheConfig, **sizes: int) -> int:
+    return capacity_of(config, **sizes).memory()["index_scratch"].allocated
+
+
+def test_index_scratch_of_a_million_tokens():
+    sizes = {"max_request_tokens": 2**20, "max_forward_tokens": 8192}
+    for preset, topk in (("flash", 512), ("pro", 1024)):
+        row = 64 * 128 * 2 + 64 * 4 + 262144 * 4 + 16 * topk * 4
+        expected = 64 * MIB // row * row
+        assert index_scratch(PRESETS[preset](), **sizes) == expected < 256 * MIB
+    for name in INDEX_FORMATS:
+        assert index_scratch(CacheConfig.v4_flash(index_format=name), **sizes) <= 64 * MIB
+
+
+def test_index_scratch_holds_no_more_than_a_forward():
+    config = CacheConfig.v4_flash(index_format="fp8")
+    row = 64 * 128 + 64 * 4 + 1000 * 4
+    for tokens in (1, 7):
+        sizes = {"max_request_tokens": 4003, "max_forward_tokens": tokens}
+        assert index_scratch(config, **sizes) == tokens * row
+
+
+def test_no_index_scratch_where_nothing_is_scored():
+    config = CacheConfig.v4_flash()
+    assert index_scratch(config, max_request_tokens=4 * 512 + 3) == 0
+    assert index_scratch(config, max_request_tokens=4 * 513) > 0
+    for ratios in ((0, 0), (128, 0)):
+        assert index_scratch(CacheConfig(compress_ratios=ratios), max_request_tokens=2**16) == 0
+
+
 @pytest.mark.parametrize(
     ("ratios", "bases"),
     [((0, 0), ("main",)), ((4, 128), ("compress",)), ((4, 0), ("compress", "main"))],
@@ -271,7 +301,9 @@ def test_allocated_bytes_are_those_of_the_tensors(seed):
     assert tensors["slots"].nbytes == allocated(
         "window", "csa_tails", "index_tails", "hca_tails", "slot_padding"
     )
-    for name in ("block_table", "plan_buffers", "window_workspace", "index_global_scale"):
+    for name in (
+        "block_table", "plan_buffers", "index_scratch", "window_workspace", "index_global_scale"
+    ):  # fmt: skip
         assert tensors[name].nbytes == allocated(name)
     rope = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("rope_"))
     assert rope == allocated("rope_tables")

@@ -160,9 +160,14 @@ def main(arch: int) -> None:
             chunks = " chunk" if arguments["HAS_CHUNKS"] else ""
             kind = f"{arguments['SOURCE']}{chunks} {kv_format}"
             print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
-    launches = [(name, launch) for name in INDEX_FORMATS for launch in record_index(name, length=2**14)[:2]]
-    launches += [("", launch) for length in (2**14, 2**18) for launch in record_index("fp8", length=length)[2:]]
-    for kind, (kernel, arguments) in launches:
+    for index_format in INDEX_FORMATS:
+        report(record_index(index_format, length=2**14)[:2], index_format, arch)
+    for length in (2**14, 2**18):  # of one part, and of several
+        report(record_index("fp8", length=length)[2:], f"{length} tokens", arch)
+
+
+def report(launches: list, kind: str, arch: int) -> None:
+    for kernel, arguments in launches:
         used = resources(compile_launch(kernel, arguments, arch), arch)
         print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
 

@@ -65,6 +65,7 @@ class Server:
                 handle.write(inputs, weights)
             if gathers:
                 gather(handle)
+                select(handle, inputs)
         self.lengths.update(zip(counts, after, strict=True))
 
 
@@ -87,6 +88,11 @@ def gather(handle) -> None:
         rows = torch.full((handle.plan.num_tokens, 512), -1, device=handle.positions.device)
         handle.gather_compressed_kv(rows)
         handle.gather_all_compressed_kv()
+
+
+def select(handle, inputs) -> None:
+    if inputs.indexer is not None:
+        handle.select_entries(inputs.indexer.query, inputs.indexer.head_weights)
 
 
 def serve(server: Server, *, longest: int = LONGEST) -> None:

@@ -36,9 +36,10 @@ def choose(scores, counts: list[int], topk: int, *, first: int = 0) -> Selection
         torch.full(shape, -7, dtype=torch.int64, device=device),
         torch.full(shape[:1], -7, dtype=torch.int32, device=device),
     )
-    candidates = torch.full((len(counts), kernels.num_parts(max_entries) * topk), 123456, device=device)
+    width = kernels.num_parts(max_entries) * topk
+    candidates = torch.full((len(counts), width), 123456, dtype=torch.int32, device=device)
     kernels.choose_best(
-        chosen, scores, candidates.int(), tokens, first_token=first, num_tokens=len(counts),
+        chosen, scores, candidates, tokens, first_token=first, num_tokens=len(counts),
         max_entries=max_entries, ratio=1, entries_per_block=PER_BLOCK,
     )  # fmt: skip
     return chosen

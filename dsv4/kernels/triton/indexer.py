@@ -59,12 +59,8 @@ SCORE_PROGRAMS = 1056  # enough for any GPU; a token's keys are split over what 
 @triton.jit
 def half_scales(scales, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Scale bytes `[ROWS, groups]` to fp32 `[ROWS, BLOCK / 2]`, one for each pair of channels."""
-    if FORMAT == "index_mxfp4":
-        GROUPS: tl.constexpr = BLOCK // 32
-        values = ue8m0_values(scales)
-    else:
-        GROUPS: tl.constexpr = BLOCK // 16
-        values = e4m3_values(scales)
+    GROUPS: tl.constexpr = BLOCK // 32 if FORMAT == "index_mxfp4" else BLOCK // 16
+    values = ue8m0_values(scales) if FORMAT == "index_mxfp4" else e4m3_values(scales)
     wide = tl.broadcast_to(values[:, :, None], (ROWS, GROUPS, BLOCK // 2 // GROUPS))
     return tl.reshape(wide, (ROWS, BLOCK // 2))
 
@@ -106,7 +102,7 @@ def _query_kernel(
     """Rotate, transform and quantise some heads of a token's index query; scale their weights."""
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
-    slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
+    _slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
     if count > topk:
         head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         is_head = head < HEADS
@@ -121,7 +117,7 @@ def _query_kernel(
         global_scale = 1.0
         if HAS_GLOBAL_SCALE:
             global_scale = tl.load(global_scale_ptr)
-        values, own, scales = encode_rows(x, global_scale, FORMAT, ROWS, DIM, 0, BLOCK)
+        values, _own, scales = encode_rows(x, global_scale, FORMAT, ROWS, DIM, 0, BLOCK)
         ready_row = row * BLOCK_HEADS + head
         store_query(values, scales, ready_ptr + ready_row * (BLOCK * OPERAND_BYTES), FORMAT, ROWS,
                     BLOCK)  # fmt: skip
@@ -336,7 +332,8 @@ def prepare_queries(
         head_weights = head_weights.contiguous()
     _query_kernel[(num_tokens, padded_heads(num_heads) // QUERY_HEADS)](
         query_ptr=query, token_stride=query.stride(0) if len(query) > 1 else num_heads * dim,
-        weights_ptr=head_weights, weights_stride=head_weights.stride(0), cos_ptr=rope.cos, sin_ptr=rope.sin,
+        weights_ptr=head_weights, weights_stride=head_weights.stride(0),
+        cos_ptr=rope.cos, sin_ptr=rope.sin,
         global_scale_ptr=scratch.weights if scale is None else scale,
         ROPE=memory.layout.rope_dim, LOG_DIM=dim.bit_length() - 1, HAS_HADAMARD=has_hadamard,
         HAS_GLOBAL_SCALE=scale is not None, WEIGHT_SCALE=dim**-0.5 * num_heads**-0.5,

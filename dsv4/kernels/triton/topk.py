@@ -23,9 +23,7 @@ INF_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def visible_entries(
-    token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO: tl.constexpr
-):
+def visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO: tl.constexpr):
     """A token's slot, int64, and how many entries it sees; none if it is padding."""
     slot = tl.load(request_slots_ptr + tl.load(request_ids_ptr + token)).to(tl.int64)
     position = tl.load(positions_ptr + token)
@@ -34,7 +32,7 @@ def visible_entries(
 
 @triton.jit
 def order_keys(bits, is_candidate):
-    """fp32 bits, int32, to uint32 numbers in the same order, above 0; 0 for what can't be chosen."""
+    """fp32 bits, int32, to uint32 numbers in the same order; 0 for what can't be chosen."""
     magnitude = bits & 0x7FFFFFFF
     bits = tl.where(magnitude == 0, 0, bits)
     keys = tl.where(bits < 0, ~bits, bits ^ SIGN_BIT)
@@ -69,7 +67,7 @@ def find_threshold(scores_ptr, list_ptr, first, end, wanted, FROM_LIST: tl.const
     for shift in tl.static_range(24, -8, -8):
         counts = tl.zeros((256,), tl.int32)
         for start in range(loop_bound(first), loop_bound(end), TILE):
-            entry, keys = load_keys(scores_ptr, list_ptr, start, end, FROM_LIST, TILE)
+            _entry, keys = load_keys(scores_ptr, list_ptr, start, end, FROM_LIST, TILE)
             is_open = keys > 0
             if shift < 24:
                 is_open &= (keys >> (shift + 8)) == (threshold >> (shift + 8))
@@ -129,8 +127,8 @@ def _part_kernel(
 ):  # fmt: skip
     """List the best topk of a part of a token's entries, then -1."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
-                               request_slots_ptr, RATIO)  # fmt: skip
+    _slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
+                                   request_slots_ptr, RATIO)  # fmt: skip
     first = part * PART
     if (count > topk) & (first < count):
         scores_ptr += row * scores_stride
@@ -154,7 +152,7 @@ def _topk_kernel(
     table_stride, RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, FROM_LIST: tl.constexpr,
     PART: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Choose a token's entries: all where it sees no more than topk, then its scores are not read."""
+    """Choose a token's entries; where it sees no more than topk, all, and no score is read."""
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)

@@ -1,0 +1,233 @@
+"""`dsv4 bench index`: index queries, scores and top-k of a decode step, by graph replay."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.bench.environment import environment
+from dsv4.bench.write import COPY_BANDWIDTH, replay_time
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.config import CacheConfig
+from dsv4.formats import IndexFormatName
+from dsv4.kernels import Selection
+from dsv4.kernels.index_scratch import IndexScratch
+
+RATIO = 4
+NUM_LAYERS = 4  # pools to rotate over: more than an L2 of any GPU holds
+PREFILL_TOKENS = 65536
+FORMATS: tuple[IndexFormatName, ...] = ("fp8", "mxfp4")
+SCORED = ((262144, 1), (8192, 32), (32768, 64))  # entries × requests
+CHOSEN = ((8192, 1), (8192, 32), (262144, 1))
+FINITE_BYTES = 0x70  # bytes below are finite in E4M3, and of UE8M0 no product overflows
+SCORE_ERROR = 2.0**-6  # of the largest score; E4M3 products are added with 13 bits on Hopper
+REPEATS = 20
+
+
+class IndexCase(NamedTuple):
+    """Layers in a decode step, their queries, and the workspace cut for them."""
+
+    handles: list[LayerCacheHandle]
+    query: Tensor
+    head_weights: Tensor
+    scratch: IndexScratch
+    num_entries: int
+
+
+def bench_index() -> dict[str, Any]:
+    """Microseconds of each step of the index: the same layer again and again, and 4 in turn."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("dsv4 bench index needs a CUDA device, and there is none")
+    rows = []
+    for name in FORMATS:
+        for num_entries, batch in SCORED:
+            case = index_case(name, num_entries, batch)
+            _check_scores(case)
+            rows.append(_measure("query", name, case, prepare_queries))
+            rows.append(_measure("score", name, case, score_entries))
+            del case
+    for num_entries, batch in CHOSEN:
+        case = index_case("fp8", num_entries, batch)
+        rows.append(_measure_topk(case))
+        del case
+    return {"bench": "index", "rows": rows, "environment": environment()}
+
+
+def index_case(
+    name: IndexFormatName, num_entries: int, batch: int, *, device: str = "cuda"
+) -> IndexCase:
+    """Requests whose last token sees num_entries random keys."""
+    from dsv4.kernels.triton import indexer
+
+    config = CacheConfig.v4_flash(
+        compress_ratios=(RATIO,) * NUM_LAYERS, num_query_heads=1, index_format=name
+    )
+    length = num_entries * RATIO
+    manager = KVCacheManager(
+        config, max_requests=batch, num_blocks=batch * -(-length // config.block_tokens),
+        device=device, backend="triton", max_forward_tokens=min(length, PREFILL_TOKENS),
+        max_request_tokens=length,
+    )  # fmt: skip
+    slots = [manager.open_request() for _ in range(batch)]
+    for slot in slots:
+        for start in range(0, length - 1, PREFILL_TOKENS):
+            end = min(start + PREFILL_TOKENS, length - 1)
+            prepare_forward(manager, [slot], [start], [end]).complete()
+    plan = prepare_forward(manager, slots, [length - 1] * batch, [length] * batch)
+    handles = [manager.acquire(layer_idx, plan) for layer_idx in range(NUM_LAYERS)]
+    for handle in handles:
+        _fill_keys(handle)
+    query = torch.randn(
+        batch, config.index_num_heads, config.index_head_dim, dtype=torch.bfloat16, device=device
+    )
+    head_weights = torch.randn(batch, config.index_num_heads, dtype=torch.bfloat16, device=device)
+    scratch = indexer.index_scratch(
+        query, handles[0].memory, topk=config.index_topk, max_entries=num_entries
+    )
+    if scratch.num_rows < batch:
+        raise RuntimeError(
+            f"The workspace holds {scratch.num_rows} of {batch} requests; nothing is timed"
+        )
+    return IndexCase(handles, query, head_weights, scratch, num_entries)
+
+
+def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
+    """Make the queries ready."""
+    from dsv4.kernels.triton import indexer
+
+    indexer.prepare_queries(
+        case.query, case.head_weights, case.scratch, handle.memory, handle.tokens, handle.rope,
+        first_token=0, num_tokens=len(case.query), topk=handle.config.index_topk,
+        has_hadamard=handle.config.index_hadamard,
+    )  # fmt: skip
+
+
+def score_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
+    """Score every entry of a layer."""
+    from dsv4.kernels.triton import indexer
+
+    indexer.score_entries(
+        case.scratch, handle.memory, handle.tokens,
+        first_token=0, num_tokens=len(case.query), num_heads=case.query.shape[1],
+        topk=handle.config.index_topk, max_entries=case.num_entries,
+    )  # fmt: skip
+
+
+def choose_best(case: IndexCase, chosen: Selection) -> None:
+    """Choose from the workspace's scores."""
+    from dsv4.kernels.triton import topk
+
+    handle = case.handles[0]
+    topk.choose_best(
+        chosen, case.scratch.scores, case.scratch.candidates, handle.tokens,
+        first_token=0, num_tokens=len(case.query), max_entries=case.num_entries, ratio=RATIO,
+        entries_per_block=handle.memory.layout.entries_per_block,
+    )  # fmt: skip
+
+
+def _fill_keys(handle: LayerCacheHandle) -> None:
+    """Random codes, and scales of 1 or near."""
+    keys = handle.memory.index_keys
+    assert keys is not None, handle.layer
+    keys.data.random_(0, FINITE_BYTES)
+    if keys.format.name == "fp8":
+        keys.field("scale").fill_(1.0)
+    else:
+        keys.scales.random_(125, 130)
+
+
+def _measure(
+    step: str, name: str, case: IndexCase, run: Callable[[IndexCase, LayerCacheHandle], None]
+) -> dict[str, Any]:
+    def one_layer() -> None:
+        for _ in range(REPEATS):
+            run(case, case.handles[0])
+
+    def layers_in_turn() -> None:
+        for handle in case.handles * (REPEATS // NUM_LAYERS):
+            run(case, handle)
+
+    row = case.handles[0].memory.layout.index_row
+    batch = len(case.query)
+    num_bytes = batch * case.num_entries * (row.row_bytes + 4)  # keys in, scores out
+    if step == "query":
+        num_bytes = case.query.nbytes + batch * case.scratch.queries.shape[1]
+    times = [replay_time(repeated) / REPEATS for repeated in (one_layer, layers_in_turn)]
+    return _row(step, name, case, times, num_bytes)
+
+
+def _measure_topk(case: IndexCase) -> dict[str, Any]:
+    """Top-k of normal scores, each read at least once."""
+    case.scratch.scores.normal_()
+    chosen = _empty_selection(case)
+    choose_best(case, chosen)
+    _check_chosen(case, chosen)
+
+    def repeated() -> None:
+        for _ in range(REPEATS):
+            choose_best(case, chosen)
+
+    num_bytes = len(case.query) * case.num_entries * 4
+    return _row("top-k", "fp32", case, [replay_time(repeated) / REPEATS] * 2, num_bytes)
+
+
+def _row(
+    step: str, name: str, case: IndexCase, times: list[float], num_bytes: int
+) -> dict[str, Any]:
+    return {
+        "step": step,
+        "format": name,
+        "entries": case.num_entries,
+        "batch": len(case.query),
+        "warm_us": times[0],
+        "rotating_us": times[1],
+        "bytes": num_bytes,
+        "floor_us": num_bytes / COPY_BANDWIDTH * 1e6,
+    }
+
+
+def _empty_selection(case: IndexCase) -> Selection:
+    shape, device = (len(case.query), case.handles[0].config.index_topk), case.query.device
+    return Selection(
+        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.int64, device=device),
+        torch.empty(shape[:1], dtype=torch.int32, device=device),
+    )
+
+
+def _check_scores(case: IndexCase) -> None:
+    """Refuse to time kernels whose scores of the first request are not the reference's."""
+    from dsv4.kernels.reference import indexer as reference
+    from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
+
+    handle = case.handles[-1]
+    prepare_queries(case, handle)
+    score_entries(case, handle)
+    keys = handle.memory.index_keys
+    assert keys is not None, handle.layer
+    first = slice(0, 1)
+    rows = visible_entry_rows(
+        keys, handle.tokens, first, ratio=RATIO, max_entries=case.num_entries
+    )[:, -1024:]
+    ready = reference.index_query(
+        case.query[first], keys.format, handle.positions[first].long(), handle.rope,
+        has_hadamard=handle.config.index_hadamard, global_scale=None,
+    )  # fmt: skip
+    want = reference.score_entries(ready, case.head_weights[first], gather_rows(keys, rows))
+    got = case.scratch.scores[first, : case.num_entries][:, -1024:]
+    if not (got - want).abs().max() <= SCORE_ERROR * want.abs().max():
+        raise RuntimeError("The scores differ from the reference's; nothing is timed")
+
+
+def _check_chosen(case: IndexCase, chosen: Selection) -> None:
+    """Refuse to time a top-k that is not the reference's."""
+    from dsv4.kernels.reference.indexer import select_topk
+
+    scores = case.scratch.scores[:, : case.num_entries]
+    counts = torch.full_like(chosen.counts, case.num_entries).long()
+    want = select_topk(scores, counts, chosen.entry_idx.shape[1])
+    if not torch.equal(chosen.entry_idx.long(), want):
+        raise RuntimeError("The chosen entries differ from the reference's; nothing is timed")

@@ -1,0 +1,426 @@
+"""The Triton indexer chooses the reference's entries: on a GPU, or under Triton's interpreter.
+
+Scores are sums in fp32, the reference's in fp64. With A = Σ_h |w_h| Σ_d |q_d k_d|, every product
+exact and u = 2^-24, a score differs by at most
+
+    (2 dim + heads + 16) u A
+
+since each of the dim additions of a product loses at most 2u of what is added (tensor cores cut
+off), those over heads u each, and weights, scales and the reference's own rounding less than 16 u.
+Products of E4M3 on Hopper keep 13 bits: each of them, and the sum so far once per 32, loses 2^-13.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from dsv4 import CacheConfig, KVCacheManager, prepare_forward
+from dsv4.formats import INDEX_FORMATS
+from dsv4.kernels import Selection, load_backend, reference
+from dsv4.kernels.reference import addressing
+from dsv4.kernels.reference.codec import encode
+from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
+from dsv4.kernels.reference.indexer import index_query, select_topk
+from dsv4.kernels.triton import indexer
+from dsv4.testing import (
+    POISON_BYTE,
+    join_rows,
+    model_projections,
+    model_weights,
+    move_to,
+    poison,
+    take_rows,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Lengths of each request before and after the last forward, and choices of the config."""
+
+    name: str
+    before: list[int]
+    after: list[int]
+    choices: dict = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    Case("decode around topk entries", [34, 35, 36, 39], [35, 36, 37, 40]),
+    Case("no entry, one entry, many", [0, 3, 200], [1, 4, 201]),
+    Case("a chunk among steps", [30, 250, 99], [51, 251, 100]),
+    Case("a verify step", [33, 254, 100], [36, 257, 101], {"drafts_per_step": 2}),
+    Case("blocks that don't divide", [767, 1000], [769, 1001], {"block_tokens": 384}),
+    Case("heads that are no power of two", [300], [303], {"index_num_heads": 5}),
+    Case("many heads", [100], [101], {"index_num_heads": 40}),
+    Case("channels that are no power of two", [300], [303],
+         {"index_head_dim": 96, "index_hadamard": False}),
+    Case("without Hadamard", [300], [303], {"index_hadamard": False}),
+    Case("one entry chosen", [50], [55], {"index_topk": 1}),
+    Case("topk no power of two", [150], [155], {"index_topk": 13}),
+    Case("global scale", [120], [123], {"index_format": "nvfp4", "index_global_scale": 0.37}),
+    *(Case(f"steps {name}", [139, 555], [141, 556], {"index_format": name})
+      for name in INDEX_FORMATS),
+]  # fmt: skip
+
+
+def filled(config: CacheConfig, before: list[int], after: list[int], *, device: str = DEVICE):
+    """The handle of a CSA layer after a forward; a padding row follows the first request."""
+    num_blocks = sum(-(-length // config.block_tokens) for length in after) + 1
+    manager = KVCacheManager(
+        config, max_requests=len(before) + 2, num_blocks=num_blocks, device=device,
+        max_forward_tokens=max(64, sum(after) + 1),
+    )  # fmt: skip
+    poison(manager)
+    slots = [manager.open_request() for _ in range(len(before) + 1)][1:]
+    weights = move_to(device, model_weights(config, seed=0)[0])
+    layers = [model_projections(config, max(after), seed=10 * s)[0] for s in range(len(after))]
+    for starts, ends in (([0] * len(before), before), (before, after)):
+        plan = prepare_forward(
+            manager,
+            [slots[0], -1, *slots[1:]],
+            [starts[0], 0, *starts[1:]],
+            [ends[0], 1, *ends[1:]],
+        )
+        parts = [take_rows(*row) for row in zip(layers, map(slice, starts, ends), strict=True)]
+        padding = take_rows(layers[0], slice(0, 1))
+        inputs = move_to(device, join_rows([parts[0], padding, *parts[1:]]))
+        handle = manager.acquire(0, plan)
+        handle.write(inputs, weights)
+    manager.index_scratch.fill_(POISON_BYTE)
+    return handle
+
+
+def tiny(**choices) -> CacheConfig:
+    return CacheConfig.tiny(compress_ratios=(4,), **choices)
+
+
+def random_query(handle, *, dtype=torch.float32, seed: int = 7):
+    """Index queries and head weights of both signs for every token."""
+    generator = torch.Generator().manual_seed(seed)
+    config, num_tokens = handle.config, handle.plan.num_tokens
+    shape = (num_tokens, config.index_num_heads, config.index_head_dim)
+    query = torch.randn(shape, generator=generator)
+    weights = torch.randn(shape[:2], generator=generator)
+    return query.to(handle.positions.device, dtype), weights.to(handle.positions.device, dtype)
+
+
+def select(backend, handle, query, weights, *, memory=None) -> Selection:
+    return backend.select_entries(
+        query, weights, handle.memory if memory is None else memory, handle.tokens, handle.rope,
+        topk=handle.config.index_topk, max_entries=handle.plan.max_entries(4),
+        has_hadamard=handle.config.index_hadamard,
+    )  # fmt: skip
+
+
+def triton():
+    return load_backend("triton")
+
+
+def prepared(handle, query, weights):
+    """The workspace after queries were made ready and scored."""
+    topk, max_entries = handle.config.index_topk, handle.plan.max_entries(4)
+    scratch = indexer.index_scratch(query, handle.memory, topk=topk, max_entries=max_entries)
+    span = {"first_token": 0, "num_tokens": len(query), "topk": topk}
+    assert scratch.num_rows == len(query)
+    indexer.prepare_queries(
+        query, weights, scratch, handle.memory, handle.tokens, handle.rope,
+        has_hadamard=handle.config.index_hadamard, **span,
+    )  # fmt: skip
+    indexer.score_entries(
+        scratch, handle.memory, handle.tokens,
+        num_heads=query.shape[1], max_entries=max_entries, **span,
+    )  # fmt: skip
+    return scratch
+
+
+def visible_counts(handle) -> torch.Tensor:
+    slots = addressing.token_slots(handle.tokens)
+    return torch.where(slots >= 0, (handle.positions.long() + 1) // 4, 0)
+
+
+def reference_query(handle, query):
+    return index_query(
+        query, handle.memory.index_keys.format, handle.positions.long(), handle.rope,
+        has_hadamard=handle.config.index_hadamard, global_scale=handle.memory.global_scale,
+    )  # fmt: skip
+
+
+def exact_scores(handle, query, weights):
+    """fp64 scores of the quantised queries and keys, and the bound of their error."""
+    keys, config = handle.memory.index_keys, handle.config
+    rows = visible_entry_rows(
+        keys, handle.tokens, slice(None), ratio=4, max_entries=handle.plan.max_entries(4)
+    )
+    values = gather_rows(keys, rows, global_scale=handle.memory.global_scale).double()
+    ready = reference_query(handle, query).double()
+    heads, dim = ready.shape[1:]
+    scaled = weights.double() * (dim**-0.5 * heads**-0.5)
+    products = torch.einsum("ned,nhd->neh", values, ready).relu()
+    sizes = torch.einsum("ned,nhd->neh", values.abs(), ready.abs())
+    size = torch.einsum("neh,nh->ne", sizes, scaled.abs())
+    unit = (2 * dim + heads + 16) * 2.0**-24
+    if DEVICE == "cuda" and config.index_format == "fp8" and indexer.FP8_PRODUCTS:
+        unit += (dim + dim // 32) * 2.0**-13
+    return torch.einsum("neh,nh->ne", products, scaled), unit * size
+
+
+def assert_selected(got: Selection, handle, query, weights) -> float:
+    """The reference's entries, but for those whose scores are too close to tell.
+
+    Returns:
+        The share of tokens with the very same entries.
+    """
+    expected = select(reference, handle, query, weights)
+    assert [part.dtype for part in got] == [part.dtype for part in expected]
+    assert torch.equal(got.counts, expected.counts)
+    scores, bound = exact_scores(handle, query, weights)
+    same = 0
+    for token, (mine, theirs) in enumerate(zip(got.entry_idx, expected.entry_idx, strict=True)):
+        count = got.counts[token]
+        assert (mine[:count].diff() > 0).all() and (mine[count:] == -1).all()
+        chosen, wanted = set(mine[:count].tolist()), set(theirs[:count].tolist())
+        if chosen == wanted:
+            same += 1
+            continue
+        assert visible_counts(handle)[token] > handle.config.index_topk
+        extra, missing = sorted(chosen - wanted), sorted(wanted - chosen)
+        assert max(extra) < visible_counts(handle)[token]
+        highest = (scores - bound)[token, missing].max()
+        assert (scores + bound)[token, extra].min() >= highest, "a worse entry was chosen"
+    slots = addressing.token_slots(handle.tokens)[:, None]
+    rows = addressing.entry_rows(
+        handle.tokens.block_table, slots, got.entry_idx.long(),
+        handle.memory.index_keys.rows_per_page,
+    )  # fmt: skip
+    assert torch.equal(got.rows, rows)
+    return same / max(1, len(got.counts))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_selection(case):
+    handle = filled(tiny(**case.choices), case.before, case.after)
+    query, weights = random_query(handle)
+    got = select(triton(), handle, query, weights)
+    assert assert_selected(got, handle, query, weights) >= 0.9
+
+
+@pytest.mark.parametrize("name", INDEX_FORMATS)
+def test_scores_are_within_their_bound(name):
+    handle = filled(tiny(index_format=name), [555, 139], [557, 141])
+    query, weights = random_query(handle)
+    scratch = prepared(handle, query, weights)
+    scores, bound = exact_scores(handle, query, weights)
+    counts = visible_counts(handle)
+    assert (counts > handle.config.index_topk).sum() == 4
+    for token, count in enumerate(counts.tolist()):
+        if count > handle.config.index_topk:
+            error = (scratch.scores[token, :count].double() - scores[token, :count]).abs()
+            assert (error <= bound[token, :count]).all()
+        else:
+            assert scratch.scores[token].isnan().all(), "nothing was scored"
+
+
+@pytest.mark.parametrize("name", INDEX_FORMATS)
+def test_topk_is_exact_on_the_same_scores(name):
+    handle = filled(tiny(index_format=name), [300, 41], [303, 42])
+    query, weights = random_query(handle)
+    scores = prepared(handle, query, weights).scores.clone()
+    got = select(triton(), handle, query, weights)
+    best = select_topk(scores, visible_counts(handle), handle.config.index_topk)
+    assert torch.equal(got.entry_idx.long(), best)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", INDEX_FORMATS)
+def test_queries_are_the_references(name, dtype):
+    scale = {"index_global_scale": 0.5} if name == "nvfp4" else {}
+    handle = filled(tiny(index_format=name, **scale), [300], [303])
+    query, weights = random_query(handle, dtype=dtype)
+    scratch = prepared(handle, query, weights)
+    is_scored = visible_counts(handle) > handle.config.index_topk
+    want = reference_query(handle, query)[is_scored]
+    heads, dim = query.shape[1:]
+    dtypes = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32}
+    got = scratch.queries.view(dtypes.get(name, torch.bfloat16)).float()
+    got = got.view(len(query), heads, dim)[is_scored]
+    folded = scratch.weights[is_scored] / (weights.float()[is_scored] * (dim * heads) ** -0.5)
+    if name in ("mxfp4", "nvfp4"):
+        got = got.unflatten(-1, (2, dim // 2)).transpose(-1, -2).flatten(-2)
+    if name == "fp8":
+        got = got * folded.log2().round().exp2()[:, :, None]
+    if name == "nvfp4":
+        got = got * 0.5
+    assert torch.equal(got, want)
+    assert torch.allclose(folded.log2(), folded.log2().round(), atol=1e-5), "powers of two alone"
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_tokens_in_turn(num_rows):
+    handle = filled(tiny(), [30, 300, 99], [37, 302, 100])
+    query, weights = random_query(handle)
+    whole = select(triton(), handle, query, weights)
+    row = indexer.index_row_bytes(
+        "mxfp4", num_heads=16, dim=64, topk=8, max_entries=handle.plan.max_entries(4)
+    )
+    small = torch.full((num_rows * sum(row) + 15,), POISON_BYTE, dtype=torch.uint8, device=DEVICE)
+    memory = handle.memory._replace(index_scratch=small)
+    parts = select(triton(), handle, query, weights, memory=memory)
+    assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
+
+
+def test_few_entries_score_nothing():
+    handle = filled(tiny(), [3, 31], [4, 32])
+    query, weights = random_query(handle)
+    memory = handle.memory._replace(index_scratch=torch.empty(0, dtype=torch.uint8))
+    got = select(triton(), handle, query, weights, memory=memory)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(got, select(reference, handle, query, weights), strict=True)
+    )
+
+
+def test_nan_and_infinite_queries():
+    handle = filled(tiny(index_format="bf16"), [300, 200, 100], [301, 201, 101])
+    query, weights = random_query(handle)
+    query[0, 3, 5] = torch.nan
+    weights[2, 1] = torch.inf
+    weights[3, 0] = torch.nan
+    got, want = (select(b, handle, query, weights) for b in (triton(), reference))
+    assert got.counts.tolist() == want.counts.tolist()
+    assert got.counts[0] == got.counts[3] == 0, "every score is NaN"
+    assert torch.equal(got.entry_idx[2], want.entry_idx[2])
+
+
+def test_a_nan_key_is_never_chosen():
+    handle = filled(tiny(index_format="bf16", index_hadamard=False), [120], [121])
+    keys = handle.memory.index_keys
+    page = handle.tokens.block_table[handle.request_slots[0], 0]
+    keys.field("key")[page, 4] = torch.nan
+    keys.field("key")[page, 6, 0] = torch.inf
+    query, weights = random_query(handle)
+    got, want = (select(b, handle, query, weights) for b in (triton(), reference))
+    assert 4 not in got.entry_idx[0].tolist()
+    assert torch.equal(got.entry_idx[0], want.entry_idx[0])
+
+
+def test_strided_inputs():
+    handle = filled(tiny(), [300], [303])
+    query, weights = random_query(handle)
+    want = select(triton(), handle, query, weights)
+    wide = torch.full((len(query), 20, 70), torch.nan, device=DEVICE)
+    wide[:, :16, :64] = query
+    rows = torch.full((len(query), 1040), torch.nan, device=DEVICE)
+    rows[:, 16:] = query.flatten(1)
+    for strided in (wide[:, :16, :64], rows[:, 16:].unflatten(1, (16, 64))):
+        got = select(triton(), handle, strided, weights.t().contiguous().t())
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_no_tokens():
+    config = tiny()
+    manager = KVCacheManager(config, max_requests=2, num_blocks=2, device=DEVICE)
+    plan = prepare_forward(manager, [], [], [])
+    handle = manager.acquire(0, plan)
+    got = select(triton(), handle, *random_query(handle))
+    assert [tuple(part.shape) for part in got] == [(0, 8), (0, 8), (0,)]
+
+
+def test_the_handle_uses_it():
+    handle = filled(tiny(), [139], [141])
+    query, weights = random_query(handle)
+    got = replace(handle, backend="triton").select_entries(query, weights)
+    assert_selected(got, handle, query, weights)
+
+
+def test_stored_rows_are_read_in_place():
+    """A key rewritten in its page is scored as it is now."""
+    handle = filled(tiny(index_format="fp32", index_hadamard=False), [400], [401])
+    query, weights = random_query(handle)
+    weights = weights.abs()
+    keys = handle.memory.index_keys
+    best = reference_query(handle, query)[0].sum(dim=0, keepdim=True) * 100
+    page = handle.tokens.block_table[handle.request_slots[0], 1]
+    keys.data[page, 3] = encode(keys.format, best).data[0]
+    got = select(triton(), handle, query, weights)
+    assert keys.rows_per_page + 3 in got.entry_idx[0].tolist()
+
+
+def real_handle(name: str, *, before=(2040, 5, 9000, 4095), after=(2070, 6, 9001, 4098)):
+    config = CacheConfig.v4_flash(
+        compress_ratios=(4,), num_query_heads=1, index_format=name, drafts_per_step=2
+    )
+    return filled(config, list(before), list(after), device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", INDEX_FORMATS)
+def test_selection_at_the_real_width(name, dtype):
+    handle = real_handle(name)
+    query, weights = random_query(handle, dtype=dtype)
+    got = select(triton(), handle, query, weights)
+    assert_selected(got, handle, query, weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8_products", [True, False])
+@pytest.mark.parametrize("name", INDEX_FORMATS)
+def test_scores_at_the_real_width(name, fp8_products, monkeypatch):
+    monkeypatch.setattr(indexer, "FP8_PRODUCTS", fp8_products)
+    handle = real_handle(name)
+    query, weights = random_query(handle)
+    scores, bound = exact_scores(handle, query, weights)
+    got = prepared(handle, query, weights).scores
+    for token, count in enumerate(visible_counts(handle).tolist()):
+        if count > handle.config.index_topk:
+            error = (got[token, :count].double() - scores[token, :count]).abs()
+            assert (error <= bound[token, :count]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", INDEX_FORMATS)
+def test_reruns_are_bitwise_equal(name):
+    handle = real_handle(name)
+    query, weights = random_query(handle)
+    scores = prepared(handle, query, weights).scores.clone().nan_to_num(0)
+    first = select(triton(), handle, query, weights)
+    for _ in range(20):
+        handle.memory.index_scratch.fill_(POISON_BYTE)
+        again = prepared(handle, query, weights).scores.nan_to_num(0)
+        assert torch.equal(again, scores)
+        chosen = select(triton(), handle, query, weights)
+        assert all(torch.equal(a, b) for a, b in zip(chosen, first, strict=True))
+
+
+@pytest.mark.gpu
+def test_replays_of_a_graph():
+    handle = real_handle("mxfp4")
+    query, weights = random_query(handle)
+    want = select(triton(), handle, query, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = select(triton(), handle, query, weights)
+    for _ in range(3):
+        for part in got:
+            part.fill_(-9)
+        handle.memory.index_scratch.fill_(POISON_BYTE)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_token_is_scored_alike_in_any_batch():
+    handle = real_handle("fp8")
+    query, weights = random_query(handle)
+    whole = select(triton(), handle, query, weights)
+    row = indexer.index_row_bytes(
+        "fp8", num_heads=64, dim=128, topk=512, max_entries=handle.plan.max_entries(4)
+    )
+    memory = handle.memory._replace(index_scratch=handle.memory.index_scratch[: 3 * sum(row)])
+    parts = select(triton(), handle, query, weights, memory=memory)
+    assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
