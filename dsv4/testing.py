@@ -38,6 +38,7 @@ def poison(manager: KVCacheManager) -> None:
     manager.paged.storage.fill_(POISON_BYTE)
     manager.state.storage.fill_(POISON_BYTE)
     manager.workspace_storage.fill_(POISON_BYTE)
+    manager.partials.fill_(torch.nan)
 
 
 def random_weights(config: CacheConfig, kind: AttentionType, *, seed: int) -> LayerWeights:

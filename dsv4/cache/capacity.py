@@ -15,6 +15,8 @@ from dsv4.model.layer_schedule import AttentionType
 
 INT32_BYTES = 4
 FP32_BYTES = 4
+HEAD_BLOCK = 64  # the most heads that a program of attention takes
+SPLIT_PROGRAMS = 256  # programs that attention is split over, about what one GPU runs at once
 
 
 class ComponentBytes(NamedTuple):
@@ -107,6 +109,16 @@ class Capacity:
         )
 
     @property
+    def attention_partials(self) -> int:
+        """Parts of tokens that attention, split over rows, can leave to be combined."""
+        return max(1, SPLIT_PROGRAMS // -(-self.config.num_query_heads // HEAD_BLOCK))
+
+    @property
+    def partial_elements(self) -> int:
+        """fp32 elements of such a part: accumulators, and per head a largest logit and a sum."""
+        return self.config.num_query_heads * (self.config.head_dim + 2)
+
+    @property
     def rope_bases(self) -> tuple[str, ...]:
         """The RoPE tables that the schedule uses."""
         return tuple(sorted({layer.rope_base for layer in self.config.schedule}))
@@ -177,6 +189,7 @@ class Capacity:
         tables = self.max_requests * self.max_request_blocks * INT32_BYTES
         rope = len(self.rope_bases) * self.max_request_tokens * self.config.rope_dim * FP32_BYTES
         plan = self.plan_elements * INT32_BYTES
+        partials = self.attention_partials * self.partial_elements * FP32_BYTES
         scratch = self.pooling_windows * (self.config.head_dim * FP32_BYTES + INT32_BYTES)
         index_scratch = self.index_scratch_bytes
         return {
@@ -184,6 +197,7 @@ class Capacity:
             "plan_buffers": ComponentBytes(plan, plan),
             "pooling_scratch": ComponentBytes(scratch, scratch),
             "index_scratch": ComponentBytes(index_scratch, index_scratch),
+            "attention_partials": ComponentBytes(partials, partials),
             "window_workspace": ComponentBytes(
                 self.workspace_rows * row.row_bytes,
                 row.page_bytes(self.workspace_rows, align=BYTE_ALIGN),

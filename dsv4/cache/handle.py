@@ -88,6 +88,7 @@ class LayerCacheHandle:
     plan: ForwardPlan
     progress: LayerProgress
     backend: str
+    batch_invariant: bool = False
 
     @property
     def num_query_heads(self) -> int:
@@ -267,6 +268,7 @@ class LayerCacheHandle:
             query, sinks, self.memory, None if selection is None else selection.rows,
             self.tokens, self.rope,
             max_entries=self.plan.max_entries(self.layer.ratio),
+            batch_invariant=self.batch_invariant,
             backend=self.backend,
         )  # fmt: skip
 

@@ -35,6 +35,8 @@ class KVCacheManager:
         backend: Which kernels run: `triton`, the default on a GPU, or `reference`.
         max_forward_tokens: The most tokens of one forward.
         max_request_tokens: The longest request; by default all blocks', or the model's limit.
+        batch_invariant: With `triton`, a request's attention has the same bits whatever it is
+            batched with. Small batches are slower for it.
 
     Attributes:
         schedule, schemas: One `LayerSpec` and one `LayerCacheSchema` per layer.
@@ -56,7 +58,12 @@ class KVCacheManager:
         backend: str | None = None,
         max_forward_tokens: int = 8192,
         max_request_tokens: int | None = None,
+        batch_invariant: bool = False,
     ) -> None:
+        if not isinstance(batch_invariant, bool):
+            raise TypeError(
+                f"Invalid batch_invariant: expected True or False, got {batch_invariant!r}"
+            )
         if max_request_tokens is None:
             by_blocks = num_blocks * config.block_tokens
             has_blocks = config.smallest_ratio > 0
@@ -64,6 +71,7 @@ class KVCacheManager:
         self.config = config
         self.device = torch.device(device)
         self.backend = default_backend(self.device) if backend is None else backend
+        self.batch_invariant = batch_invariant
         check_backend(self.backend, self.device)
         self.capacity = Capacity(
             config, max_requests, num_blocks, max_forward_tokens, max_request_tokens
@@ -114,6 +122,8 @@ class KVCacheManager:
         self.arrivals = torch.zeros(capacity.pooling_windows, dtype=torch.int32, device=device)
         scratch_bytes = capacity.index_scratch_bytes
         self.index_scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+        partials_shape = (capacity.attention_partials, capacity.partial_elements)
+        self.partials = torch.zeros(partials_shape, device=device)
         self.rope_tables = {
             base: build_rope_table(
                 config, base, num_positions=capacity.max_request_tokens, device=device
@@ -123,7 +133,7 @@ class KVCacheManager:
         has_scale = config.index_global_scale is not None
         storages = (
             self.state.storage, self.paged.storage, self.workspace_storage, self.pooled,
-            self.arrivals, self.index_scratch,
+            self.arrivals, self.index_scratch, self.partials,
             self.paged.indexer_global_scale if has_scale else None,
         )  # fmt: skip
         layouts = layer_layouts(
@@ -290,6 +300,7 @@ class KVCacheManager:
             plan=plan,
             progress=plan.layer(layer_idx),
             backend=self.backend,
+            batch_invariant=self.batch_invariant,
         )
 
     def blocks_for(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -390,6 +401,7 @@ class KVCacheManager:
             "pooled": self.pooled,
             "arrivals": self.arrivals,
             "index_scratch": self.index_scratch,
+            "partials": self.partials,
             "window_workspace": self.workspace_storage,
             **rope,
         }

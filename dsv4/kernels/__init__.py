@@ -2,8 +2,7 @@
 
 A backend has the functions of `Backend`. `reference` defines the meaning of each; the others
 store the same bytes and select the same entries. A backend that is asked for runs or raises;
-nothing falls back in silence. `triton` has kernels for the write path, the gathers and the index;
-its attention is the reference's.
+nothing falls back in silence.
 
 -1 is the only sentinel: a slot of a padding row, a block or row that does not exist.
 """
@@ -199,7 +198,9 @@ class LayerMemory(NamedTuple):
 
     slots is `[max_requests, slot_bytes]`, blocks `[num_blocks, block_bytes]`, workspace
     `[1, bytes]`, all uint8; pooled and arrivals are those of `PoolingScratch`; index_scratch
-    `[bytes]` uint8 is what `index_scratch` cuts up; global_scale is NVFP4's `[]` fp32, or None.
+    `[bytes]` uint8 is what `index_scratch` cuts up; partials is where attention that is split over
+    rows leaves its parts, `[num_partials, heads × (head_dim + 2)]` fp32, each a token's
+    accumulators, largest logits and sums; global_scale is NVFP4's `[]` fp32, or None.
     """
 
     slots: Tensor
@@ -208,6 +209,7 @@ class LayerMemory(NamedTuple):
     pooled: Tensor
     arrivals: Tensor
     index_scratch: Tensor
+    partials: Tensor
     global_scale: Tensor | None
     layout: LayerLayout
 
@@ -342,6 +344,7 @@ class Backend(Protocol):
     def attend(
         self, query: Tensor, sinks: Tensor | None, memory: LayerMemory,
         selected_rows: Tensor | None, tokens: TokenMap, rope: RopeTable, *, max_entries: int,
+        batch_invariant: bool,
     ) -> AttentionResult: ...  # fmt: skip
 
     def gather_compressed_kv(self, memory: LayerMemory, rows: Tensor) -> Gathered: ...

@@ -28,11 +28,12 @@ from dsv4.model.rope import RopeTable
 
 _READ = (
     "Tensor slots, Tensor blocks, Tensor workspace, Tensor pooled, Tensor arrivals, "
-    "Tensor index_scratch, Tensor? global_scale, str layout"
+    "Tensor index_scratch, Tensor partials, Tensor? global_scale, str layout"
 )
+_ATTENDED = _READ.replace("Tensor partials", "Tensor(a!) partials")
 _WRITTEN = (
     "Tensor(a!) slots, Tensor(b!) blocks, Tensor(c!) workspace, Tensor(d!) pooled, "
-    "Tensor(e!) arrivals, Tensor index_scratch, Tensor? global_scale, str layout"
+    "Tensor(e!) arrivals, Tensor index_scratch, Tensor partials, Tensor? global_scale, str layout"
 )
 _INDEXED = _READ.replace("Tensor index_scratch", "Tensor(a!) index_scratch")
 _TOKENS = "Tensor[] tokens, SymInt max_step"
@@ -87,12 +88,13 @@ def attend(
     rope: RopeTable,
     *,
     max_entries: int,
+    batch_invariant: bool,
     backend: str,
 ) -> AttentionResult:
     """Attention of each token over its window and entries."""
     attended = torch.ops.dsv4.attend.default(
         backend, *_flat(memory), *_flat_tokens(tokens), rope.cos, rope.sin, query, sinks,
-        selected_rows, max_entries,
+        selected_rows, max_entries, batch_invariant,
     )  # fmt: skip
     return AttentionResult(*attended)
 
@@ -230,8 +232,8 @@ _register(
 )
 _register(
     "attend",
-    f"{_READ}, {_TOKENS}, {_ROPE}, Tensor query, Tensor? sinks, Tensor? selected_rows, "
-    "SymInt max_entries",
+    f"{_ATTENDED}, {_TOKENS}, {_ROPE}, Tensor query, Tensor? sinks, Tensor? selected_rows, "
+    "SymInt max_entries, bool batch_invariant",
     _fake_attend,
     outputs=2,
 )

@@ -20,6 +20,7 @@ def attend(
     rope: RopeTable,
     *,
     max_entries: int,
+    batch_invariant: bool = False,
     compute_dtype: torch.dtype = torch.float32,
 ) -> AttentionResult:
     """Attention of each token over its window and entries, rotated back at its position.
@@ -31,6 +32,8 @@ def attend(
         selected_rows: `[num_tokens, k]` flat rows to attend, -1 for none; None means every
             visible entry.
         max_entries: The most entries any token of this forward sees.
+        batch_invariant: A token's bits must not depend on the other tokens. Kernels hold it;
+            the products here are PyTorch's, whose sums may depend on shapes.
     """
     window, entries = memory.window, memory.entries
     num_rows = window.window

@@ -1,5 +1,6 @@
 """The Triton backend, for Hopper and Blackwell: the reference's bytes."""
 
+from dsv4.kernels.triton.attention import attend
 from dsv4.kernels.triton.flush_write import write_layer
 from dsv4.kernels.triton.gather import (
     gather_all_compressed_kv,
@@ -9,6 +10,7 @@ from dsv4.kernels.triton.gather import (
 from dsv4.kernels.triton.indexer import select_entries
 
 __all__ = [
+    "attend",
     "gather_all_compressed_kv",
     "gather_compressed_kv",
     "gather_swa_kv",

@@ -7,7 +7,7 @@ from E4M3 and to BF16 are wrong, the same values come from the integer bits.
 import triton
 import triton.language as tl
 
-from dsv4.kernels.triton.primitives import INTERPRETED
+from dsv4.kernels.triton.primitives import INTERPRETED, bf16_value
 
 GROUP = tl.constexpr(64)  # channels that share a scale in fp8 rows, side by side in a tile
 
@@ -75,6 +75,49 @@ def load_scales(scale_ptr, is_present, FORMAT: tl.constexpr, COUNT: tl.constexpr
         scale_ptr = scale_ptr.to(tl.pointer_type(tl.float32))
         scales = tl.load(scale_ptr, mask=is_present, other=0.0)[None, :, None]
     return scales
+
+
+@triton.jit
+def load_group_scale(scale_ptr, is_present, group: tl.constexpr, FORMAT: tl.constexpr):
+    """`[TILE]` fp32: the scale of one group of 64 channels of the rows at scale_ptr `[TILE]`."""
+    if FORMAT == "kv_fp8":
+        scale = ue8m0_values(tl.load(scale_ptr + group, mask=is_present, other=0))
+    else:
+        scale_ptr = scale_ptr.to(tl.pointer_type(tl.float32))
+        scale = tl.load(scale_ptr, mask=is_present, other=0.0)
+    return scale
+
+
+@triton.jit
+def load_group(data_ptr, scale_ptr, is_present, group: tl.constexpr, FORMAT: tl.constexpr,
+               DIM: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
+    """`[TILE, 64]` fp32: one group of 64 channels of the rows at data_ptr and scale_ptr `[TILE]`.
+
+    Zeros where a row is not present and where there are no more channels.
+    """
+    NOPE: tl.constexpr = DIM - ROPE
+    FIRST: tl.constexpr = group * GROUP
+    channel = FIRST + tl.arange(0, GROUP)[None, :]
+    is_row, data_ptr = is_present[:, None], data_ptr[:, None]
+    is_channel = is_row & (channel < DIM)
+    if FORMAT == "kv_fp32":
+        at = data_ptr.to(tl.pointer_type(tl.float32)) + channel
+        values = tl.load(at, mask=is_channel, other=0.0)
+    elif FORMAT == "kv_bf16":
+        at = data_ptr.to(tl.pointer_type(tl.uint16)) + channel
+        values = bf16_value(tl.load(at, mask=is_channel, other=0))
+    elif FIRST >= NOPE:
+        at = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16)) + (channel - NOPE)
+        values = bf16_value(tl.load(at, mask=is_channel, other=0))
+    else:
+        codes = tl.load(data_ptr + channel, mask=is_row & (channel < NOPE), other=0)
+        scale = load_group_scale(scale_ptr, is_present, group, FORMAT)
+        values = e4m3_values(codes) * scale[:, None]
+        if FIRST + GROUP > NOPE:
+            at = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16)) + (channel - NOPE)
+            rope = bf16_value(tl.load(at, mask=is_channel & (channel >= NOPE), other=0))
+            values = tl.where(channel < NOPE, values, rope)
+    return values
 
 
 @triton.jit

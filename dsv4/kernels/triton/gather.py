@@ -237,7 +237,7 @@ def _launch(
         "rows_ptr": nothing, "outer_stride": 0, "inner_stride": 0,
         "workspace_ptr": nothing, "workspace_scales_ptr": nothing,
         "RATIO": 1, "WINDOW": 1, "HAS_CHUNKS": False,
-        **_token_arguments(tokens, nothing), **source,
+        **token_arguments(tokens, nothing), **source,
     }  # fmt: skip
     _gather_kernel[(is_present.numel() // shape[-1] * num_tiles,)](
         values_ptr=values, present_ptr=is_present.view(torch.uint8), num_inner=shape[-1],
@@ -250,7 +250,8 @@ def _launch(
     return Gathered(values, is_present)
 
 
-def _token_arguments(tokens: TokenMap | None, nothing: Tensor) -> dict[str, Any]:
+def token_arguments(tokens: TokenMap | None, nothing: Tensor) -> dict[str, Any]:
+    """A plan's tensors by the names of a kernel's arguments; `nothing` where there is no plan."""
     names = {
         "positions_ptr": "positions", "request_ids_ptr": "request_ids",
         "request_slots_ptr": "request_slots", "before_ptr": "positions_before",
