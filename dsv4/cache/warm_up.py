@@ -16,7 +16,14 @@ from dsv4.cache.handle import INPUT_DTYPES, LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
-from dsv4.kernels import CompressorInputs, IndexInputs, LayerProjections, LayerWeights, ops
+from dsv4.kernels import (
+    CompressorInputs,
+    IndexInputs,
+    LayerProjections,
+    LayerWeights,
+    Selection,
+    ops,
+)
 from dsv4.model.layer_schedule import AttentionType
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ def warm_up(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Compile what the manager's kernels need to write, to gather and to select, in any forward.
+    """Compile what the manager's kernels need to write, gather, select and attend, in any forward.
 
     It runs on padding alone, so that no request notices. The reference has nothing to compile.
 
@@ -48,7 +55,7 @@ def warm_up(
         manager: The cache. A forward of it that is not complete is not given up: the warm-up is
             refused.
         weights: Of every layer, as they will be used.
-        dtype: Of the projections that will be written.
+        dtype: Of the projections that will be written, and of the queries.
     """
     if len(weights) != len(manager.schedule):
         raise ValueError(
@@ -65,13 +72,17 @@ def warm_up(
         return
     prepare_forward(manager, [], [], []).complete()  # padding alone
     for layer_idx in _distinct_layers(manager, weights):
-        for forwards in _forwards(manager, manager.schedule[layer_idx].ratio):
-            handles = [
-                _write_layer(manager, layer_idx, forward, weights[layer_idx], dtype)
-                for forward in forwards
-            ]
-            _gather(handles[0])
-            _select_entries(manager, handles[0], dtype)
+        for forwards in _forwards(manager, layer_idx, dtype):
+            attended = set()
+            for forward in forwards:
+                handle = _write_layer(manager, layer_idx, forward, weights[layer_idx], dtype)
+                if forward is forwards[0]:
+                    _gather(handle)
+                    _select_entries(handle, dtype)
+                is_split = _is_split(manager, layer_idx, forward.num_tokens, dtype)
+                if is_split not in attended:
+                    _attend(handle, weights[layer_idx].sinks, dtype)
+                attended.add(is_split)
 
 
 def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -> list[int]:
@@ -81,35 +92,51 @@ def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -
         compressors = (layer_weights.compressor or (), layer_weights.indexer or ())
         tensors = (layer_weights.kv_norm, *compressors[0], *compressors[1])
         looks = tuple((x.dtype, x.data_ptr() % POINTER_ALIGN == 0) for x in tensors)
-        first.setdefault((layer.attention_type, looks), layer.layer_idx)
+        sinks = None if layer_weights.sinks is None else layer_weights.sinks.dtype
+        first.setdefault((layer.attention_type, looks, sinks), layer.layer_idx)
     return list(first.values())
 
 
-def _forwards(manager: KVCacheManager, ratio: int) -> Iterator[list[_Forward]]:
+def _forwards(
+    manager: KVCacheManager, layer_idx: int, dtype: torch.dtype
+) -> Iterator[list[_Forward]]:
     """For each kind of forward the smallest for every choice of launch parameters."""
     capacity = manager.capacity
     most, longest_step = capacity.max_forward_tokens, capacity.max_step_tokens
-    sizes = _launch_sizes(manager, ratio, "decode", 1, min(most, capacity.max_requests))
-    yield [_Forward(size, size, 0, 1) for size in sizes]
+
+    def sizes(kind: "Kind", least: int, most: int) -> list[int]:
+        return _launch_sizes(manager, layer_idx, dtype, kind, range(least, most + 1))
+
+    decodes = sizes("decode", 1, min(most, capacity.max_requests))
+    yield [_Forward(size, size, 0, 1) for size in decodes]
     # A row without a token makes a step of a forward, even if no row has several.
-    sizes = _launch_sizes(manager, ratio, "step", 1, most)
-    yield [_Forward(1, size, 0, 2) for size in sizes]
+    yield [_Forward(1, size, 0, 2) for size in sizes("step", 1, most)]
     if most > longest_step:
-        sizes = _launch_sizes(manager, ratio, "chunk", longest_step + 1, most)
-        yield [_Forward(1, size, 1, size) for size in sizes]
+        yield [_Forward(1, size, 1, size) for size in sizes("chunk", longest_step + 1, most)]
 
 
 def _launch_sizes(
-    manager: KVCacheManager, ratio: int, kind: "Kind", least: int, most: int
+    manager: KVCacheManager, layer_idx: int, dtype: torch.dtype, kind: "Kind", sizes: range
 ) -> list[int]:
     """The fewest tokens for each choice of parameters; a window alone is launched as SWA's."""
     from dsv4.kernels.triton.launch import launch_parameters
 
     first: dict[object, int] = {}
-    for size in range(least, most + 1):
-        parameters = tuple(launch_parameters(r, kind, size, manager.device) for r in (0, ratio))
-        first.setdefault(parameters, size)
+    ratios = (0, manager.schedule[layer_idx].ratio)
+    for size in sizes:
+        parameters = tuple(launch_parameters(r, kind, size, manager.device) for r in ratios)
+        is_split = _is_split(manager, layer_idx, size, dtype)
+        first.setdefault((parameters, is_split), size)
     return list(first.values())
+
+
+def _is_split(manager: KVCacheManager, layer_idx: int, num_tokens: int, dtype: torch.dtype) -> bool:
+    """Whether attention is split over rows; if it is batch-invariant, the size doesn't matter."""
+    from dsv4.kernels.triton.attention import attend_launch, split_room
+
+    num_heads, memory = manager.config.num_query_heads, manager.memories[layer_idx]
+    launch = attend_launch(num_heads, dtype, memory)
+    return manager.batch_invariant or split_room(num_tokens, num_heads, launch, memory) > 1
 
 
 def _write_layer(
@@ -137,13 +164,13 @@ def _gather(handle: LayerCacheHandle) -> None:
         handle.gather_compressed_kv(handle.positions.new_full(shape, -1, dtype=torch.int64))
 
 
-def _select_entries(manager: KVCacheManager, handle: LayerCacheHandle, dtype: torch.dtype) -> None:
+def _select_entries(handle: LayerCacheHandle, dtype: torch.dtype) -> None:
     """Choose entries of requests short and long: all of them, in one part, in several."""
-    config, device = manager.config, manager.device
+    manager, config = handle.plan.owner, handle.config
     if handle.layer.attention_type is not AttentionType.CSA:
         return
     shape = (handle.plan.num_tokens, config.index_num_heads, config.index_head_dim)
-    query = torch.zeros(shape, dtype=dtype, device=device)
+    query = torch.zeros(shape, dtype=dtype, device=manager.device)
     longest = manager.capacity.max_request_tokens // handle.layer.ratio
     for max_entries in sorted({1, min(config.index_topk + 1, longest), longest}):
         ops.select_entries(
@@ -151,6 +178,19 @@ def _select_entries(manager: KVCacheManager, handle: LayerCacheHandle, dtype: to
             topk=config.index_topk, max_entries=max_entries,
             has_hadamard=config.index_hadamard, backend=manager.backend,
         )  # fmt: skip
+
+
+def _attend(handle: LayerCacheHandle, sinks: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """With sinks, as given, and without."""
+    config, num_tokens = handle.config, handle.plan.num_tokens
+    shape = (num_tokens, config.num_query_heads, config.head_dim)
+    query = torch.zeros(shape, dtype=dtype, device=handle.positions.device)
+    selection = None
+    if handle.layer.attention_type is AttentionType.CSA:
+        missing = handle.positions.new_full((num_tokens, config.index_topk), -1)
+        selection = Selection(missing, missing.long(), torch.zeros_like(handle.positions))
+    for given in (sinks, None):
+        handle.attend(query, given, selection)
 
 
 def _flush_compression(

@@ -17,8 +17,8 @@ COMPRESSED = ("csa_entries", "index_keys", "hca_entries")
 COMPONENTS = [
     "csa_entries", "index_keys", "hca_entries", "block_padding",
     "window", "csa_tails", "index_tails", "hca_tails", "slot_padding",
-    "block_table", "plan_buffers", "pooling_scratch", "index_scratch", "window_workspace",
-    "rope_tables", "index_global_scale",
+    "block_table", "plan_buffers", "pooling_scratch", "index_scratch", "attention_partials",
+    "window_workspace", "rope_tables", "index_global_scale",
 ]  # fmt: skip
 
 
@@ -302,7 +302,7 @@ def test_allocated_bytes_are_those_of_the_tensors(seed):
         "window", "csa_tails", "index_tails", "hca_tails", "slot_padding"
     )
     for name in (
-        "block_table", "plan_buffers", "index_scratch", "window_workspace", "index_global_scale"
+        "block_table", "plan_buffers", "index_scratch", "attention_partials", "index_global_scale"
     ):  # fmt: skip
         assert tensors[name].nbytes == allocated(name)
     rope = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("rope_"))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from triton.compiler import ASTSource
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels import LayerWrites
-from dsv4.kernels.triton import flush_write, gather, indexer, topk
+from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
 from dsv4.kernels.triton.launch import KINDS, Launch, launch_steps, work_name
 from dsv4.testing import model_projections, model_weights
 
@@ -27,6 +28,24 @@ TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int32: "i32",
     torch.int64: "i64",
 }  # fmt: skip
+
+
+class AttentionCase(NamedTuple):
+    """A layer's type, its heads and its rows."""
+
+    ratio: int
+    heads: int
+    kv_format: str
+    is_chunk: bool
+
+
+ATTENTION = [
+    AttentionCase(4, 64, "fp8", False), AttentionCase(4, 64, "fp8", True),
+    AttentionCase(0, 64, "fp8", True), AttentionCase(128, 64, "fp8", False),
+    AttentionCase(128, 128, "bf16", False), AttentionCase(4, 64, "fp8_entry_scale", True),
+    AttentionCase(128, 64, "fp32", False), AttentionCase(4, 8, "fp8", False),
+    AttentionCase(128, 16, "bf16", True), AttentionCase(128, 32, "fp8", True),
+]  # fmt: skip
 
 
 class Recorder:
@@ -107,6 +126,30 @@ def record_index(index_format: str, *, length: int) -> list:
     return launches
 
 
+def record_attention(case: AttentionCase, arch: int) -> list:
+    """The launches of one token, which are split, or of a chunk, which is not."""
+    launches: list = []
+    kept = attention.architecture, attention._attend_kernel, attention._combine_kernel
+    attention.architecture = lambda device: f"sm_{arch}"
+    for kernel in kept[1:]:
+        setattr(attention, kernel.__name__, Recorder(kernel, launches))
+    config = CacheConfig.v4_flash(
+        compress_ratios=(case.ratio,), num_query_heads=case.heads, kv_format=case.kv_format
+    )
+    num_tokens = 40 if case.is_chunk else 1
+    manager = KVCacheManager(config, max_requests=1, num_blocks=1)
+    plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
+    handle = manager.acquire(0, plan)
+    query = torch.zeros(num_tokens, case.heads, 512, dtype=torch.bfloat16)
+    rows = torch.zeros(num_tokens, 512, dtype=torch.int64) if case.ratio == 4 else None
+    attention.attend(
+        query, torch.zeros(case.heads), handle.memory, rows, handle.tokens, handle.rope,
+        max_entries=1,
+    )  # fmt: skip
+    attention.architecture, attention._attend_kernel, attention._combine_kernel = kept
+    return launches
+
+
 def compile_launch(kernel, arguments: dict, arch: int):
     """Compile as the launcher would: pointers and multiples of 16 are known to be such."""
     signature, constants, attributes = {}, {}, {}
@@ -164,6 +207,8 @@ def main(arch: int) -> None:
         report(record_index(index_format, length=2**14)[:2], index_format, arch)
     for length in (2**14, 2**18):  # of one part, and of several
         report(record_index("fp8", length=length)[2:], f"{length} tokens", arch)
+    for case in ATTENTION:
+        report(record_attention(case, arch), str(tuple(case)), arch)
 
 
 def report(launches: list, kind: str, arch: int) -> None:

@@ -11,9 +11,9 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward, warm_up
-from dsv4.kernels.triton import flush_write, gather, indexer, topk
+from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
 from dsv4.testing import model_projections, model_weights
-from tests.kernels.serving import Server, select, serve
+from tests.kernels.serving import Server, attend, serve
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
@@ -44,7 +44,7 @@ class LaunchKeys:
 def record_kernels() -> dict[str, dict]:
     """Replace every kernel; the result fills with the keys of its launches."""
     keys: dict[str, dict] = {}
-    for module in (flush_write, gather, indexer, topk):
+    for module in (attention, flush_write, gather, indexer, topk):
         kernels = {n: k for n, k in vars(module).items() if isinstance(k, JITFunction)}
         for name, kernel in kernels.items():
             if name.endswith("_kernel"):
@@ -88,7 +88,7 @@ def serve_all_layers(keys: dict[str, dict]) -> dict:
     for layer_idx, layer in enumerate(inputs):
         handle = manager.acquire(layer_idx, plan)
         handle.write(layer, weights[layer_idx])
-        select(handle, layer)
+        attend(handle, layer, weights[layer_idx].sinks)
     return {"case": "all layers", "warmed": len(warmed), "new": new_keys(keys, warmed)}
 
 

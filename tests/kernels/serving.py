@@ -65,7 +65,7 @@ class Server:
                 handle.write(inputs, weights)
             if gathers:
                 gather(handle)
-                select(handle, inputs)
+                attend(handle, inputs, weights.sinks)
         self.lengths.update(zip(counts, after, strict=True))
 
 
@@ -90,9 +90,12 @@ def gather(handle) -> None:
         handle.gather_all_compressed_kv()
 
 
-def select(handle, inputs) -> None:
+def attend(handle, inputs, sinks) -> None:
+    selection = None
     if inputs.indexer is not None:
-        handle.select_entries(inputs.indexer.query, inputs.indexer.head_weights)
+        selection = handle.select_entries(inputs.indexer.query, inputs.indexer.head_weights)
+    for given in (sinks, None):
+        handle.attend(inputs.query, given, selection)
 
 
 def serve(server: Server, *, longest: int = LONGEST) -> None:

@@ -27,6 +27,7 @@ from dsv4.kernels.triton.gather import (
     token_arguments,
     workspace_row,
 )
+from dsv4.kernels.triton.launch import architecture
 from dsv4.kernels.triton.primitives import (
     INTERPRETED,
     LOG2_E,
@@ -43,17 +44,14 @@ SMALLEST_DOT = 16  # rows that a product must have; fewer heads are padded to it
 LARGEST_BLOCK = 64  # heads of a program
 INVARIANT_ROWS = 320  # rows of a split that doesn't depend on the batch: two for V4-Flash's CSA
 COMBINED_AT_ONCE = 8  # parts that are read side by side
-INTERPRETED_MULTIPROCESSORS = 132  # an H200's
+INTERPRETED_MULTIPROCESSORS = 4  # few, since programs run one after the other
 
 
 @triton.jit
 def as_operand(x, IS_BF16: tl.constexpr):
     """fp32 as an operand of a product. Under the interpreter it is rounded and stays fp32."""
     if IS_BF16:
-        if INTERPRETED:
-            x = round_to_bf16(x)
-        else:
-            x = x.to(tl.bfloat16)
+        x = round_to_bf16(x) if INTERPRETED else x.to(tl.bfloat16)
     return x
 
 
@@ -62,7 +60,7 @@ def load_query(query_ptr, token, head, is_wanted, NUM_HEADS: tl.constexpr, DIM: 
                IS_BF16: tl.constexpr):  # fmt: skip
     """A token's `[HEADS, 64]` by group of channels; zeros for heads and channels not there."""
     at = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * DIM
-    groups = ()
+    groups = tl.tuple(())
     for group in tl.static_range((DIM + GROUP - 1) // GROUP):
         channel = group * GROUP + tl.arange(0, GROUP)[None, :]
         mask = is_wanted & (head < NUM_HEADS)[:, None] & (channel < DIM)
@@ -86,7 +84,7 @@ def row_pointers(data_ptr, scales_ptr, page_stride, page, row, DATA_BYTES: tl.co
 def load_tile(data_ptr, scale_ptr, is_present, FORMAT: tl.constexpr, DIM: tl.constexpr,
               ROPE: tl.constexpr, IS_BF16: tl.constexpr):  # fmt: skip
     """A tile's rows, `[TILE, 64]` by group of channels, as operands."""
-    groups = ()
+    groups = tl.tuple(())
     for group in tl.static_range((DIM + GROUP - 1) // GROUP):
         values = load_group(data_ptr, scale_ptr, is_present, group, FORMAT, DIM, ROPE)
         if FORMAT == "kv_fp8_entry_scale" and not IS_BF16:
@@ -113,7 +111,7 @@ def add_tile(state, query, values, is_present, scale, IS_BF16: tl.constexpr):
     shrink = tl.exp2(largest - base)
     total = total * shrink + tl.sum(weights, axis=1)
     weights = as_operand(weights, IS_BF16)
-    new_acc = ()
+    new_acc = tl.tuple(())
     for group in tl.static_range(len(values)):
         part = acc[group] * shrink[:, None]
         new_acc = new_acc + (tl.dot(weights, values[group], part, input_precision="ieee"),)
@@ -206,14 +204,15 @@ def _attend_kernel(
     first = split * split_step
     end = tl.minimum(first + tiles_per_split * tile_step, tl.cdiv(num_rows, TILE))
 
-    acc = ()
+    acc = tl.tuple(())
     for _ in tl.static_range((DIM + GROUP - 1) // GROUP):
         acc = acc + (tl.zeros((HEADS, GROUP), tl.float32),)
     largest = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     has_rows = first < end
     query = load_query(query_ptr, token, head, has_rows, NUM_HEADS, DIM, IS_BF16)
-    for tile in range(loop_bound(first), loop_bound(end), loop_bound(tile_step)):
+    # Hoisted out of the loop, the products' descriptors would not fit the registers.
+    for tile in tl.range(loop_bound(first), loop_bound(end), loop_bound(tile_step), disable_licm=True):
         row = tile * TILE + tl.arange(0, TILE)
         page, page_row, is_present = find_window(
             token, row, row < WINDOW, positions_ptr, request_ids_ptr, request_slots_ptr,
@@ -314,7 +313,6 @@ class AttendLaunch(NamedTuple):
     heads: int
     tile: int
     num_warps: int
-    num_stages: int = 1
 
 
 class Splits(NamedTuple):
@@ -349,7 +347,7 @@ def attend(
         return AttentionResult(output, lse)
     if sinks is None:
         sinks = torch.full((num_heads,), -torch.inf, device=query.device)
-    launch = attend_launch(num_heads, is_bf16=_is_bf16(query, memory))
+    launch = attend_launch(num_heads, query.dtype, memory)
     splits = choose_splits(
         query, memory, selected_rows, tokens, launch, max_entries=max_entries,
         batch_invariant=batch_invariant,
@@ -369,12 +367,24 @@ def attend(
     return AttentionResult(output, lse)
 
 
-def attend_launch(num_heads: int, *, is_bf16: bool) -> AttendLaunch:
-    """How programs are cut; the same for every batch, so that it changes no bits."""
-    heads = min(LARGEST_BLOCK, max(SMALLEST_DOT, triton.next_power_of_2(num_heads)))
-    if not is_bf16:
-        return AttendLaunch(SMALLEST_DOT, 16, 8)
-    return AttendLaunch(heads, 64, 8 if heads > SMALLEST_DOT else 4)
+def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> AttendLaunch:
+    """How programs are cut; the same for every batch, so that it changes no bits.
+
+    Blocks of 64 heads need 576 columns of Blackwell's tensor memory, which has 512.
+    """
+    if not _is_bf16(dtype, memory):
+        return AttendLaunch(heads=SMALLEST_DOT, tile=16, num_warps=8)
+    is_hopper = architecture(memory.partials.device) == "sm_90"
+    largest = LARGEST_BLOCK if is_hopper else LARGEST_BLOCK // 2
+    heads = min(largest, max(SMALLEST_DOT, triton.next_power_of_2(num_heads)))
+    return AttendLaunch(heads, tile=64 if heads == LARGEST_BLOCK else 32, num_warps=8)
+
+
+def split_room(num_tokens: int, num_heads: int, launch: AttendLaunch, memory: LayerMemory) -> int:
+    """How many splits of each token the device can run at once, and leave their parts."""
+    programs = num_tokens * -(-num_heads // launch.heads)
+    wave = _num_multiprocessors(memory.partials.device) * (LARGEST_BLOCK // launch.heads)
+    return min(wave // programs, memory.partials.shape[0] // num_tokens)
 
 
 def choose_splits(
@@ -391,19 +401,15 @@ def choose_splits(
 
     Whether they are doesn't depend on max_entries: a request that grows needs no other kernel.
     """
-    num_tokens, num_heads, _ = query.shape
-    most = memory.partials.shape[0]
     num_tiles = _num_tiles(memory, selected_rows, launch, max_entries)
     if batch_invariant:
         longest = tokens.block_table.shape[1] * memory.layout.entries_per_block
         limit = _num_tiles(memory, selected_rows, launch, longest)
-        per_split = max(INVARIANT_ROWS // launch.tile, -(-limit // most))
+        per_split = max(INVARIANT_ROWS // launch.tile, -(-limit // memory.partials.shape[0]))
         if limit <= per_split:
             return None
         return Splits(-(-num_tiles // per_split), per_split, 1, per_split)
-    programs = num_tokens * -(-num_heads // launch.heads)
-    wave = _num_multiprocessors(query.device) * (LARGEST_BLOCK // launch.heads)
-    room = min(wave // programs, most // num_tokens)
+    room = split_room(query.shape[0], query.shape[1], launch, memory)
     if room < 2:
         return None
     num_splits = max(2, min(room, num_tiles))
@@ -420,8 +426,8 @@ def _num_tiles(
     return -(-num_rows // launch.tile)
 
 
-def _is_bf16(query: Tensor, memory: LayerMemory) -> bool:
-    return query.dtype is torch.bfloat16 and memory.layout.kv_format != "fp32"
+def _is_bf16(dtype: torch.dtype, memory: LayerMemory) -> bool:
+    return dtype is torch.bfloat16 and memory.layout.kv_format != "fp32"
 
 
 @functools.cache
@@ -471,9 +477,8 @@ def _launch(
         scale=row.dim**-0.5 * LOG2_E.value, first_token=first_token, **splits._asdict(),
         **arguments, FORMAT=f"kv_{row.name}", NUM_HEADS=num_heads, DIM=row.dim,
         ROPE=row.rope_dim, DATA_BYTES=row.data_bytes, SCALE_BYTES=row.scale_bytes,
-        IS_BF16=_is_bf16(query, memory), HEADS=launch.heads,
-        TILE=launch.tile, num_warps=launch.num_warps, num_stages=launch.num_stages,
-        enable_fp_fusion=False,
+        IS_BF16=_is_bf16(query.dtype, memory), HEADS=launch.heads,
+        TILE=launch.tile, num_warps=launch.num_warps, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -490,8 +495,8 @@ def _combine(
     _combine_kernel[(num_tokens * num_heads,)](
         **results, partials_ptr=partials, stats_ptr=stats, positions_ptr=tokens.positions,
         first_token=first_token, num_splits=splits.num_splits, NUM_HEADS=num_heads, DIM=row.dim,
-        ROPE=row.rope_dim, BLOCK=triton.next_power_of_2(row.dim), SPLITS=COMBINED_AT_ONCE, num_warps=4,
-        enable_fp_fusion=False,
+        ROPE=row.rope_dim, BLOCK=triton.next_power_of_2(row.dim), SPLITS=COMBINED_AT_ONCE,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -97,26 +97,28 @@ def load_group(data_ptr, scale_ptr, is_present, group: tl.constexpr, FORMAT: tl.
     """
     NOPE: tl.constexpr = DIM - ROPE
     FIRST: tl.constexpr = group * GROUP
-    channel = FIRST + tl.arange(0, GROUP)[None, :]
+    lane = tl.arange(0, GROUP)[None, :]
     is_row, data_ptr = is_present[:, None], data_ptr[:, None]
-    is_channel = is_row & (channel < DIM)
+    is_channel = is_row & (lane < DIM - FIRST)
+    # The lane comes first: then groups differ by a constant, and need no pointers of their own.
     if FORMAT == "kv_fp32":
-        at = data_ptr.to(tl.pointer_type(tl.float32)) + channel
-        values = tl.load(at, mask=is_channel, other=0.0)
+        at = data_ptr.to(tl.pointer_type(tl.float32)) + lane
+        values = tl.load(at + FIRST, mask=is_channel, other=0.0)
     elif FORMAT == "kv_bf16":
-        at = data_ptr.to(tl.pointer_type(tl.uint16)) + channel
-        values = bf16_value(tl.load(at, mask=is_channel, other=0))
+        at = data_ptr.to(tl.pointer_type(tl.uint16)) + lane
+        values = bf16_value(tl.load(at + FIRST, mask=is_channel, other=0))
     elif FIRST >= NOPE:
-        at = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16)) + (channel - NOPE)
-        values = bf16_value(tl.load(at, mask=is_channel, other=0))
+        at = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16)) + lane
+        values = bf16_value(tl.load(at + (FIRST - NOPE), mask=is_channel, other=0))
     else:
-        codes = tl.load(data_ptr + channel, mask=is_row & (channel < NOPE), other=0)
+        is_code = lane < NOPE - FIRST
+        codes = tl.load(data_ptr + lane + FIRST, mask=is_row & is_code, other=0)
         scale = load_group_scale(scale_ptr, is_present, group, FORMAT)
         values = e4m3_values(codes) * scale[:, None]
         if FIRST + GROUP > NOPE:
-            at = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16)) + (channel - NOPE)
-            rope = bf16_value(tl.load(at, mask=is_channel & (channel >= NOPE), other=0))
-            values = tl.where(channel < NOPE, values, rope)
+            at = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16)) + lane
+            rope = tl.load(at + (FIRST - NOPE), mask=is_channel & (lane >= NOPE - FIRST), other=0)
+            values = tl.where(is_code, values, bf16_value(rope))
     return values
 
 
