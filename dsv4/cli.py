@@ -84,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     index = benches.add_parser("index", help="queries, scores and top-k of the index, on a GPU")
     index.add_argument("--json", action="store_true", help="print one JSON object only")
     index.set_defaults(run=_bench_index)
+    attend = benches.add_parser("attend", help="attention of a layer in a decode step, on a GPU")
+    attend.add_argument("--json", action="store_true", help="print one JSON object only")
+    attend.set_defaults(run=_bench_attend)
     tune = benches.add_parser("tune", help="launch parameters of this GPU's architecture")
     tune.add_argument("--write", action="store_true", help="update the committed table in place")
     tune.add_argument("--json", action="store_true", help="print one JSON object only")
@@ -257,6 +260,32 @@ def _bench_index(options: argparse.Namespace) -> int:
                 str(row["batch"]),
                 f"{row['warm_us']:.2f}",
                 f"{row['rotating_us']:.2f}",
+                f"{row['floor_us']:.2f}",
+            )
+        Console().print(table)
+    print(json.dumps(result))
+    return 0
+
+
+def _bench_attend(options: argparse.Namespace) -> int:
+    from dsv4.bench.attend import bench_attend
+
+    result = bench_attend()
+    if not options.json:
+        table = Table(title="One layer's attention in a decode step, fp8 rows, microseconds")
+        columns = ("batch", "same layer", "8 layers in turn", "batch-invariant", "TFLOP/s",
+                   "bytes / 4.27 TB/s")  # fmt: skip
+        table.add_column("layer")
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in result["rows"]:
+            table.add_row(
+                row["layer"],
+                str(row["batch"]),
+                f"{row['warm_us']:.2f}",
+                f"{row['rotating_us']:.2f}",
+                f"{row['invariant_us']:.2f}",
+                f"{row['tflops']:.0f}",
                 f"{row['floor_us']:.2f}",
             )
         Console().print(table)

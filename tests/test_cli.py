@@ -57,7 +57,7 @@ def test_bad_usage_exits_with_2(capsys, arguments):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("bench", ["write", "gather", "index", "step", "tune"])
+@pytest.mark.parametrize("bench", ["write", "gather", "index", "attend", "step", "tune"])
 def test_benches_without_a_gpu(capsys, bench):
     assert main(["bench", bench]) == 1
     assert f"dsv4 bench {bench} needs a CUDA device" in capsys.readouterr().err
