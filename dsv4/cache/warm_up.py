@@ -78,7 +78,7 @@ def warm_up(
                 handle = _write_layer(manager, layer_idx, forward, weights[layer_idx], dtype)
                 if forward is forwards[0]:
                     _gather(handle)
-                    _select_entries(handle, dtype)
+                    _select_entries(manager, handle, dtype)
                 is_split = _is_split(manager, layer_idx, forward.num_tokens, dtype)
                 if is_split not in attended:
                     _attend(handle, weights[layer_idx].sinks, dtype)
@@ -164,9 +164,9 @@ def _gather(handle: LayerCacheHandle) -> None:
         handle.gather_compressed_kv(handle.positions.new_full(shape, -1, dtype=torch.int64))
 
 
-def _select_entries(handle: LayerCacheHandle, dtype: torch.dtype) -> None:
+def _select_entries(manager: KVCacheManager, handle: LayerCacheHandle, dtype: torch.dtype) -> None:
     """Choose entries of requests short and long: all of them, in one part, in several."""
-    manager, config = handle.plan.owner, handle.config
+    config = manager.config
     if handle.layer.attention_type is not AttentionType.CSA:
         return
     shape = (handle.plan.num_tokens, config.index_num_heads, config.index_head_dim)

@@ -327,26 +327,31 @@ def test_parts_in_few_places(monkeypatch):
     assert_within_bound(handle, inputs, got)
 
 
+def attend_alone(handle, inputs: Inputs, token: int) -> AttentionResult:
+    """One token of a forward as if it were all of it."""
+    only = slice(token, token + 1)
+    tokens = handle.tokens._replace(
+        positions=handle.tokens.positions[only], request_ids=handle.tokens.request_ids[only]
+    )
+    return triton().attend(
+        inputs.query[only], inputs.sinks, handle.memory,
+        None if inputs.rows is None else inputs.rows[only], tokens, handle.rope,
+        max_entries=handle.plan.max_entries(handle.layer.ratio), batch_invariant=True,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("ratios", [SWA, CSA, HCA], ids=list(TYPES))
-def test_batch_invariant_bits(ratios, monkeypatch):
-    """A request alone, beside others and beside a chunk."""
+@pytest.mark.parametrize("after", [[385, 4, 10], [385, 43]], ids=["decode", "beside a chunk"])
+def test_batch_invariant_bits(ratios, after, monkeypatch):
+    """A request alone and beside others."""
     monkeypatch.setattr(attention, "INVARIANT_ROWS", 64)
-    batches = [([3], [4]), ([3, 384, 9], [4, 385, 10]), ([3, 0], [4, 40])]
-    results = []
-    for before, after in batches:
-        handle = Case("", ratios, before, after).filled()
-        inputs = make_inputs(handle)
-        query = torch.randn(8, 96, generator=torch.Generator().manual_seed(9)).to(DEVICE)
-        inputs.query[0] = query
-        sinks = torch.linspace(-1, 1, 8, device=DEVICE)
-        rows = inputs.rows
-        if rows is not None:
-            rows = rows.clone()
-            rows[0, 1:] = -1
-        got = run(triton(), handle, Inputs(inputs.query, sinks, rows), batch_invariant=True)
-        results.append((got.output[0], got.lse[0]))
-    for output, lse in results[1:]:
-        assert torch.equal(output, results[0][0]) and torch.equal(lse, results[0][1])
+    handle = Case("", ratios, [384, 3, 9][: len(after)], after).filled()
+    inputs = make_inputs(handle)
+    whole = run(triton(), handle, inputs, batch_invariant=True)
+    for token in (0, 1):
+        alone = attend_alone(handle, inputs, token)
+        assert torch.equal(alone.output[0], whole.output[token])
+        assert torch.equal(alone.lse[0], whole.lse[token])
 
 
 def test_parts_of_the_context_merge_by_their_lse():
@@ -473,16 +478,7 @@ def test_batch_invariant_bits_at_the_real_width(ratios):
     inputs = make_inputs(handle)
     token = 130  # the request of 255 tokens, between two chunks
     whole = run(triton(), handle, inputs, batch_invariant=True)
-    tokens = handle.tokens
-    alone = tokens._replace(
-        positions=tokens.positions[token : token + 1],
-        request_ids=tokens.request_ids[token : token + 1],
-    )
-    rows = None if inputs.rows is None else inputs.rows[token : token + 1]
-    got = triton().attend(
-        inputs.query[token : token + 1], inputs.sinks, handle.memory, rows, alone, handle.rope,
-        max_entries=handle.plan.max_entries(handle.layer.ratio), batch_invariant=True,
-    )  # fmt: skip
+    got = attend_alone(handle, inputs, token)
     assert torch.equal(got.output[0], whole.output[token])
     assert torch.equal(got.lse[0], whole.lse[token])
 

@@ -179,8 +179,8 @@ def spoil_window(kind: str, kv: torch.Tensor, gate: torch.Tensor, choose: random
 def assert_same_bytes(got: KVCacheManager, expected: KVCacheManager) -> None:
     """Equal in all that is kept; `arrivals` is back at zero.
 
-    `pooled`, `index_scratch` and `partials` are scratch, and `plan_buffers` also carries changes of the block
-    table to a GPU.
+    `pooled`, `index_scratch` and `partials` are scratch, and `plan_buffers` also carries changes of
+    the block table to a GPU.
     """
     for name, tensor in expected.tensors().items():
         if name in ("pooled", "index_scratch", "partials", "plan_buffers"):
