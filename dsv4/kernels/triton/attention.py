@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels import AttentionResult, LayerMemory, TokenMap
+from dsv4.kernels import AttentionResult, LayerLayout, LayerMemory, TokenMap
 from dsv4.kernels.triton.decode import GROUP, load_group
 from dsv4.kernels.triton.gather import (
     find_entries,
@@ -44,6 +44,8 @@ SMALLEST_DOT = 16  # rows that a product must have; fewer heads are padded to it
 LARGEST_BLOCK = 64  # heads of a program
 INVARIANT_ROWS = 320  # rows of a split that doesn't depend on the batch: two for V4-Flash's CSA
 COMBINED_AT_ONCE = 8  # parts that are read side by side
+# What it costs to combine parts, in the time of a tile: at all, and for each part of 64 heads.
+COMBINE_COST, PART_COST = 0.5, 1 / 64
 INTERPRETED_MULTIPROCESSORS = 4  # few, since programs run one after the other
 
 
@@ -291,9 +293,10 @@ def _combine_kernel(
         at = (part.to(tl.int64) * num_splits + split) * NUM_HEADS + head
         part_largest = tl.load(stats_ptr + 2 * at, mask=is_split, other=float("-inf"))
         part_total = tl.load(stats_ptr + 2 * at + 1, mask=is_split, other=0.0)
-        has_rows = part_largest != float("-inf")
         part_acc = tl.load(partials_ptr + at[:, None] * DIM + channel,
-                           mask=has_rows[:, None] & (channel < DIM), other=0.0)  # fmt: skip
+                           mask=is_split[:, None] & (channel < DIM), other=0.0)  # fmt: skip
+        # Of a split without rows nothing was stored; asked before it is loaded, it would wait.
+        part_acc = tl.where(part_largest[:, None] != float("-inf"), part_acc, 0.0)
         new_largest = tl.maximum(largest, tl.max(part_largest, axis=0))
         base = finite_base(new_largest)
         grow = tl.exp2(part_largest - base)
@@ -309,11 +312,12 @@ def _combine_kernel(
 
 
 class AttendLaunch(NamedTuple):
-    """How a program is cut: heads and rows it takes at once."""
+    """How a program is cut: heads and rows it takes at once; and whether it is Hopper's own."""
 
     heads: int
     tile: int
     num_warps: int
+    is_gluon: bool = False
 
 
 class Splits(NamedTuple):
@@ -378,13 +382,23 @@ def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> At
     is_hopper = architecture(memory.partials.device) == "sm_90"
     largest = LARGEST_BLOCK if is_hopper else LARGEST_BLOCK // 2
     heads = min(largest, max(SMALLEST_DOT, triton.next_power_of_2(num_heads)))
+    if is_hopper and not INTERPRETED and _has_gluon_kernel(num_heads, heads, memory.layout):
+        return AttendLaunch(heads, tile=64, num_warps=8, is_gluon=True)
     return AttendLaunch(heads, tile=64 if heads == LARGEST_BLOCK else 32, num_warps=8)
+
+
+def _has_gluon_kernel(num_heads: int, block: int, layout: LayerLayout) -> bool:
+    """Whether `kernels.gluon` takes such rows, and that many heads in blocks."""
+    row = layout.kv_row
+    is_taken = layout.kv_format == "fp8" and (row.dim, row.rope_dim) == (512, 64)
+    return is_taken and layout.window % 64 == 0 and (num_heads <= 32 or num_heads % block == 0)
 
 
 def split_room(num_tokens: int, num_heads: int, launch: AttendLaunch, memory: LayerMemory) -> int:
     """How many splits of each token the device can run at once, and leave their parts."""
     programs = num_tokens * -(-num_heads // launch.heads)
-    wave = _num_multiprocessors(memory.partials.device) * (LARGEST_BLOCK // launch.heads)
+    per_multiprocessor = 1 if launch.is_gluon else LARGEST_BLOCK // launch.heads
+    wave = _num_multiprocessors(memory.partials.device) * per_multiprocessor
     return min(wave // programs, memory.partials.shape[0] // num_tokens)
 
 
@@ -400,7 +414,7 @@ def choose_splits(
 ) -> Splits | None:
     """How rows are split, by sizes that the host knows; None where they aren't.
 
-    Whether they are doesn't depend on max_entries: a request that grows needs no other kernel.
+    The fewer tiles a split has, the sooner it is done, and the more parts there are to combine.
     """
     num_tiles = _num_tiles(memory, selected_rows, launch, max_entries)
     if batch_invariant:
@@ -410,10 +424,14 @@ def choose_splits(
         if limit <= per_split:
             return None
         return Splits(-(-num_tiles // per_split), per_split, 1, per_split)
-    room = split_room(query.shape[0], query.shape[1], launch, memory)
-    if room < 2:
+    num_tokens, num_heads, _ = query.shape
+    room = min(split_room(num_tokens, num_heads, launch, memory), num_tiles)
+    part_cost = PART_COST * num_tokens * num_heads / LARGEST_BLOCK
+    costs = [float(num_tiles)]
+    costs += [-(-num_tiles // n) + COMBINE_COST + n * part_cost for n in range(2, room + 1)]
+    num_splits = costs.index(min(costs)) + 1
+    if num_splits == 1:
         return None
-    num_splits = max(2, min(room, num_tiles))
     return Splits(num_splits, 1, num_splits, -(-num_tiles // num_splits))
 
 
@@ -473,10 +491,21 @@ def _launch(
     row, num_heads = memory.layout.kv_row, query.shape[1]
     partials, stats = _cut_partials(memory)
     grid = (num_tokens * -(-num_heads // launch.heads), splits.num_splits)
+    arguments |= {
+        "query_ptr": query, "partials_ptr": partials, "stats_ptr": stats,
+        "scale": row.dim**-0.5 * LOG2_E.value, "first_token": first_token, **splits._asdict(),
+        "NUM_HEADS": num_heads,
+    }  # fmt: skip
+    if launch.is_gluon:
+        from dsv4.kernels.gluon import attention as hopper
+
+        hopper._attend_kernel[grid](
+            **arguments, **hopper.CUTS[launch.heads]._asdict(), HEADS=launch.heads,
+            num_warps=launch.num_warps,
+        )  # fmt: skip
+        return
     _attend_kernel[grid](
-        query_ptr=query, partials_ptr=partials, stats_ptr=stats,
-        scale=row.dim**-0.5 * LOG2_E.value, first_token=first_token, **splits._asdict(),
-        **arguments, FORMAT=f"kv_{row.name}", NUM_HEADS=num_heads, DIM=row.dim,
+        **arguments, FORMAT=f"kv_{row.name}", DIM=row.dim,
         ROPE=row.rope_dim, DATA_BYTES=row.data_bytes, SCALE_BYTES=row.scale_bytes,
         IS_BF16=_is_bf16(query.dtype, memory), HEADS=launch.heads,
         TILE=launch.tile, num_warps=launch.num_warps, num_stages=1, enable_fp_fusion=False,
