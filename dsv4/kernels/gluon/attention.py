@@ -152,7 +152,7 @@ def multiply_few(tiles, memory, query, weights, scale, results, NUM_HEADS: gl.co
     stages, biases, full, empty = memory
     acc = gl.zeros((DIM, HEADS), gl.float32, layout=OUTPUT_T)
     largest = gl.full((HEADS,), float("-inf"), gl.float32, layout=gl.SliceLayout(0, LOGITS_T))
-    total = gl.zeros((HEADS,), gl.float32, layout=gl.SliceLayout(0, LOGITS_T))
+    totals = gl.zeros((TILE, HEADS), gl.float32, layout=LOGITS_T)
     fence_async_shared()
     gl.thread_barrier()
     count = 0
@@ -174,7 +174,7 @@ def multiply_few(tiles, memory, query, weights, scale, results, NUM_HEADS: gl.co
         gl.thread_barrier()
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(0, OUTPUT_T))[None, :]
         pending = warpgroup_mma(now.permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
-        total = total * shrink + gl.sum(tile_weights, axis=0)
+        totals = totals * shrink[None, :] + tile_weights
         largest = new_largest
         acc = warpgroup_mma_wait(0, deps=[pending])
         gl.thread_barrier()
@@ -190,7 +190,7 @@ def multiply_few(tiles, memory, query, weights, scale, results, NUM_HEADS: gl.co
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, DENSE))
     is_head = head < NUM_HEADS
     largest = gl.convert_layout(largest, gl.SliceLayout(1, DENSE))
-    total = gl.convert_layout(total, gl.SliceLayout(1, DENSE))
+    total = gl.convert_layout(gl.sum(totals, axis=0), gl.SliceLayout(1, DENSE))
     at, mask = dense_offsets(HEADS, DENSE), is_head[:, None]
     if IS_SPLIT:
         gl.store(stats_ptr + 2 * (partial_row + head), largest, mask=is_head)
@@ -257,7 +257,7 @@ def _attend_kernel(
         query.store(gl.load(query_ptr + query_row * DIM + at, mask=is_head, other=0.0))
 
     window_ptr = ring_ptr + slot * ring_stride
-    window_scales_ptr = ring_scales_ptr + slot * ring_stride
+    window_scales = ring_scales_ptr.to(gl.int64) - ring_ptr.to(gl.int64)
     window_start = gl.to_tensor(0)
     in_workspace = gl.to_tensor(False)
     if HAS_CHUNKS:
@@ -265,11 +265,12 @@ def _attend_kernel(
         in_workspace = window_start >= 0
         window_start += position - gl.load(before_ptr + request)
         window_ptr = gl.where(in_workspace, workspace_ptr, window_ptr)
-        window_scales_ptr = gl.where(in_workspace, workspace_scales_ptr, window_scales_ptr)
+        workspace_scales = workspace_scales_ptr.to(gl.int64) - workspace_ptr.to(gl.int64)
+        window_scales = gl.where(in_workspace, workspace_scales, window_scales)
     where = (position, window_start, in_workspace, num_rows,
              rows_ptr + token.to(gl.int64) * rows_stride, row_stride,
              block_table_ptr + slot * table_stride)  # fmt: skip
-    bases = window_ptr, window_scales_ptr, entries_ptr, entries_scales_ptr, entries_stride
+    bases = window_ptr, window_scales.to(gl.int32), entries_ptr, entries_stride
 
     full = gl.allocate_shared_memory(gl.int64, (STAGES, 1), mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, (STAGES, 1), mbarrier.MBarrierLayout())

@@ -97,7 +97,7 @@ def find_rows(tile, end, where, ENTRIES: gl.constexpr, WINDOW: gl.constexpr,
 def row_pointers(tile, found, bases, ENTRIES: gl.constexpr, WINDOW: gl.constexpr,
                  ENTRY_ROWS: gl.constexpr):  # fmt: skip
     """Pointers to the data, in words, and to the scales of a tile's rows."""
-    window_ptr, window_scales_ptr, entries_ptr, entries_scales_ptr, entries_stride = bases
+    base_ptr, scales_offset, entries_ptr, entries_stride = bases
     start, row = gl.zeros_like(found).to(gl.int64), found.to(gl.int64)
     if ENTRIES != "none":
         is_window = tile < WINDOW // TILE
@@ -109,10 +109,10 @@ def row_pointers(tile, found, bases, ENTRIES: gl.constexpr, WINDOW: gl.constexpr
             page, entry_row = found, entry % ENTRY_ROWS
         start = gl.where(is_window, start, page.to(gl.int64) * entries_stride)
         row = gl.where(is_window, row, entry_row.to(gl.int64))
-        window_ptr = gl.where(is_window, window_ptr, entries_ptr)
-        window_scales_ptr = gl.where(is_window, window_scales_ptr, entries_scales_ptr)
-    data_ptr = window_ptr + (start + row * DATA_BYTES)
-    scale_ptr = window_scales_ptr + (start + row * SCALE_BYTES)
+        base_ptr = gl.where(is_window, base_ptr, entries_ptr)
+        scales_offset = gl.where(is_window, scales_offset, ENTRY_ROWS * DATA_BYTES)
+    data_ptr = base_ptr + (start + row * DATA_BYTES)
+    scale_ptr = base_ptr + scales_offset + (start + row * SCALE_BYTES)
     return (data_ptr.to(gl.pointer_type(gl.int32), bitcast=True),
             scale_ptr.to(gl.pointer_type(gl.int64), bitcast=True))  # fmt: skip
 
