@@ -30,6 +30,8 @@ LABELS = {
     "block_table": "block table",
     "plan_buffers": "plan buffers",
     "pooling_scratch": "pooling scratch",
+    "index_scratch": "index scratch",
+    "attention_partials": "attention parts",
     "window_workspace": "window workspace",
     "rope_tables": "RoPE tables",
     "index_global_scale": "index scale",
