@@ -11,7 +11,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
-from dsv4.planner.command import add_options, as_json, build_plan, positive, print_plan, title
+from dsv4.planner.command import (
+    LABELS,
+    add_options,
+    as_json,
+    build_plan,
+    page_models,
+    positive,
+    print_plan,
+    title,
+)
 from dsv4.planner.sizes import format_bytes
 
 
@@ -95,16 +104,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from dsv4.planner.page import check_page, write_page
     from dsv4.planner.plot import check_plot, plot_plan
 
     try:
         plan = build_plan(options)
         if options.plot is not None:
             check_plot(options.plot)
+        if options.html is not None:
+            check_page(options.html)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if options.plot is not None:
         plot_plan(plan, options.plot, title=title(plan, model=options.model))
+    if options.html is not None:
+        models = page_models(options.model)
+        write_page(
+            plan, options.html, model=options.model, gpu=options.gpu, models=models, labels=LABELS
+        )
     if options.json:
         print(json.dumps(as_json(plan, model=options.model)))
     else:

@@ -36,6 +36,8 @@ LABELS = {
     "rope_tables": "RoPE tables",
     "index_global_scale": "index scale",
 }
+# Formats that any width of a model allows.
+_ANY_WIDTH: dict[str, Any] = {"kv_format": "bf16", "index_format": "bf16", "block_tokens": 128}
 TP_NOTE = (
     "Tensor parallelism divides the weights, not the cache: K = V is one head that all query "
     "heads share, so each rank keeps the whole cache."
@@ -88,6 +90,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw memory over context length, .png or .svg"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page on which all of this can be moved"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -155,6 +160,14 @@ def _config(options: argparse.Namespace) -> CacheConfig:
         )
     include_mtp = has_mtp_layers(options.model) if options.mtp is None else options.mtp
     return CacheConfig.from_hf(options.model, include_mtp=include_mtp, **choices)
+
+
+def page_models(model: str) -> dict[str, CacheConfig]:
+    """The models of a page: the presets, and the one that is planned; with their MTP layers."""
+    models = {name: preset(include_mtp=True) for name, preset in PRESETS.items()}
+    if model not in models:
+        models[model] = CacheConfig.from_hf(model, include_mtp=has_mtp_layers(model), **_ANY_WIDTH)
+    return models
 
 
 def as_json(plan: MemoryPlan, *, model: str) -> dict[str, Any]:

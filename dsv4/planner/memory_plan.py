@@ -166,9 +166,29 @@ class MemoryPlan:
         limit, step = self.config.max_position, self.config.block_tokens
         if replace(self, context_tokens=limit).fits:
             return limit
-        return step * largest(
-            lambda number: replace(self, context_tokens=step * number).fits, at_most=limit // step
+
+        def fits(number: int) -> bool:
+            return replace(self, context_tokens=step * number).fits
+
+        longest = largest(fits, at_most=limit // step)
+        later = range(longest + 1, min(longest + self._blocks_past_a_gap, limit // step) + 1)
+        return step * max(filter(fits, later), default=longest)
+
+    @property
+    def _blocks_past_a_gap(self) -> int:
+        """How many blocks behind a context that does not fit there can be one that does.
+
+        The index's workspace holds a whole number of rows below a limit: with longer rows it can
+        be one row smaller.
+        """
+        longest = replace(
+            self.capacity, max_forward_tokens=1, max_request_tokens=self.config.max_position
         )
+        row_bytes = longest.index_scratch_bytes
+        if not row_bytes:
+            return 0
+        block = replace(self.capacity, num_blocks=self.num_requests).memory()
+        return 1 + row_bytes // sum(block[name].allocated for name in TOKEN_COMPONENTS)
 
 
 def largest(fits: Callable[[int], bool], *, at_most: int | None = None) -> int:

@@ -8,7 +8,7 @@ from dsv4.planner.memory_plan import REQUEST_COMPONENTS, TOKEN_COMPONENTS, Memor
 SUFFIXES = (".png", ".svg")
 NUM_POINTS = 65
 GIB = 2**30
-_COLORS = {
+COLORS = {
     "weights": "#8c8c8c",
     "reserved": "#bdbdbd",
     "shared": "#6b4c9a",
@@ -31,7 +31,7 @@ def check_plot(path: Path) -> None:
 
 def stack(plan: MemoryPlan, contexts: list[int]) -> dict[str, list[int]]:
     """Bytes of one GPU at each context length, by what they are for; pages with padding."""
-    series: dict[str, list[int]] = {name: [] for name in _COLORS}
+    series: dict[str, list[int]] = {name: [] for name in COLORS}
     for context in contexts:
         at = replace(plan, context_tokens=context)
         sizes = {name: size.allocated for name, size in at.memory.items()}
@@ -64,7 +64,7 @@ def plot_plan(plan: MemoryPlan, path: Path, *, title: str) -> None:
         contexts,
         [[size / GIB for size in sizes] for sizes in series.values()],
         labels=list(series),
-        colors=[_COLORS[name] for name in series],
+        colors=[COLORS[name] for name in series],
         linewidth=0,
     )
     limit = plan.gpu_bytes / GIB

@@ -39,6 +39,24 @@ def _parse(text: str, units: dict[str, int]) -> int | None:
     return int(value) if value.denominator == 1 else None
 
 
+def short_tokens(tokens: int) -> str:
+    """A short text that `parse_tokens` reads as `tokens`."""
+    for unit in ("m", "k"):
+        if tokens % _TOKEN_UNITS[unit] == 0:
+            return f"{tokens // _TOKEN_UNITS[unit]}{unit.replace('m', 'M')}"
+    return str(tokens)
+
+
+def short_bytes(num_bytes: int) -> str:
+    """A short text that `parse_bytes` reads as `num_bytes`."""
+    if not num_bytes:
+        return "0"
+    for name in ("TiB", "GiB", "MiB", "TB", "GB", "MB", "KiB", "kB"):
+        if num_bytes % _BYTE_UNITS[name.lower()] == 0:
+            return f"{num_bytes // _BYTE_UNITS[name.lower()]}{name}"
+    return f"{num_bytes}B"
+
+
 def format_bytes(num_bytes: int) -> str:
     """A size for reading, in the largest binary unit that it fills."""
     for name, unit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -178,6 +178,16 @@ def test_the_longest_context_that_fits():
     assert plan.max_context == plan.config.max_position
 
 
+@pytest.mark.parametrize("blocks", [3968, 3969, 4035, 4036, 4037])
+def test_a_longer_context_may_need_less(blocks):
+    """The index's workspace loses a row at 3,969 and at 4,036 blocks of V4-Flash."""
+    plan = make_plan(CacheConfig.v4_flash(), max_forward_tokens=8192)
+    needed = {n: replace(plan, context_tokens=256 * n).cache_bytes for n in range(3960, 4050)}
+    assert needed[3969] < needed[3968] and needed[4036] < needed[4035]
+    longest = max(n for n in needed if needed[n] <= needed[blocks])
+    assert replace(plan, gpu_bytes=needed[blocks]).max_context == 256 * longest
+
+
 def test_a_model_without_compressed_layers():
     plan = make_plan(CacheConfig(compress_ratios=(0, 0)), gpu_bytes=10**8)
     assert plan.max_blocks is None and plan.max_tokens is None

@@ -3,7 +3,13 @@
 import pytest
 
 from dsv4.planner.gpus import GPU_BYTES, parse_gpu
-from dsv4.planner.sizes import format_bytes, parse_bytes, parse_tokens
+from dsv4.planner.sizes import (
+    format_bytes,
+    parse_bytes,
+    parse_tokens,
+    short_bytes,
+    short_tokens,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +65,24 @@ def test_refuses_what_is_no_gpu(text):
         ValueError, match=r"expected a size such as .*, or one of a100.*h200.*, got"
     ):
         parse_gpu(text)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(2**20, "1M"), (3 * 2**20, "3M"), (131072, "128k"), (1000, "1000")]
+)
+def test_short_tokens(tokens, text):
+    assert short_tokens(tokens) == text and parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0"), (160 * 10**9, "160GB"), (80 * 2**30, "80GiB"), (1024, "1KiB"), (1001, "1001B"),
+        (5000, "5kB"), (2**41, "2TiB"),
+    ],
+)  # fmt: skip
+def test_short_bytes(num_bytes, text):
+    assert short_bytes(num_bytes) == text and parse_bytes(text) == num_bytes
 
 
 @pytest.mark.parametrize(
