@@ -2,15 +2,18 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dsv4.console import make_console, track, working
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.inspector import command as inspect_command
 from dsv4.planner.command import (
     LABELS,
     add_options,
@@ -37,12 +40,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         if options.debug:
             raise
-        parser.error(str(error))
+        parser.error(_sentence(error))
+    except KeyboardInterrupt:
+        print("dsv4: interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever read the output has enough; nothing more is written to them, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:
         if options.debug:
             raise
-        print(f"dsv4: {error}", file=sys.stderr)
+        print(f"dsv4: {_sentence(error)}", file=sys.stderr)
         return 1
+
+
+def _sentence(error: BaseException) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,12 +75,19 @@ def _parser() -> argparse.ArgumentParser:
         "--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys"
     )
     demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="keep a request there, for dsv4 inspect"
+    )
     demo.add_argument("--json", action="store_true", help="print one JSON object")
     demo.set_defaults(run=_demo)
 
     plan = commands.add_parser("plan", help="what a cache takes on a GPU, and how much fits")
     add_options(plan)
     plan.set_defaults(run=_plan)
+
+    inspect = commands.add_parser("inspect", help="what is inside a saved request")
+    inspect_command.add_options(inspect)
+    inspect.set_defaults(run=_inspect)
 
     info = commands.add_parser("info", help="versions, devices and backends")
     info.add_argument("--json", action="store_true", help="print one JSON object")
@@ -125,7 +147,33 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(as_json(plan, model=options.model)))
     else:
-        print_plan(plan, Console(), model=options.model, gpu=options.gpu)
+        print_plan(plan, make_console(), model=options.model, gpu=options.gpu)
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from dsv4.inspector.heatmap import check_heatmap, draw_heatmap
+    from dsv4.inspector.report import RequestInspector
+
+    try:
+        path, against, recorded = inspect_command.find_files(options)
+        if options.heatmap is not None:
+            check_heatmap(options.heatmap)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    with working("reading"):
+        inspector = RequestInspector(path, against=against)
+        selections = None
+        if recorded is not None:
+            selections = inspect_command.read_layer_selections(recorded, inspector)
+    layers = list(track(inspector.layers(), "layers", total=inspector.num_layers))
+    if options.heatmap is not None and selections is not None:
+        draw_heatmap(selections, options.heatmap)
+    report = inspect_command.with_selections(inspector.report(layers), selections)
+    if options.json:
+        print(json.dumps(report))
+    else:
+        inspect_command.print_report(report, make_console())
     return 0
 
 
@@ -160,13 +208,16 @@ def _print_info(result: dict[str, Any]) -> None:
     for name, state in (result["backends"] | result["peers"]).items():
         answer = "yes" if state["available"] else "no"
         backends.add_row(name, answer, escape(state["problem"] or ""))
-    Console().print(versions, devices, backends)
+    make_console().print(versions, devices, backends)
 
 
 def _demo(options: argparse.Namespace) -> int:
     from dsv4.demo import run_demo
 
-    result = run_demo(kv_format=options.kv, index_format=options.index, seed=options.seed)
+    with working("a small model through the cache"):
+        result = run_demo(
+            kv_format=options.kv, index_format=options.index, seed=options.seed, folder=options.save
+        )
     if options.json:
         print(json.dumps(result))
     else:
@@ -175,7 +226,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _print_demo(result: dict[str, Any]) -> None:
-    console = Console()
+    console = make_console()
     lengths = ", ".join(str(n) for n in result["sequences"])
     formats = f"{result['kv_format']} rows, {result['index_format']} index keys"
     console.print(f"Sequences of {lengths} tokens, prefilled in one batch, then decoded.\n")
@@ -208,7 +259,8 @@ def _print_demo(result: dict[str, Any]) -> None:
 def _bench_write(options: argparse.Namespace) -> int:
     from dsv4.bench.write import bench_write
 
-    result = bench_write()
+    with working("measuring"):
+        result = bench_write()
     if not options.json:
         table = Table(title="One layer's writes in a decode step, microseconds")
         for column in ("layer", "batch", "same layer", "43 layers in turn", "bytes / 4.27 TB/s"):
@@ -229,7 +281,7 @@ def _bench_write(options: argparse.Namespace) -> int:
             prefill.add_row(
                 row["type"], str(row["tokens"]), f"{row['us']:.1f}", f"{row['floor_us']:.1f}"
             )
-        Console().print(table, prefill)
+        make_console().print(table, prefill)
     print(json.dumps(result))
     return 0
 
@@ -237,7 +289,8 @@ def _bench_write(options: argparse.Namespace) -> int:
 def _bench_gather(options: argparse.Namespace) -> int:
     from dsv4.bench.gather import bench_gather
 
-    result = bench_gather()
+    with working("measuring"):
+        result = bench_gather()
     if not options.json:
         table = Table(title="One layer's gathers of V4-Flash's fp8 rows")
         columns = ("rows", "same layer us", "8 layers in turn us", "TB/s", "of 4.27 TB/s")
@@ -253,7 +306,7 @@ def _bench_gather(options: argparse.Namespace) -> int:
                 f"{row['tb_per_s']:.2f}",
                 f"{row['share_of_copy']:.0%}",
             )
-        Console().print(table)
+        make_console().print(table)
     print(json.dumps(result))
     return 0
 
@@ -261,7 +314,8 @@ def _bench_gather(options: argparse.Namespace) -> int:
 def _bench_index(options: argparse.Namespace) -> int:
     from dsv4.bench.index import bench_index
 
-    result = bench_index()
+    with working("measuring"):
+        result = bench_index()
     if not options.json:
         table = Table(title="One layer's index of V4-Flash in a decode step, microseconds")
         table.add_column("step")
@@ -279,7 +333,7 @@ def _bench_index(options: argparse.Namespace) -> int:
                 f"{row['rotating_us']:.2f}",
                 f"{row['floor_us']:.2f}",
             )
-        Console().print(table)
+        make_console().print(table)
     print(json.dumps(result))
     return 0
 
@@ -287,7 +341,8 @@ def _bench_index(options: argparse.Namespace) -> int:
 def _bench_attend(options: argparse.Namespace) -> int:
     from dsv4.bench.attend import bench_attend
 
-    result = bench_attend()
+    with working("measuring"):
+        result = bench_attend()
     if not options.json:
         table = Table(title="One layer's attention in a decode step, fp8 rows, microseconds")
         columns = ("batch", "same layer", "8 layers in turn", "batch-invariant", "TFLOP/s",
@@ -305,7 +360,7 @@ def _bench_attend(options: argparse.Namespace) -> int:
                 f"{row['tflops']:.0f}",
                 f"{row['floor_us']:.2f}",
             )
-        Console().print(table)
+        make_console().print(table)
     print(json.dumps(result))
     return 0
 
@@ -313,7 +368,8 @@ def _bench_attend(options: argparse.Namespace) -> int:
 def _bench_tune(options: argparse.Namespace) -> int:
     from dsv4.bench.tune import bench_tune
 
-    result = bench_tune(is_written=options.write)
+    with working("measuring"):
+        result = bench_tune(is_written=options.write)
     if not options.json:
         _print_tuned(result)
     print(json.dumps(result))
@@ -333,7 +389,7 @@ def _print_tuned(result: dict[str, Any]) -> None:
             cells.append(", ".join(f"{name} {value}" for name, value in launch.items()))
             cells.append(f"{times[0]:.2f}" if times else "unusable")
         table.add_row(*cells)
-    Console().print(table)
+    make_console().print(table)
     for skipped in result["skipped"]:
         print(f"skipped {skipped['work']}, {skipped['launch']}: {skipped['problem']}")
     if result["written"] is None:
@@ -345,14 +401,15 @@ def _print_tuned(result: dict[str, Any]) -> None:
 def _bench_plan(options: argparse.Namespace) -> int:
     from dsv4.bench.plan import bench_plan
 
-    result = bench_plan(num_requests=options.requests, num_steps=options.steps)
+    with working("measuring"):
+        result = bench_plan(num_requests=options.requests, num_steps=options.steps)
     if not options.json:
         table = Table(title=f"prepare_forward, {result['num_requests']} requests, one token each")
         for column in ("V4-Flash", "median us", "90th percentile us"):
             table.add_column(column, justify="right")
         for name, median in result["median_us"].items():
             table.add_row(name, f"{median:.1f}", f"{result['p90_us'][name]:.1f}")
-        Console().print(table)
+        make_console().print(table)
     print(json.dumps(result))
     return 0
 
@@ -360,7 +417,8 @@ def _bench_plan(options: argparse.Namespace) -> int:
 def _bench_step(options: argparse.Namespace) -> int:
     from dsv4.bench.step import bench_step
 
-    result = bench_step(num_requests=options.requests, num_steps=options.steps)
+    with working("measuring"):
+        result = bench_step(num_requests=options.requests, num_steps=options.steps)
     if not options.json:
         table = Table(
             title=f"Host time of a captured step, {result['num_requests']} requests, "
@@ -370,6 +428,6 @@ def _bench_step(options: argparse.Namespace) -> int:
             table.add_column(column, justify="right")
         for name, median in result["median_us"].items():
             table.add_row(name, f"{median:.1f}", f"{result['p90_us'][name]:.1f}")
-        Console().print(table)
+        make_console().print(table)
     print(json.dumps(result))
     return 0

@@ -70,7 +70,8 @@ class CacheConfig:
         compress_ratios: One of 0 (SWA), 4 (CSA), 128 (HCA) per layer, MTP layers last.
         num_mtp_layers: How many trailing layers of the schedule are MTP layers.
         num_query_heads: Query heads of this rank.
-        kv_format, index_format: Row formats, see `dsv4.formats`.
+        kv_format: Row format of window rows and entries, see `dsv4.formats`.
+        index_format: Row format of index keys.
         index_global_scale: NVFP4's optional fp32 scale; None means 1.
         index_hadamard: Transform index keys and queries alike before quantisation, as the
             model was trained to.
@@ -142,15 +143,32 @@ class CacheConfig:
     def tail_torch_dtype(self) -> torch.dtype:
         return TAIL_DTYPES[self.tail_dtype]
 
+    @property
+    def stored_fields(self) -> dict[str, Any]:
+        """The fields that give the stored bytes their meaning, as JSON can hold them."""
+        fields = dataclasses.asdict(self)
+        for name in ("num_query_heads", "index_num_heads", "index_topk", "max_position"):
+            del fields[name]  # change what is read, not what is stored
+        return fields
+
+    @classmethod
+    def from_stored_fields(cls, fields: Mapping[str, Any]) -> "CacheConfig":
+        """A config that stores the same bytes as the one whose `stored_fields` these are."""
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"Invalid config: expected a mapping, got {type(fields).__name__}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        if not {"compress_ratios"} <= set(fields) <= known:
+            raise ValueError(f"Invalid config: expected fields of CacheConfig, got {list(fields)}")
+        yarn = fields.get("yarn")
+        return cls(**{**fields, "yarn": None if yarn is None else YarnScaling(**yarn)})
+
     @cached_property
     def format_fingerprint(self) -> str:
         """A hash of all that gives the stored bytes their meaning.
 
         Two caches with the same fingerprint can exchange blocks and slots byte for byte.
         """
-        meaning = dataclasses.asdict(self)
-        for name in ("num_query_heads", "index_num_heads", "index_topk", "max_position"):
-            del meaning[name]  # change what is read, not what is stored
+        meaning = self.stored_fields
         meaning["index_global_scale"] = self.index_global_scale or 1.0
         for row in (self.kv_row, self.index_row):
             meaning[f"{row.name}/{row.dim}"] = [

@@ -4,6 +4,7 @@ Prefill of a batch of sequences and then decode, in fp32 rows against transforme
 and in the chosen formats against the oracle on what those formats store.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.formats import IndexFormatName, KVFormatName
+from dsv4.inspector.selections import RUN_FILES, SelectionRecorder
 from dsv4.kernels.reference.dense import dense_layer
 from dsv4.model.attention import AttentionSubBlock
 from dsv4.model.random_hf import RecordedLayer, random_hf_model, record_attention
@@ -23,9 +25,16 @@ FORMAT_TOLERANCE = 5e-6  # of the largest output, chosen rows against the oracle
 
 
 def run_demo(
-    *, kv_format: KVFormatName = "fp8", index_format: IndexFormatName = "mxfp4", seed: int = 0
+    *,
+    kv_format: KVFormatName = "fp8",
+    index_format: IndexFormatName = "mxfp4",
+    seed: int = 0,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Run both checks; the result says whether they passed and what the cache takes."""
+    """Run both checks; the result says whether they passed and what the cache takes.
+
+    With a folder, the first sequence is kept there for `dsv4 inspect`.
+    """
     model = random_hf_model(seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     recorded = [
@@ -36,7 +45,15 @@ def run_demo(
     blocks = _blocks(model, exact)
     exact_outputs, _ = _run_cached(blocks, exact, recorded)
     blocks = _blocks(model, chosen)
-    outputs, manager = _run_cached(blocks, chosen, recorded)
+    recorder = SelectionRecorder(slot=0)
+    outputs, manager = _run_cached(blocks, chosen, recorded, recorder)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        manager.save_request(0, folder / RUN_FILES.request)
+        recorder.save(folder / RUN_FILES.selections)
+        plain = CacheConfig.from_hf(model.config, kv_format="bf16", index_format="bf16")
+        _, unquantised = _run_cached(_blocks(model, plain), plain, recorded)
+        unquantised.save_request(0, folder / RUN_FILES.against)
     layers: list[dict[str, Any]] = []
     for layer, block in zip(chosen.schedule, blocks, strict=True):
         idx = layer.layer_idx
@@ -77,7 +94,10 @@ def _blocks(model: Any, config: CacheConfig) -> list[AttentionSubBlock]:
 
 
 def _run_cached(
-    blocks: list[AttentionSubBlock], config: CacheConfig, recorded: list[list[RecordedLayer]]
+    blocks: list[AttentionSubBlock],
+    config: CacheConfig,
+    recorded: list[list[RecordedLayer]],
+    recorder: SelectionRecorder | None = None,
 ) -> tuple[list[list[torch.Tensor]], KVCacheManager]:
     """Each layer's outputs per sequence, for one batched prefill and then decode steps."""
     manager = KVCacheManager(config, max_requests=len(LENGTHS), num_blocks=8)
@@ -92,7 +112,10 @@ def _run_cached(
                 sequence[layer_idx].hidden[start:end]
                 for sequence, start, end in zip(recorded, before, after, strict=True)
             ]
-            output = block(torch.cat(rows), manager.acquire(layer_idx, plan))
+            handle = manager.acquire(layer_idx, plan)
+            if recorder is not None:
+                handle = recorder.watch(handle)
+            output = block(torch.cat(rows), handle)
             for sequence_idx, part in enumerate(output.split(counts)):
                 parts[layer_idx][sequence_idx].append(part)
         before, after = after, [min(n + 1, end) for n, end in zip(after, LENGTHS, strict=True)]

@@ -63,7 +63,8 @@ class RowFormat:
         scale_rule: How a scale follows from its group (`kernels.reference.codec`).
         value_dtype: The dtype that holds every decoded value.
         fields: The records' parts, in order.
-        data_bytes, scale_bytes: Bytes of the two records.
+        data_bytes: Bytes of the data record.
+        scale_bytes: Bytes of the scale record.
     """
 
     name: str

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "dsv4"
 
 # A module may import from its own rank or a lower one.
 RANKS = [
-    ["dsv4.errors", "dsv4.formats", "dsv4.model.layer_schedule"],
+    ["dsv4.console", "dsv4.errors", "dsv4.formats", "dsv4.model.layer_schedule"],
     ["dsv4.config"],
     ["dsv4.model.rope"],
     ["dsv4.kernels"],  # ops and the backends too
@@ -25,7 +25,9 @@ RANKS = [
     ["dsv4.cache.captured_forward", "dsv4.cache.warm_up"],
     ["dsv4.model.attention", "dsv4.model.random_hf"],
     ["dsv4.testing"],
-    ["dsv4.bench", "dsv4.demo", "dsv4.info", "dsv4.planner"],
+    ["dsv4.bench", "dsv4.info", "dsv4.planner"],
+    ["dsv4.inspector"],
+    ["dsv4.demo"],
     ["dsv4.cli"],
 ]
 

@@ -39,7 +39,8 @@ class KVCacheManager:
             batched with. Small batches are slower for it.
 
     Attributes:
-        schedule, schemas: One `LayerSpec` and one `LayerCacheSchema` per layer.
+        schedule: One `LayerSpec` per layer.
+        schemas: One `LayerCacheSchema` per layer.
         lengths: `[max_requests]`, tokens of each slot.
         is_open: `[max_requests]`, slots in use.
         is_torn: `[max_requests]`, slots whose last forward did not write every layer.

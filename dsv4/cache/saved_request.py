@@ -8,16 +8,20 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.cache.capacity import blocks_for
+from dsv4.cache.layout import block_layout, slot_layout
 from dsv4.cache.paged_cache import PagedKVPool
-from dsv4.cache.schema import LayerCacheSchema
+from dsv4.cache.schema import LayerCacheSchema, build_schemas
 from dsv4.cache.state_cache import StateCachePool
 from dsv4.config import CacheConfig
 
@@ -152,32 +156,67 @@ def read_saved(
     paged: PagedKVPool,
 ) -> SavedRequest:
     """Read a request that these pools can hold with the same meaning; refuse anything else."""
+    with _open(path) as file:
+        description = _read_description(path, file.metadata() or {})
+        _check_meaning(path, description, config)
+        saved = _read_request(path, description, file)
+    _check_sizes(path, saved, slot_bytes=state.layout.num_bytes, block_bytes=paged.layout.num_bytes)
+    return saved
+
+
+def read_any(path: str | os.PathLike[str]) -> tuple[CacheConfig, SavedRequest]:
+    """Read a request of any cache, with a config that gives its bytes their meaning."""
+    with _open(path) as file:
+        description = _read_description(path, file.metadata() or {})
+        config = _read_config(path, description)
+        _check_meaning(path, description, config)
+        saved = _read_request(path, description, file)
+    schemas = build_schemas(config)
+    slots, blocks = (
+        layout(schemas, page_align=config.page_align) for layout in (slot_layout, block_layout)
+    )
+    _check_sizes(path, saved, slot_bytes=slots.num_bytes, block_bytes=blocks.num_bytes)
+    num_blocks = int(blocks_for(config, np.array([saved.length]))[0])
+    if len(saved.blocks) != num_blocks:
+        raise _refusal(path, f"expected {num_blocks} blocks, got {len(saved.blocks)}")
+    return config, saved
+
+
+@contextmanager
+def _open(path: str | os.PathLike[str]) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
         raise FileNotFoundError(f"No saved request at {path}")
     try:
         with safe_open(path, framework="pt") as file:
-            description = _read_description(path, file.metadata() or {})
-            _check_meaning(path, description, config)
-            names = sorted(file.keys())
-            if names != ["blocks", "slot"]:
-                raise _refusal(path, f"expected the tensors blocks and slot, got {names}")
-            tensors = {name: file.get_tensor(name) for name in names}
+            yield file
     except (SafetensorError, UnicodeDecodeError) as error:
         raise _refusal(path, f"expected a whole safetensors file, got: {error}") from None
+
+
+def _read_request(
+    path: str | os.PathLike[str], description: dict[str, str], file: Any
+) -> SavedRequest:
+    names = sorted(file.keys())
+    if names != ["blocks", "slot"]:
+        raise _refusal(path, f"expected the tensors blocks and slot, got {names}")
+    tensors = {name: file.get_tensor(name) for name in names}
     checksum = description.pop("checksum")
     if checksum != _checksum(description, tensors):
         raise _refusal(path, "its contents do not match its checksum")
-    saved = SavedRequest(int(description["length"]), int(description["rollback_floor"]), **tensors)
-    slot_bytes, block_bytes = state.layout.num_bytes, paged.layout.num_bytes
+    return SavedRequest(int(description["length"]), int(description["rollback_floor"]), **tensors)
+
+
+def _check_sizes(
+    path: str | os.PathLike[str], saved: SavedRequest, *, slot_bytes: int, block_bytes: int
+) -> None:
     if saved.slot.shape != (slot_bytes,) or saved.blocks.shape[1:] != (block_bytes,):
         raise _refusal(
             path,
             f"expected a slot of {slot_bytes} and blocks of {block_bytes} bytes, "
             f"got {list(saved.slot.shape)} and {list(saved.blocks.shape)}",
         )
-    return saved
 
 
 def _describe(saved: SavedRequest, config: CacheConfig) -> dict[str, str]:
@@ -185,6 +224,7 @@ def _describe(saved: SavedRequest, config: CacheConfig) -> dict[str, str]:
         **_meaning(config),
         "length": str(saved.length),
         "rollback_floor": str(saved.rollback_floor),
+        "config": json.dumps(config.stored_fields),
     }
 
 
@@ -210,6 +250,15 @@ def _read_description(path: str | os.PathLike[str], metadata: Mapping[str, str])
     if not isinstance(description, dict):
         raise _refusal(path, f"expected metadata {METADATA_KEY!r} to be an object")
     return description
+
+
+def _read_config(path: str | os.PathLike[str], description: Mapping[str, str]) -> CacheConfig:
+    try:
+        return CacheConfig.from_stored_fields(json.loads(description["config"]))
+    except KeyError:
+        raise _refusal(path, "expected the metadata config, found none") from None
+    except (TypeError, ValueError) as error:
+        raise _refusal(path, f"expected a config of this version, got: {error}") from None
 
 
 def _check_meaning(

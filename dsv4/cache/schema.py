@@ -15,14 +15,16 @@ class LayerCacheSchema:
 
     Attributes:
         entries_per_block: Compressed entries a block holds for this layer; 0 for SWA.
-        entry_head_dim, rope_dim: Width of a KV row, and of its rotated part.
+        entry_head_dim: Width of a KV row.
+        rope_dim: Width of its rotated part.
         indexer_head_dim: Width of an index key; 0 unless CSA.
         tail_buffer_size_a: Rows of the window being filled: CSA 4, HCA 128, SWA 0.
         tail_buffer_size_b: Rows the next window reads again: CSA 4, else 0.
         ring_rows: Rows of the window ring: the window plus the drafts of a step.
         tail_rows: Rows of the tail ring: a + b plus the drafts of a step; 0 for SWA.
         tail_dtype: dtype of a tail row.
-        kv_row, index_row: Formats of an entry or window row, and of an index key.
+        kv_row: Format of an entry or window row.
+        index_row: Format of an index key.
         page_align: What KV pages and rings are rounded up to.
     """
 

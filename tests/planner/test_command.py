@@ -100,6 +100,7 @@ def test_a_config_of_transformers(capsys, tmp_path, is_folder):
         (["--model", "v5"], "expected v4-flash, v4-pro or the path of a config.json"),
         (["--kv", "fp7"], "invalid choice: 'fp7'"),
         (["--plot", "plan.pdf"], "expected .png or .svg, got 'plan.pdf'"),
+        (["--html", "plan.pdf"], "expected .html, got 'plan.pdf'"),
     ],
 )
 def test_bad_usage_exits_with_2(capsys, arguments, message):

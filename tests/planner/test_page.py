@@ -54,7 +54,7 @@ def model_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "<b>&'x'</script>".replace("/", "_")
     folder.mkdir()
     small = {
-        "head_dim": 96, "qk_rope_head_dim": 32, "index_head_dim": 64, "index_n_heads": 24,
+        "head_dim": 112, "qk_rope_head_dim": 32, "index_head_dim": 64, "index_n_heads": 24,
         "num_attention_heads": 80, "index_topk": 100, "max_position_embeddings": 100_000,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(HF_CONFIG | small))
