@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # The oldest transformers that is supported, beside the newest in requirements.txt.
 OLDEST := transformers==5.17.0
 
-.PHONY: demo test lint unit oldest slow bench sanitize clean
+.PHONY: demo test lint unit oldest slow bench docs sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dsv4 demo
@@ -28,6 +28,9 @@ slow: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/dsv4 bench plan
 
+docs: $(VENV)-docs/.installed
+	$(VENV)-docs/bin/mkdocs build --strict
+
 sanitize:
 	scripts/sanitize.sh
 
@@ -42,5 +45,10 @@ $(VENV)/.oldest: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $(VENV)/oldest $(OLDEST)
 	touch $@
 
+$(VENV)-docs/.installed: requirements-docs.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,107 @@
+"""Every example of the docs runs, and what they show is what commands print."""
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.cache import captured_forward
+from dsv4.cli import main
+from dsv4.inspector.selections import RUN_FILES
+from tests.cache.test_captured_forward import EagerGraph
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+GUIDES = ["engine", "formats", "graphs", "inspecting", "planning"]
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def commands(pages: list[str]) -> list[tuple[str, str | None]]:
+    """The `dsv4` commands of pages, each with the output that the page shows, if any."""
+    pattern = r"```sh\n(dsv4 [^\n]*)\n```(?:\n\n```text\n(.*?)\n```)?"
+    found = [match for page in pages for match in re.findall(pattern, read(page), re.DOTALL)]
+    return [(command, output or None) for command, output in found]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs") / "run"
+    assert main(["demo", "--save", str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_python_of_a_guide_runs(guide, monkeypatch):
+    """Without a GPU, a graph is stood in for by one that runs the step again."""
+    code = "\n".join(re.findall(r"```python\n(.*?)```", read(f"docs/{guide}.md"), re.DOTALL))
+    assert code
+    if not torch.cuda.is_available():
+        code = code.replace('device = "cuda"', 'device = "cpu"')
+        monkeypatch.setattr(captured_forward, "new_graph", EagerGraph)
+    exec(compile(code, f"docs/{guide}.md", "exec"), {"__name__": "__main__"})
+
+
+def test_no_page_has_python_that_is_not_run():
+    others = [page for page in PAGES if Path(page).stem not in GUIDES]
+    assert not [page for page in others if "```python" in read(page)]
+
+
+@pytest.mark.parametrize(("command", "output"), commands([*PAGES, "README.md"]))
+def test_commands_print_what_the_page_shows(command, output, run, capsys, monkeypatch, tmp_path):
+    if "--plot" in command or "--heatmap" in command:
+        pytest.importorskip("matplotlib")
+    shutil.copytree(run, tmp_path / "run")
+    for name in RUN_FILES:
+        shutil.copy(run / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    capsys.readouterr()
+    assert main(command.split()[1:]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    printed = "\n".join(line.rstrip() for line in captured.out.rstrip().splitlines())
+    if output is not None:
+        assert printed == output
+    for name in re.findall(r"--(?:plot|html|heatmap) (\S+)", command):
+        assert (tmp_path / name).stat().st_size > 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_pictures_exist(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", read(page)):
+        if not target.startswith("http"):
+            assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r": (\S+\.md)$", read("mkdocs.yml"), re.M))
+    optional = {"transformers.md"}
+    inside = {Path(page).relative_to("docs").as_posix() for page in PAGES}
+    assert inside - optional == listed - {"index.md", "contributing.md", "changelog.md"} - optional
+
+
+@pytest.mark.parametrize("name", re.findall(r"^::: (\S+)", "\n".join(map(read, PAGES)), re.M))
+def test_the_reference_names_what_is_there(name):
+    import importlib
+
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__
+
+
+def test_the_site_builds(tmp_path):
+    if util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: make docs builds the site")
+    arguments = ["build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "mkdocs", *arguments], cwd=ROOT, check=True)
+    assert "KVCacheManager" in (tmp_path / "api" / "cache.html").read_text()
