@@ -88,11 +88,15 @@ def test_what_is_no_terminal_gets_no_progress(capsys):
     assert captured.err == "" and captured.out == "done\n"
 
 
-def test_a_closed_pipe_is_no_traceback():
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["tables", "json"])
+def test_a_closed_pipe_is_no_traceback(options):
     reader, writer = os.pipe()
     os.close(reader)
     process = subprocess.run(
-        [sys.executable, "-c", CALL, *PLAN], stdout=writer, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", CALL, *PLAN, *options],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     os.close(writer)
     assert process.stderr == "" and process.returncode == 1

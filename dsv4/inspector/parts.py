@@ -30,7 +30,11 @@ class FormatRows:
 
     def values(self, places: Tensor) -> Tensor:
         """The values `[n, dim]` fp32 of the rows at these places."""
-        return decode(self.pages.format, self.encoded(places), global_scale=self.global_scale)
+        return self.decoded(self.encoded(places))
+
+    def decoded(self, encoded: EncodedRows) -> Tensor:
+        """The values `[n, dim]` fp32 of these bytes."""
+        return decode(self.pages.format, encoded, global_scale=self.global_scale)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dsv4.inspector.statistics import describe_part
 from dsv4.model.layer_schedule import AttentionType
 
 EXACT_FORMATS = ("bf16", "fp32")
+CHUNK_TOKENS = 2048  # tokens whose choices are compared at a time
 
 
 class RequestInspector:
@@ -165,7 +165,7 @@ def _describe_layer(idx: int, layer: LayerSelections) -> dict[str, Any]:
     is_chosen = entries >= 0
     num_visible = int(visible.max(initial=0))
     num_choices = int(is_chosen.sum())
-    distinct = np.unique(entries[is_chosen]).size
+    distinct = int(np.count_nonzero(np.bincount(entries[is_chosen])))
     newest = entries >= (visible * 3 // 4)[:, None]
     return {
         "layer": idx,
@@ -181,8 +181,13 @@ def _describe_layer(idx: int, layer: LayerSelections) -> dict[str, Any]:
 def _kept(entries: np.ndarray[Any, Any]) -> float | None:
     """The share of a token's choices that the token before had too."""
     kept = chosen = 0
-    for before, now in pairwise(entries):
-        now = now[now >= 0]
-        kept += int(np.isin(now, before).sum())
+    for start in range(0, len(entries) - 1, CHUNK_TOKENS):
+        rows = entries[start : start + CHUNK_TOKENS + 1].astype(np.int64)
+        stride = int(rows.max(initial=0)) + 2
+        # One ascending sequence of all choices, in which a token's own are a stretch.
+        keys = np.where(rows < 0, stride - 1, rows) + stride * np.arange(len(rows))[:, None]
+        before, now = keys[:-1].ravel(), (keys[1:] - stride)[rows[1:] >= 0]
+        found = np.minimum(np.searchsorted(before, now), before.size - 1)
+        kept += int((before[found] == now).sum())
         chosen += now.size
     return kept / chosen if chosen else None

@@ -34,25 +34,30 @@ class Tally:
 
     def add_values(self, numbers: Tensor, values: Tensor) -> None:
         """Count the values `[n, dim]` of the rows with these numbers."""
-        is_nan, is_inf = values.isnan(), values.isinf()
-        finite = values[~is_nan & ~is_inf]
-        if finite.numel():
-            low, high = float(finite.min()), float(finite.max())
-            self.minimum = low if self.minimum is None else min(self.minimum, low)
-            self.maximum = high if self.maximum is None else max(self.maximum, high)
         self.num_values += values.numel()
-        self.num_zero_values += int((values == 0).sum())
-        nan, inf = is_nan.sum(dim=1), is_inf.sum(dim=1)
+        self.num_zero_values += values.numel() - int(values.count_nonzero())
+        is_finite = values.isfinite()
+        if is_finite.all():
+            self._add_range(values)
+            return
+        self._add_range(values[is_finite])
+        nan, inf = values.isnan().sum(dim=1), values.isinf().sum(dim=1)
         self.num_nan += int(nan.sum())
         self.num_inf += int(inf.sum())
         for row in torch.nonzero(nan + inf).flatten().tolist():
             self.bad_rows[int(numbers[row])] = (int(nan[row]), int(inf[row]))
 
+    def _add_range(self, finite: Tensor) -> None:
+        if finite.numel():
+            low, high = (float(end) for end in finite.aminmax())
+            self.minimum = low if self.minimum is None else min(self.minimum, low)
+            self.maximum = high if self.maximum is None else max(self.maximum, high)
+
     def add_codes(self, codes: Tensor, largest: int) -> None:
         """Count codes, given without their signs."""
         self.num_codes += codes.numel()
-        self.num_zero_codes += int((codes == 0).sum())
-        self.num_saturated += int((codes == largest).sum())
+        self.num_zero_codes += codes.numel() - int(codes.count_nonzero())
+        self.num_saturated += int((codes == largest).count_nonzero())
 
     def add_errors(self, values: Tensor, exact: Tensor) -> None:
         """Compare values with what they were before quantisation, where both are finite."""
@@ -69,10 +74,14 @@ def describe_part(part: Part, exact: Part | None = None) -> dict[str, Any]:
     """The statistics of a part; errors against `exact`, the same rows before quantisation."""
     tally = Tally()
     for numbers in part.chunks():
-        values = part.rows.values(part.places(numbers))
-        tally.add_values(numbers, values)
+        places = part.places(numbers)
         if isinstance(part.rows, FormatRows):
-            _add_codes(tally, part.rows.pages.format, part.rows.encoded(part.places(numbers)))
+            encoded = part.rows.encoded(places)
+            values = part.rows.decoded(encoded)
+            _add_codes(tally, part.rows.pages.format, encoded)
+        else:
+            values = part.rows.values(places)
+        tally.add_values(numbers, values)
         if exact is not None:
             tally.add_errors(values, exact.rows.values(exact.places(numbers)))
     zeros = (tally.num_zero_codes, tally.num_codes) if tally.num_codes else (

@@ -1,12 +1,14 @@
 """Recorded selections: those that attention used, in a file, counted into a map."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
-from dsv4.inspector import heatmap
+from dsv4.inspector import heatmap, report
 from dsv4.inspector.heatmap import check_heatmap, draw_heatmap, map_choices
 from dsv4.inspector.report import describe_selections
 from dsv4.inspector.selections import LayerSelections, SelectionRecorder, read_selections
@@ -167,6 +169,17 @@ def test_numbers_of_a_selection():
     assert layer["never_chosen"] == 0.0
     kept = sum(1 if (p + 1) % 4 == 0 else n for p, n in enumerate(chosen) if n and chosen[p - 1])
     assert layer["kept_from_token_before"] == kept / sum(chosen[1:])
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 2048])
+def test_choices_kept_from_the_token_before(monkeypatch, chunk):
+    monkeypatch.setattr(report, "CHUNK_TOKENS", chunk)
+    _, recorder, _ = run_watched()
+    selections = recorder.selections()
+    for layer in describe_selections(selections):
+        rows = [set(row) - {-1} for row in selections[layer["layer"]].entries.tolist()]
+        kept = sum(len(a & b) for a, b in pairwise(rows))
+        assert layer["kept_from_token_before"] == kept / sum(map(len, rows[1:]))
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

@@ -2,8 +2,10 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from fractions import Fraction
+from importlib import resources
 
 import pytest
 
@@ -292,6 +294,12 @@ def test_needs_no_network(page):
     assert page.current_url.startswith("file://")
     assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
     assert page.get_log("browser") == []
+
+
+def test_the_page_knows_every_component():
+    script = (resources.files("dsv4.planner") / "page.js").read_text()
+    for name in make_plan(FIRST).memory:
+        assert re.search(rf"\b{name}\b", script), name
 
 
 def test_writes_one_file_without_addresses(tmp_path, capsys):
