@@ -470,6 +470,28 @@ def test_is_hashable_with_a_list_of_ratios():
     assert {from_list: 1}[CacheConfig(compress_ratios=(0, 4))] == 1
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        CacheConfig.tiny(),
+        CacheConfig.v4_pro(include_mtp=True, kv_format="bf16", drafts_per_step=2),
+        CacheConfig.tiny(index_format="nvfp4", index_global_scale=0.5, yarn=None),
+    ],
+    ids=["tiny", "pro", "nvfp4"],
+)
+def test_stored_fields_make_a_config_of_the_same_bytes(config):
+    fields = json.loads(json.dumps(config.stored_fields))
+    made = CacheConfig.from_stored_fields(fields)
+    assert made.stored_fields == config.stored_fields
+    assert made.format_fingerprint == config.format_fingerprint
+
+
+@pytest.mark.parametrize("fields", [[], {}, {"compress_ratios": [4], "new_field": 1}])
+def test_refuses_stored_fields_of_something_else(fields):
+    with pytest.raises(ValueError, match="Invalid config: expected"):
+        CacheConfig.from_stored_fields(fields)
+
+
 def test_fingerprint_of_equal_storage():
     assert CacheConfig.tiny().format_fingerprint == CacheConfig.tiny().format_fingerprint
     shipped = CacheConfig.from_hf(SHIPPED_FLASH)

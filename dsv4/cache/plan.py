@@ -222,7 +222,9 @@ class ForwardPlan:
     Attributes:
         owner: The manager that made it.
         tokens: The device side.
-        request_slots, positions_before, positions_after: `[batch]`, host copies.
+        request_slots: `[batch]`, a host copy; -1 is a padding row.
+        positions_before: `[batch]`, lengths before this forward.
+        positions_after: `[batch]`, lengths after it.
         num_tokens: Tokens of this forward, padding rows included.
         longest: The largest length after this forward, over real rows.
         num_new_blocks: Blocks this plan allocated, copies of shared ones included.
