@@ -14,14 +14,14 @@ from dsv4.formats import BYTE_ALIGN, round_up
 SCRATCH_LIMIT = 64 << 20  # bytes; one token at a time where that is not enough for one
 PART_ENTRIES = 16384  # entries of which one program finds the best
 MIN_HEADS = 16  # of a matrix product
-QUERY_BYTES = {"fp8": 1, "fp32": 4}  # of a channel, by key format; 2 for the others
+QUERY_BYTES = {"fp8": 1, "mxfp4": 1, "fp32": 4}  # of a channel, by key format; 2 for the others
 
 
 class IndexScratch(NamedTuple):
     """What is kept of each token between the launches, `num_rows` tokens at a time.
 
     queries is `[num_rows, padded heads × padded dim]` in the operand's bytes, weights
-    `[num_rows, padded heads]` fp32, scores `[num_rows, at least max_entries]` fp32, and
+    `[num_rows, padded heads]` fp32, for mxfp4 followed by as many rests of each group, scores `[num_rows, at least max_entries]` fp32, and
     candidates `[num_rows, num_parts × topk]` int32, empty where one part is all.
     """
 
@@ -58,10 +58,11 @@ def index_row_bytes(
     key_format: str, *, num_heads: int, dim: int, topk: int, max_entries: int
 ) -> IndexRowBytes:
     """Bytes that a token takes when it can see `max_entries` entries; more for more."""
-    heads, parts = padded_heads(num_heads), num_parts(max_entries)
+    heads, block = padded_heads(num_heads), _next_power_of_two(dim)
+    parts = num_parts(max_entries)
     return IndexRowBytes(
-        heads * _next_power_of_two(dim) * QUERY_BYTES.get(key_format, 2),
-        heads * 4,
+        heads * block * QUERY_BYTES.get(key_format, 2),
+        heads * 4 * (1 + (block // 32 if key_format == "mxfp4" else 0)),
         round_up(max_entries * 4, BYTE_ALIGN),
         round_up(parts * topk * 4, BYTE_ALIGN) if parts > 1 else 0,
     )

@@ -245,16 +245,19 @@ def test_queries_are_the_references(name, dtype):
     is_scored = visible_counts(handle) > handle.config.index_topk
     want = reference_query(handle, query)[is_scored]
     heads, dim = query.shape[1:]
-    dtypes = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32}
+    dtypes = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "mxfp4": torch.float8_e5m2}
     got = scratch.queries.view(dtypes.get(name, torch.bfloat16)).float()
     got = got.view(len(query), heads, dim)[is_scored]
-    folded = scratch.weights[is_scored] / (weights.float()[is_scored] * (dim * heads) ** -0.5)
-    if name in ("mxfp4", "nvfp4"):
-        got = got.unflatten(-1, (2, dim // 2)).transpose(-1, -2).flatten(-2)
-    if name == "fp8":
-        got = got * folded.log2().round().exp2()[:, :, None]
+    scaled = weights.float()[is_scored] * (dim * heads) ** -0.5
+    folded = scratch.weights[is_scored][:, :heads] / scaled
+    if name == "mxfp4":
+        rests = scratch.weights[is_scored][:, heads:].unflatten(1, (dim // 32, heads))
+        got = got.unflatten(-1, (dim // 32, 2, 16)).transpose(-1, -2).flatten(-2)
+        got = (got * rests.transpose(1, 2)[..., None]).flatten(-2) * 2.0**-6
     if name == "nvfp4":
-        got = got * 0.5
+        got = got.unflatten(-1, (2, dim // 2)).transpose(-1, -2).flatten(-2) * 0.5
+    if name in ("fp8", "mxfp4"):
+        got = got * folded.log2().round().exp2()[:, :, None]
     assert torch.equal(got, want)
     assert torch.allclose(folded.log2(), folded.log2().round(), atol=1e-5), "powers of two alone"
 

@@ -6,18 +6,26 @@ A token that sees no more than topk entries is neither made ready nor scored.
 Operands of the products, by key format. All are exact, and so is every product:
 
     fp8     E4M3 codes; the key's scale multiplies the score, the query's is part of the weight
-    mxfp4   BF16: E2M1 values times their group's power of two
+    mxfp4   keys E4M3, E2M1 values times 2^-6; queries E5M2, E2M1 values times their group's power
+            of two over that of the head's largest group, which is part of the weight. A group of
+            32 channels is a product of its own, whose sum is exact; the key's scale multiplies it
     nvfp4   BF16: E2M1 values times their group's E4M3 scale, 6 significant bits; the square of
             the global scale is part of the weight
     bf16    BF16
     fp32    fp32
 
-Hopper adds E4M3 products with 13 bits after the leading one, less than fp32's 23; FP8_PRODUCTS off
-makes BF16 operands of the codes, at half the rate. For mxfp4, E4M3 operands in four products of 32
-channels would be exact too and twice as fast, but need the two scales on every partial sum.
+Hopper adds E4M3 products with 13 bits after the leading one, less than fp32's 23, but as many as 32
+products of E2M1 values need. FP8_PRODUCTS off makes BF16 operands of fp8's codes, at half the rate.
+
+E5M2 holds the groups of a head whose scales are within 2^21 of each other. What is missing for a
+group below that is its rest, a power of two that multiplies its sums; almost always all rests are
+1, and then nothing is multiplied.
+
+Tokens of a chunk are scored a few at a time, if they are of one request: keys are read once for
+all of them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,6 +49,7 @@ from dsv4.kernels.triton.primitives import (
     hadamard,
     load_rope,
     loop_bound,
+    power_of_two,
     rotate_tail,
 )
 from dsv4.kernels.triton.topk import choose_best, visible_entries
@@ -49,26 +58,81 @@ from dsv4.model.rope import RopeTable
 FP8_PRODUCTS = True
 QUERY_HEADS = 16  # heads of a program that makes queries ready
 QUERY_WARPS = 4
-SCORE_ENTRIES = {"fp32": 32}  # keys a program multiplies at a time, by format
-SCORE_ENTRIES_DEFAULT = 128
-SCORE_WARPS = 4
-SCORE_STAGES = 3
-SCORE_PROGRAMS = 1056  # enough for any GPU; a token's keys are split over what is left of them
+MIN_E5M2_EXPONENT = tl.constexpr(-15)  # of a factor that keeps E2M1 values exact in E5M2
+KEY_EXPONENT = tl.constexpr(6)  # E2M1 codes are taken as E4M3 of 2^-6 times the value
+SIGN_BITS = tl.constexpr(-0x7F7F7F80)  # of the bytes of a word
+
+
+class ScoreCut(NamedTuple):
+    """What a launch that scores is cut into.
+
+    A program takes `tokens` tokens and multiplies `tile` keys at a time, `stages - 1` tiles ahead
+    of which are on their way. Their keys are split over so many programs that there are `programs`.
+    """
+
+    tile: int
+    warps: int
+    stages: int
+    programs: int
+    tokens: int = 1
+
+
+SCORE_CUTS = {
+    "fp8": ScoreCut(tile=128, warps=4, stages=3, programs=396),
+    "mxfp4": ScoreCut(tile=64, warps=4, stages=4, programs=396),
+    "nvfp4": ScoreCut(tile=128, warps=4, stages=3, programs=528),
+    "bf16": ScoreCut(tile=64, warps=4, stages=3, programs=528),
+    "fp32": ScoreCut(tile=32, warps=4, stages=3, programs=528),
+}
+CHUNK_CUTS = {
+    "fp8": ScoreCut(tile=128, warps=8, stages=3, programs=264, tokens=4),
+    "mxfp4": ScoreCut(tile=64, warps=4, stages=3, programs=264, tokens=2),
+}
 
 
 @triton.jit
-def half_scales(scales, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Scale bytes `[ROWS, groups]` to fp32 `[ROWS, BLOCK / 2]`, one for each pair of channels."""
-    GROUPS: tl.constexpr = BLOCK // 32 if FORMAT == "index_mxfp4" else BLOCK // 16
-    values = ue8m0_values(scales) if FORMAT == "index_mxfp4" else e4m3_values(scales)
-    wide = tl.broadcast_to(values[:, :, None], (ROWS, GROUPS, BLOCK // 2 // GROUPS))
+def nvfp4_scales(scales, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """E4M3 scales `[ROWS, BLOCK / 16]` to fp32 `[ROWS, BLOCK / 2]`, one for a pair of channels."""
+    wide = tl.broadcast_to(e4m3_values(scales)[:, :, None], (ROWS, BLOCK // 16, 8))
     return tl.reshape(wide, (ROWS, BLOCK // 2))
+
+
+@triton.jit
+def head_exponents(scales):
+    """UE8M0 bytes `[ROWS, groups]` to the exponents of the groups and `[ROWS]` of the largest."""
+    exponents = scales.to(tl.int32) - 127
+    return exponents, tl.max(exponents, axis=1)
+
+
+@triton.jit
+def store_mxfp4_query(values, scales, ready_ptr, rest_ptr, BLOCK_HEADS: tl.constexpr,
+                      ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Store E5M2 operands, of each group its even channels first, and the groups' rests."""
+    GROUPS: tl.constexpr = BLOCK // 32
+    exponents, largest = head_exponents(scales)
+    wanted = exponents - largest[:, None] + KEY_EXPONENT
+    exponent = tl.maximum(wanted, MIN_E5M2_EXPONENT)
+    rest = power_of_two(tl.maximum(wanted - exponent, -126))
+    group = tl.arange(0, GROUPS)[None, :]
+    tl.store(rest_ptr[:, None] + group * BLOCK_HEADS, rest)
+    factor = power_of_two(exponent)[:, :, None]
+    codes = tl.reshape(values.to(tl.int32), (ROWS, GROUPS, 16))
+    at = 32 * tl.arange(0, GROUPS)[None, :, None] + tl.arange(0, 16)[None, None, :]
+    low_ptr = ready_ptr[:, None, None] + at
+    tl.store(low_ptr, e5m2_code(e2m1_values(codes & 15) * factor))
+    tl.store(low_ptr + 16, e5m2_code(e2m1_values(codes >> 4) * factor))
+
+
+@triton.jit
+def e5m2_code(x):
+    """fp32 numbers that E5M2 holds to their codes: the upper halves of fp16's."""
+    return (x.to(tl.float16).to(tl.uint16, bitcast=True) >> 8).to(tl.uint8)
 
 
 @triton.jit
 def store_query(values, scales, ready_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
-    """Store encoded query rows as operands at ready_ptr `[ROWS]`; of FP4, even channels first."""
+    """Store encoded query rows as operands at ready_ptr `[ROWS]`; of NVFP4, even channels first."""
     channel = tl.arange(0, BLOCK)[None, :]
     if FORMAT == "index_fp8":
         tl.store(ready_ptr[:, None] + channel, values)
@@ -79,21 +143,21 @@ def store_query(values, scales, ready_ptr, FORMAT: tl.constexpr, ROWS: tl.conste
     else:
         HALF: tl.constexpr = BLOCK // 2
         pair_ptr = ready_ptr.to(tl.pointer_type(tl.uint16))[:, None] + tl.arange(0, HALF)[None, :]
-        scale = half_scales(scales, FORMAT, ROWS, BLOCK)
+        scale = nvfp4_scales(scales, ROWS, BLOCK)
         codes = values.to(tl.int32)
         tl.store(pair_ptr, bf16_bits(e2m1_values(codes & 15) * scale))
         tl.store(pair_ptr + HALF, bf16_bits(e2m1_values(codes >> 4) * scale))
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "topk", "weights_stride"],
+    do_not_specialize=["first_token", "topk", "weights_stride", "ready_weights_stride"],
     do_not_specialize_on_alignment=[
         "positions_ptr", "request_ids_ptr", "request_slots_ptr", "weights_ptr",
     ],
 )  # fmt: skip
 def _query_kernel(
     query_ptr, token_stride, weights_ptr, weights_stride, ready_ptr, ready_weights_ptr,
-    first_token, topk, positions_ptr, request_ids_ptr, request_slots_ptr, cos_ptr, sin_ptr,
+    ready_weights_stride, first_token, topk, positions_ptr, request_ids_ptr, request_slots_ptr, cos_ptr, sin_ptr,
     global_scale_ptr, RATIO: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
     LOG_DIM: tl.constexpr, OPERAND_BYTES: tl.constexpr, HAS_HADAMARD: tl.constexpr,
@@ -119,15 +183,23 @@ def _query_kernel(
             global_scale = tl.load(global_scale_ptr)
         values, _own, scales = encode_rows(x, global_scale, FORMAT, ROWS, DIM, 0, BLOCK)
         ready_row = row * BLOCK_HEADS + head
-        store_query(values, scales, ready_ptr + ready_row * (BLOCK * OPERAND_BYTES), FORMAT, ROWS,
-                    BLOCK)  # fmt: skip
+        ready_ptr += ready_row * (BLOCK * OPERAND_BYTES)
+        weight_ptr = ready_weights_ptr + row * ready_weights_stride + head
+        if FORMAT == "index_mxfp4":
+            store_mxfp4_query(values, scales, ready_ptr, weight_ptr + BLOCK_HEADS, BLOCK_HEADS,
+                              ROWS, BLOCK)  # fmt: skip
+        else:
+            store_query(values, scales, ready_ptr, FORMAT, ROWS, BLOCK)
         weight = tl.load(weights_ptr + token * weights_stride + head, mask=is_head, other=0.0)
         weight = weight.to(tl.float32) * WEIGHT_SCALE
         if FORMAT == "index_fp8":
             weight = weight * scales
+        elif FORMAT == "index_mxfp4":
+            _exponents, largest = head_exponents(scales)
+            weight = weight * power_of_two(largest)
         elif HAS_GLOBAL_SCALE:
             weight = weight * (global_scale * global_scale)
-        tl.store(ready_weights_ptr + ready_row, weight)
+        tl.store(weight_ptr, weight)
 
 
 @triton.jit
@@ -149,12 +221,24 @@ def bf16_operand(bits):
 
 
 @triton.jit
-def load_query(ready_ptr, FORMAT: tl.constexpr, BLOCK_HEADS: tl.constexpr, FIRST: tl.constexpr,
+def e5m2_operand(code):
+    """E5M2 codes as what is multiplied."""
+    if INTERPRETED:
+        operand = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        operand = code.to(tl.float8e5, bitcast=True)
+    return operand
+
+
+@triton.jit
+def load_query(ready_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
                COUNT: tl.constexpr, BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr):  # fmt: skip
-    """COUNT stored channels of a query from FIRST on, `[COUNT, BLOCK_HEADS]`."""
-    at = tl.arange(0, BLOCK_HEADS)[None, :] * BLOCK + FIRST + tl.arange(0, COUNT)[:, None]
+    """COUNT stored channels of ROWS heads from FIRST on, `[COUNT, ROWS]`."""
+    at = tl.arange(0, ROWS)[None, :] * BLOCK + FIRST + tl.arange(0, COUNT)[:, None]
     if FORMAT == "index_fp8":
         query = fp8_operand(tl.load(ready_ptr + at), FP8_PRODUCTS)
+    elif FORMAT == "index_mxfp4":
+        query = e5m2_operand(tl.load(ready_ptr + at))
     elif FORMAT == "index_fp32":
         query = tl.load(ready_ptr.to(tl.pointer_type(tl.float32)) + at)
     else:
@@ -163,95 +247,308 @@ def load_query(ready_ptr, FORMAT: tl.constexpr, BLOCK_HEADS: tl.constexpr, FIRST
 
 
 @triton.jit
-def load_halves(data_ptr, scale_ptr, is_present, FORMAT: tl.constexpr, DIM: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
-    """Even and odd channels of FP4 keys, each `[TILE, BLOCK / 2]`."""
-    PAIRS: tl.constexpr = 16 if FORMAT == "index_mxfp4" else 8  # that share a scale
-    pair = tl.arange(0, BLOCK // 2)[None, :]
-    mask = is_present[:, None] & (pair < DIM // 2)
-    codes = tl.load(data_ptr[:, None] + pair, mask=mask, other=0).to(tl.int32)
-    scales = tl.load(scale_ptr[:, None] + pair // PAIRS, mask=mask, other=0)
-    scale = ue8m0_values(scales) if FORMAT == "index_mxfp4" else e4m3_values(scales)
-    even, odd = e2m1_values(codes & 15) * scale, e2m1_values(codes >> 4) * scale
-    if not INTERPRETED:
-        even, odd = even.to(tl.bfloat16), odd.to(tl.bfloat16)
-    return even, odd
+def load_queries(ready_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                 FP8_PRODUCTS: tl.constexpr):  # fmt: skip
+    """The operands of a tile's products: of each group of MXFP4, of each half of NVFP4, or one."""
+    PARTS: tl.constexpr = num_products(FORMAT, BLOCK)
+    WIDTH: tl.constexpr = BLOCK // PARTS
+    queries = ()
+    for part in tl.static_range(PARTS):
+        query = load_query(ready_ptr, FORMAT, ROWS, part * WIDTH, WIDTH, BLOCK, FP8_PRODUCTS)
+        queries = queries + (query,)
+    return queries
+
+
+@triton.constexpr_function
+def num_products(FORMAT, BLOCK):
+    """Products that those of a key are the sum of."""
+    return {"index_mxfp4": BLOCK // 32, "index_nvfp4": 2}.get(FORMAT, 1)
+
+
+@triton.constexpr_function
+def pages_of_tile(ENTRIES_PER_BLOCK, TILE):
+    """Pages that a tile lies in if they are 1 or 2, else 0."""
+    if ENTRIES_PER_BLOCK % TILE == 0:
+        return 1
+    return 2 if 2 * ENTRIES_PER_BLOCK == TILE else 0
 
 
 @triton.jit
-def load_keys(data_ptr, is_present, FORMAT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+def load_pages(pages_ptr, tile, count, ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Blocks of a tile's first and last page, or both times of each entry; -1 where there is none.
+
+    The pages of the next tile are asked for a tile ahead, so that its keys needn't wait for them.
+    """
+    PAGES: tl.constexpr = pages_of_tile(ENTRIES_PER_BLOCK, TILE)
+    entry = tile * TILE
+    if PAGES == 0:
+        entry += tl.arange(0, TILE)
+    first = tl.load(pages_ptr + entry // ENTRIES_PER_BLOCK, mask=entry < count, other=-1)
+    last = first
+    if PAGES == 2:
+        entry += ENTRIES_PER_BLOCK
+        last = tl.load(pages_ptr + entry // ENTRIES_PER_BLOCK, mask=entry < count, other=-1)
+    return first, last
+
+
+@triton.jit
+def tile_blocks(first, last, ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """`[TILE]`: the block of each entry of a tile."""
+    if pages_of_tile(ENTRIES_PER_BLOCK, TILE) == 2:
+        blocks = tl.where(tl.arange(0, TILE) < ENTRIES_PER_BLOCK, first, last)
+    else:
+        blocks = first + tl.zeros((TILE,), tl.int32)
+    return blocks
+
+
+@triton.jit
+def load_row_parts(row_ptr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """`[TILE, BLOCK]`: COUNT elements from row_ptr `[TILE]` on, then zeros."""
+    at = tl.arange(0, BLOCK)[None, :]
+    if COUNT == BLOCK:
+        values = tl.load(row_ptr[:, None] + at)
+    else:
+        values = tl.load(row_ptr[:, None] + at, mask=at < COUNT, other=0)
+    return values
+
+
+@triton.jit
+def load_keys(key_ptr, FORMAT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
               FP8_PRODUCTS: tl.constexpr):  # fmt: skip
     """Keys whose channels are whole bytes, `[TILE, BLOCK]`."""
-    channel = tl.arange(0, BLOCK)[None, :]
-    mask = is_present[:, None] & (channel < DIM)
-    if FORMAT == "index_fp8":
-        keys = fp8_operand(tl.load(data_ptr[:, None] + channel, mask=mask, other=0), FP8_PRODUCTS)
-    elif FORMAT == "index_fp32":
-        row_ptr = data_ptr.to(tl.pointer_type(tl.float32))
-        keys = tl.load(row_ptr[:, None] + channel, mask=mask, other=0.0)
+    if FORMAT == "index_fp32":
+        keys = load_row_parts(key_ptr.to(tl.pointer_type(tl.float32)), DIM, BLOCK)
+    elif FORMAT == "index_bf16":
+        keys = bf16_operand(load_row_parts(key_ptr.to(tl.pointer_type(tl.uint16)), DIM, BLOCK))
+    elif INTERPRETED or not FP8_PRODUCTS:
+        keys = fp8_operand(load_row_parts(key_ptr, DIM, BLOCK), FP8_PRODUCTS)
     else:
-        row_ptr = data_ptr.to(tl.pointer_type(tl.uint16))
-        keys = bf16_operand(tl.load(row_ptr[:, None] + channel, mask=mask, other=0))
+        # Loaded as numbers, they go from memory to the product without passing registers.
+        keys = load_row_parts(key_ptr.to(tl.pointer_type(tl.float8e4nv)), DIM, BLOCK)
     return keys
 
 
 @triton.jit
-def sum_heads(products, weights, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
-    """`[TILE]`: sum_h w_h ReLU(q_h · k) of products `[TILE, BLOCK_HEADS]`; NaN stays NaN."""
-    weighted = tl.where(products < 0.0, 0.0, products) * weights[None, :]
+def nvfp4_products(key_ptr, key_scale_ptr, queries, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """`[TILE, heads]`: products of even channels and of odd ones."""
+    pair = tl.arange(0, BLOCK // 2)[None, :]
+    codes = load_row_parts(key_ptr, DIM // 2, BLOCK // 2).to(tl.int32)
+    scale = tl.load(key_scale_ptr[:, None] + pair // 8, mask=pair < DIM // 2, other=0)
+    scale = e4m3_values(scale)
+    even, odd = e2m1_values(codes & 15) * scale, e2m1_values(codes >> 4) * scale
+    if not INTERPRETED:
+        even, odd = even.to(tl.bfloat16), odd.to(tl.bfloat16)
+    products = tl.dot(even, queries[0])
+    return tl.dot(odd, queries[1], products)
+
+
+@triton.jit
+def e2m1_operands(codes):
+    """Bytes of two E2M1 codes each as E4M3 operands, those of the lower halves first."""
+    if INTERPRETED:
+        low = e4m3_values(((codes & 8) << 4) | ((codes & 7) << 2))
+        high = e4m3_values((codes & 0x80) | ((codes >> 2) & 0x1C))
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sign, rest;
+            shl.b32 sign, $2, 4;
+            shl.b32 rest, $2, 2;
+            and.b32 sign, sign, 0x80808080;
+            lop3.b32 $0, rest, 0x1C1C1C1C, sign, 0xEA;
+            shr.b32 rest, $2, 2;
+            and.b32 sign, $2, 0x80808080;
+            lop3.b32 $1, rest, 0x1C1C1C1C, sign, 0xEA;
+            }""",
+            "=&r,=&r,r", [codes], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
+        )  # fmt: skip
+        low = low.to(tl.float8e4nv, bitcast=True)
+        high = high.to(tl.float8e4nv, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def split_groups(codes, GROUPS: tl.constexpr, TILE: tl.constexpr):
+    """Codes `[TILE, 16 × GROUPS]` as GROUPS times `[TILE, 16]`, for up to 4 groups."""
+    if GROUPS == 1:
+        return (codes,)
+    elif GROUPS == 2:
+        return tl.split(tl.permute(tl.reshape(codes, (TILE, 2, 16)), (0, 2, 1)))
+    else:
+        halves = tl.permute(tl.reshape(codes, (TILE, 2, 2, 16)), (0, 3, 2, 1))
+        low, high = tl.split(halves)
+        first, second = tl.split(low)
+        third, fourth = tl.split(high)
+        return first, second, third, fourth
+
+
+@triton.jit
+def load_scale_bytes(key_scale_ptr, USED: tl.constexpr, IS_WORD: tl.constexpr,
+                     TILE: tl.constexpr):  # fmt: skip
+    """`[TILE]` words of USED scale bytes, the first lowest; the others are 1."""
+    if IS_WORD:
+        words = tl.load(key_scale_ptr.to(tl.pointer_type(tl.int32)))
+    else:
+        words = tl.full((TILE,), 0x01010101, tl.int32)
+        for group in tl.static_range(USED):
+            byte = tl.load(key_scale_ptr + group).to(tl.int32)
+            words ^= (byte ^ 1) << (8 * group)
+    return words
+
+
+@triton.jit
+def group_scale(words, group: tl.constexpr):
+    """UE8M0 to fp32 of a byte of words `[TILE]`; the first is NaN if any byte is 255."""
+    bits = tl.maximum(((words >> (8 * group)) & 0xFF) << 23, 0x400000)
+    if group == 0:
+        has_nan = ((~words - 0x01010101) & words & SIGN_BITS) != 0
+        bits = tl.where(has_nan, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mxfp4_products(key_ptr, key_scale_ptr, queries, rest_ptr, is_wide, DIM: tl.constexpr,
+                   BLOCK: tl.constexpr, BLOCK_HEADS: tl.constexpr, ROWS: tl.constexpr,
+                   TILE: tl.constexpr):  # fmt: skip
+    """`[TILE, ROWS]`: the sum of the groups' products, each exact, times their scales."""
+    LOADED: tl.constexpr = min(BLOCK // 32, 4)
+    products = tl.zeros((TILE, ROWS), tl.float32)
+    for first in tl.static_range(0, BLOCK // 32, LOADED):
+        USED: tl.constexpr = min(LOADED, DIM // 32 - first)
+        codes = load_row_parts(key_ptr + 16 * first, 16 * USED, 16 * LOADED)
+        words = load_scale_bytes(key_scale_ptr + first, USED, DIM % 128 == 0, TILE)
+        groups = split_groups(codes, LOADED, TILE)
+        for group in tl.static_range(LOADED):
+            low, high = e2m1_operands(groups[group])
+            keys = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (TILE, 32))
+            part = tl.dot(keys, queries[first + group])
+            if is_wide:
+                part *= tl.load(rest_ptr + (first + group) * BLOCK_HEADS)[None, :]
+            products += part * group_scale(words, group)[:, None]
+    return products
+
+
+@triton.jit
+def sum_heads(products, weights, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+              TOKENS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """`[TILE, TOKENS]`: sum_h w_h ReLU(q_h · k) of products `[TILE, TOKENS × BLOCK_HEADS]`.
+
+    NaN stays NaN.
+    """
+    positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    weighted = tl.reshape(positive * weights[None, :], (TILE, TOKENS, BLOCK_HEADS))
     if HEADS < BLOCK_HEADS:  # an infinite key makes NaN of a head that isn't there
-        weighted = tl.where(tl.arange(0, BLOCK_HEADS)[None, :] < HEADS, weighted, 0.0)
-    return tl.sum(weighted, axis=1)
+        is_head = tl.arange(0, BLOCK_HEADS)[None, None, :] < HEADS
+        weighted = tl.where(is_head, weighted, 0.0)
+    return tl.sum(weighted, axis=2)
+
+
+@triton.jit
+def score_tokens(
+    scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, ready_weights_stride, data_ptr,
+    scale_ptr, page_stride, pages_ptr, counts, FORMAT: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr,
+    TILE: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Score every so many tiles of a request's entries for TOKENS tokens of it.
+
+    The pointers are those of the first token, pages_ptr that of the request's blocks; counts
+    `[TOKENS]` is how many entries each token is scored for.
+    """
+    ROWS: tl.constexpr = TOKENS * BLOCK_HEADS
+    queries = load_queries(ready_ptr, FORMAT, ROWS, BLOCK, FP8_PRODUCTS)
+    head = tl.arange(0, ROWS)
+    weight_ptr = ready_weights_ptr + head // BLOCK_HEADS * ready_weights_stride + head % BLOCK_HEADS
+    weights = tl.load(weight_ptr)
+    rest_ptr = weight_ptr + BLOCK_HEADS
+    is_wide = False
+    if FORMAT == "index_mxfp4":
+        rests = tl.load(rest_ptr)
+        for group in tl.static_range(1, BLOCK // 32):
+            rests = tl.minimum(rests, tl.load(rest_ptr + group * BLOCK_HEADS))
+        is_wide = tl.min(rests, axis=0) < 1.0
+    count = tl.max(counts, axis=0)
+    first_tile, step = tl.program_id(1), tl.num_programs(1)
+    first, last = load_pages(pages_ptr, first_tile, count, ENTRIES_PER_BLOCK, TILE)
+    for tile in tl.range(loop_bound(first_tile), loop_bound(tl.cdiv(count, TILE)),
+                         loop_bound(step), num_stages=STAGES):  # fmt: skip
+        blocks = tile_blocks(first, last, ENTRIES_PER_BLOCK, TILE)
+        first, last = load_pages(pages_ptr, tile + step, count, ENTRIES_PER_BLOCK, TILE)
+        entry = tile * TILE + tl.arange(0, TILE)
+        # The pages of a request are whole: what lies beyond its entries is read and not stored.
+        page_start = tl.maximum(blocks, 0).to(tl.int64) * page_stride
+        page_row = entry % ENTRIES_PER_BLOCK
+        key_ptr = data_ptr + (page_start + page_row * DATA_BYTES)
+        key_scale_ptr = scale_ptr + (page_start + page_row * SCALE_BYTES)
+        if FORMAT == "index_mxfp4":
+            products = mxfp4_products(key_ptr, key_scale_ptr, queries, rest_ptr, is_wide, DIM,
+                                      BLOCK, BLOCK_HEADS, ROWS, TILE)  # fmt: skip
+        elif FORMAT == "index_nvfp4":
+            products = nvfp4_products(key_ptr, key_scale_ptr, queries, DIM, BLOCK)
+        else:
+            keys = load_keys(key_ptr, FORMAT, DIM, BLOCK, FP8_PRODUCTS)
+            products = tl.dot(keys, queries[0], input_precision="ieee")
+        score = sum_heads(products, weights, HEADS, BLOCK_HEADS, TOKENS, TILE)
+        if FORMAT == "index_fp8":
+            score *= tl.load(key_scale_ptr.to(tl.pointer_type(tl.float32)))[:, None]
+        score = tl.where((blocks >= 0)[:, None], score, 0.0)
+        tl.store(scores_ptr + tl.arange(0, TOKENS)[None, :] * scores_stride + entry[:, None], score,
+                 mask=entry[:, None] < counts[None, :])  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "topk", "scores_stride", "table_stride"],
+    do_not_specialize=[
+        "first_token", "num_tokens", "topk", "scores_stride", "table_stride",
+        "ready_weights_stride",
+    ],
     do_not_specialize_on_alignment=[
         "positions_ptr", "request_ids_ptr", "request_slots_ptr", "block_table_ptr",
     ],
 )  # fmt: skip
 def _score_kernel(
-    scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, data_ptr, scale_ptr, page_stride,
-    first_token, topk, positions_ptr, request_ids_ptr, request_slots_ptr, block_table_ptr,
-    table_stride, RATIO: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, ready_weights_stride, data_ptr,
+    scale_ptr, page_stride, first_token, num_tokens, topk, positions_ptr, request_ids_ptr,
+    request_slots_ptr, block_table_ptr, table_stride, RATIO: tl.constexpr, FORMAT: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     OPERAND_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ENTRIES_PER_BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr, TILE: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Score every so many tiles of the entries that a token sees."""
-    row = tl.program_id(0).to(tl.int64)
-    slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
-                                  request_slots_ptr, RATIO)  # fmt: skip
-    if count > topk:
-        IS_FP4: tl.constexpr = FORMAT == "index_mxfp4" or FORMAT == "index_nvfp4"
-        WIDTH: tl.constexpr = BLOCK // 2 if IS_FP4 else BLOCK
-        ready_ptr += row * (BLOCK_HEADS * BLOCK * OPERAND_BYTES)
-        query = load_query(ready_ptr, FORMAT, BLOCK_HEADS, 0, WIDTH, BLOCK, FP8_PRODUCTS)
-        if IS_FP4:
-            odd_query = load_query(ready_ptr, FORMAT, BLOCK_HEADS, WIDTH, WIDTH, BLOCK, False)
-        weights = tl.load(ready_weights_ptr + row * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))
-        for tile in range(loop_bound(tl.program_id(1)), loop_bound(tl.cdiv(count, TILE)),
-                          loop_bound(tl.num_programs(1))):  # fmt: skip
-            entry = tile * TILE + tl.arange(0, TILE)
-            column = block_table_ptr + slot * table_stride + entry // ENTRIES_PER_BLOCK
-            block = tl.load(column, mask=entry < count, other=-1).to(tl.int64)
-            is_present = block >= 0
-            page_start, page_row = block * page_stride, entry % ENTRIES_PER_BLOCK
-            key_ptr = data_ptr + (page_start + page_row * DATA_BYTES)
-            key_scale_ptr = scale_ptr + (page_start + page_row * SCALE_BYTES)
-            if IS_FP4:
-                even, odd = load_halves(key_ptr, key_scale_ptr, is_present, FORMAT, DIM,
-                                        BLOCK)  # fmt: skip
-                products = tl.dot(even, query)
-                products = tl.dot(odd, odd_query, products)
-            else:
-                keys = load_keys(key_ptr, is_present, FORMAT, DIM, BLOCK, FP8_PRODUCTS)
-                products = tl.dot(keys, query, input_precision="ieee")
-            score = sum_heads(products, weights, HEADS, BLOCK_HEADS)
-            if FORMAT == "index_fp8":
-                score *= tl.load(key_scale_ptr.to(tl.pointer_type(tl.float32)), mask=is_present,
-                                 other=0.0)  # fmt: skip
-            tl.store(scores_ptr + row * scores_stride + entry, score, mask=entry < count)
+    """Score a part of the entries that TOKENS tokens see: together, if they are of one request."""
+    start = tl.program_id(0) * TOKENS
+    row = start + tl.arange(0, TOKENS)
+    token = first_token + tl.minimum(row, num_tokens - 1)
+    slots, counts = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
+    counts = tl.where((row < num_tokens) & (counts > topk), counts, 0)
+    slot = tl.max(slots, axis=0)
+    if tl.max(counts, axis=0) > 0:
+        if (tl.min(slots, axis=0) == slot) & (start + TOKENS <= num_tokens):
+            at = start.to(tl.int64)
+            score_tokens(
+                scores_ptr + at * scores_stride, scores_stride,
+                ready_ptr + at * (BLOCK_HEADS * BLOCK * OPERAND_BYTES),
+                ready_weights_ptr + at * ready_weights_stride, ready_weights_stride,
+                data_ptr, scale_ptr, page_stride, block_table_ptr + slot * table_stride, counts,
+                FORMAT, HEADS, BLOCK_HEADS, DIM, BLOCK, DATA_BYTES, SCALE_BYTES,
+                ENTRIES_PER_BLOCK, FP8_PRODUCTS, TILE, TOKENS, STAGES,
+            )  # fmt: skip
+        elif TOKENS > 1:
+            for idx in range(TOKENS):
+                is_token = row == start + idx
+                count = tl.where(is_token, counts, 0)
+                if tl.max(count, axis=0) > 0:
+                    at = (start + idx).to(tl.int64)
+                    slot = tl.max(tl.where(is_token, slots, -1), axis=0)
+                    score_tokens(
+                        scores_ptr + at * scores_stride, scores_stride,
+                        ready_ptr + at * (BLOCK_HEADS * BLOCK * OPERAND_BYTES),
+                        ready_weights_ptr + at * ready_weights_stride, ready_weights_stride,
+                        data_ptr, scale_ptr, page_stride, block_table_ptr + slot * table_stride,
+                        tl.max(count, axis=0) + tl.zeros((1,), tl.int32),
+                        FORMAT, HEADS, BLOCK_HEADS, DIM, BLOCK, DATA_BYTES, SCALE_BYTES,
+                        ENTRIES_PER_BLOCK, FP8_PRODUCTS, TILE, 1, STAGES,
+                    )  # fmt: skip
 
 
 def select_entries(
@@ -355,17 +652,24 @@ def score_entries(
 ) -> None:
     """Fill the workspace's scores for the tokens whose queries it holds."""
     keys = _index_keys(memory)
-    tile = SCORE_ENTRIES.get(keys.format.name, SCORE_ENTRIES_DEFAULT)
-    splits = min(triton.cdiv(max_entries, tile), triton.cdiv(SCORE_PROGRAMS, num_tokens))
-    _score_kernel[(num_tokens, splits)](
+    cut = score_cut(keys.format.name, tokens)
+    num_groups = triton.cdiv(num_tokens, cut.tokens)
+    splits = min(triton.cdiv(max_entries, cut.tile), max(1, cut.programs // num_groups))
+    _score_kernel[(num_groups, splits)](
         scores_ptr=scratch.scores, scores_stride=scratch.scores.stride(0),
         data_ptr=keys.data, scale_ptr=keys.scales, page_stride=keys.data.stride(0),
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         DATA_BYTES=keys.format.data_bytes, SCALE_BYTES=keys.format.scale_bytes,
-        ENTRIES_PER_BLOCK=keys.rows_per_page, FP8_PRODUCTS=FP8_PRODUCTS, TILE=tile,
-        num_warps=SCORE_WARPS, num_stages=SCORE_STAGES,
+        ENTRIES_PER_BLOCK=keys.rows_per_page, FP8_PRODUCTS=FP8_PRODUCTS, num_tokens=num_tokens,
+        TILE=cut.tile, TOKENS=cut.tokens, STAGES=cut.stages, num_warps=cut.warps,
         **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token, topk=topk),
     )  # fmt: skip
+
+
+def score_cut(format_name: str, tokens: TokenMap) -> ScoreCut:
+    """What scores of a forward are cut into: one with a long chunk, or any other."""
+    cuts = CHUNK_CUTS if len(tokens.chunk_ids) else SCORE_CUTS
+    return cuts.get(format_name, SCORE_CUTS[format_name])
 
 
 def _shared_arguments(
@@ -381,6 +685,7 @@ def _shared_arguments(
     block, heads = triton.next_power_of_2(row.dim), padded_heads(num_heads)
     return {
         "ready_ptr": scratch.queries, "ready_weights_ptr": scratch.weights,
+        "ready_weights_stride": scratch.weights.stride(0),
         "first_token": first_token, "topk": topk, "positions_ptr": tokens.positions,
         "request_ids_ptr": tokens.request_ids, "request_slots_ptr": tokens.request_slots,
         "RATIO": memory.layout.ratio, "FORMAT": f"index_{row.name}", "HEADS": num_heads,
