@@ -1,4 +1,4 @@
-"""`dsv4 bench index`: index queries, scores and top-k of a decode step, by graph replay."""
+"""`dsv4 bench index`: index queries, scores and top-k of a step and a chunk, by graph replay."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ PREFILL_TOKENS = 65536
 FORMATS: tuple[IndexFormatName, ...] = ("fp8", "mxfp4")
 SCORED = ((262144, 1), (8192, 32), (32768, 64))  # entries × requests
 CHOSEN = ((8192, 1), (8192, 32), (262144, 1))
+CHUNK_TOKENS = 8192  # of a prefill whose last token sees CHUNK_ENTRIES
+CHUNK_ENTRIES = 32768
 FINITE_BYTES = 0x70  # bytes below are finite in E4M3, and of UE8M0 no product overflows
 SCORE_ERROR = 2.0**-6  # of the largest score; E4M3 products are added with 13 bits on Hopper
 REPEATS = 20
@@ -53,13 +55,19 @@ def bench_index() -> dict[str, Any]:
         case = index_case("fp8", num_entries, batch)
         rows.append(_measure_topk(case))
         del case
-    return {"bench": "index", "rows": rows, "environment": environment()}
+    prefill = measure_prefill("fp8")
+    return {"bench": "index", "rows": rows, "prefill": prefill, "environment": environment()}
 
 
 def index_case(
-    name: IndexFormatName, num_entries: int, batch: int, *, device: str = "cuda"
+    name: IndexFormatName,
+    num_entries: int,
+    batch: int,
+    *,
+    step_tokens: int = 1,
+    device: str = "cuda",
 ) -> IndexCase:
-    """Requests whose last token sees num_entries random keys."""
+    """Requests in a forward of their last step_tokens, the last of which sees num_entries keys."""
     from dsv4.kernels.triton import indexer
 
     config = CacheConfig.v4_flash(
@@ -73,45 +81,78 @@ def index_case(
     )  # fmt: skip
     slots = [manager.open_request() for _ in range(batch)]
     for slot in slots:
-        for start in range(0, length - 1, PREFILL_TOKENS):
-            end = min(start + PREFILL_TOKENS, length - 1)
+        for start in range(0, length - step_tokens, PREFILL_TOKENS):
+            end = min(start + PREFILL_TOKENS, length - step_tokens)
             prepare_forward(manager, [slot], [start], [end]).complete()
-    plan = prepare_forward(manager, slots, [length - 1] * batch, [length] * batch)
+    plan = prepare_forward(manager, slots, [length - step_tokens] * batch, [length] * batch)
     handles = [manager.acquire(layer_idx, plan) for layer_idx in range(NUM_LAYERS)]
     for handle in handles:
         _fill_keys(handle)
-    query = torch.randn(
-        batch, config.index_num_heads, config.index_head_dim, dtype=torch.bfloat16, device=device
-    )
-    head_weights = torch.randn(batch, config.index_num_heads, dtype=torch.bfloat16, device=device)
+    shape = (batch * step_tokens, config.index_num_heads, config.index_head_dim)
+    query = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    head_weights = torch.randn(shape[:2], dtype=torch.bfloat16, device=device)
     scratch = indexer.index_scratch(
         query, handles[0].memory, topk=config.index_topk, max_entries=num_entries
     )
-    if scratch.num_rows < batch:
+    if step_tokens == 1 and scratch.num_rows < batch:
         raise RuntimeError(
             f"The workspace holds {scratch.num_rows} of {batch} requests; nothing is timed"
         )
     return IndexCase(handles, query, head_weights, scratch, num_entries)
 
 
-def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
-    """Make the queries ready."""
+def measure_prefill(name: IndexFormatName) -> dict[str, Any]:
+    """A chunk of CHUNK_TOKENS queries: its scores alone, and queries, scores and top-k."""
+    case = index_case(name, CHUNK_ENTRIES, 1, step_tokens=CHUNK_TOKENS)
+    _check_scores(case)
+    handle = case.handles[0]
+    counts = (handle.positions.long() + 1) // RATIO
+    num_flops = 2 * int(counts.sum()) * case.query[0].numel()
+    score_us = replay_time(lambda: score_chunk(case, handle), num_replays=5)
+    select_us = replay_time(lambda: select_entries(case, handle), num_replays=5)
+    return {
+        "format": name, "tokens": CHUNK_TOKENS, "entries": CHUNK_ENTRIES,
+        "score_us": score_us, "score_tflops": num_flops / score_us / 1e6,
+        "select_us": select_us, "select_tflops": num_flops / select_us / 1e6,
+    }  # fmt: skip
+
+
+def score_chunk(case: IndexCase, handle: LayerCacheHandle) -> None:
+    """Score every entry for every token, as many at a time as the workspace holds."""
+    for first in range(0, len(case.query), case.scratch.num_rows):
+        score_entries(case, handle, first_token=first)
+
+
+def select_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
+    """All steps of the index."""
     from dsv4.kernels.triton import indexer
 
-    indexer.prepare_queries(
-        case.query, case.head_weights, case.scratch, handle.memory, handle.tokens, handle.rope,
-        first_token=0, num_tokens=len(case.query), topk=handle.config.index_topk,
+    indexer.select_entries(
+        case.query, case.head_weights, handle.memory, handle.tokens, handle.rope,
+        topk=handle.config.index_topk, max_entries=case.num_entries,
         has_hadamard=handle.config.index_hadamard,
     )  # fmt: skip
 
 
-def score_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
-    """Score every entry of a layer."""
+def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
+    """Make the queries ready, as many as the workspace holds."""
     from dsv4.kernels.triton import indexer
 
+    indexer.prepare_queries(
+        case.query, case.head_weights, case.scratch, handle.memory, handle.tokens, handle.rope,
+        first_token=0, num_tokens=case.scratch.num_rows, topk=handle.config.index_topk,
+        has_hadamard=handle.config.index_hadamard,
+    )  # fmt: skip
+
+
+def score_entries(case: IndexCase, handle: LayerCacheHandle, *, first_token: int = 0) -> None:
+    """Score every entry of a layer for as many tokens as the workspace holds."""
+    from dsv4.kernels.triton import indexer
+
+    num_tokens = min(case.scratch.num_rows, len(case.query) - first_token)
     indexer.score_entries(
         case.scratch, handle.memory, handle.tokens,
-        first_token=0, num_tokens=len(case.query), num_heads=case.query.shape[1],
+        first_token=first_token, num_tokens=num_tokens, num_heads=case.query.shape[1],
         topk=handle.config.index_topk, max_entries=case.num_entries,
     )  # fmt: skip
 
@@ -199,7 +240,7 @@ def _empty_selection(case: IndexCase) -> Selection:
 
 
 def _check_scores(case: IndexCase) -> None:
-    """Refuse to time kernels whose scores of the first request are not the reference's."""
+    """Refuse to time kernels whose scores of the first token are not the reference's."""
     from dsv4.kernels.reference import indexer as reference
     from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
 
@@ -209,15 +250,15 @@ def _check_scores(case: IndexCase) -> None:
     keys = handle.memory.index_keys
     assert keys is not None, handle.layer
     first = slice(0, 1)
-    rows = visible_entry_rows(
-        keys, handle.tokens, first, ratio=RATIO, max_entries=case.num_entries
-    )[:, -1024:]
+    count = (int(handle.positions[0]) + 1) // RATIO
+    seen = slice(count - 1024, count)
+    rows = visible_entry_rows(keys, handle.tokens, first, ratio=RATIO, max_entries=count)[:, seen]
     ready = reference.index_query(
         case.query[first], keys.format, handle.positions[first].long(), handle.rope,
         has_hadamard=handle.config.index_hadamard, global_scale=None,
     )  # fmt: skip
     want = reference.score_entries(ready, case.head_weights[first], gather_rows(keys, rows))
-    got = case.scratch.scores[first, : case.num_entries][:, -1024:]
+    got = case.scratch.scores[first, seen]
     if not (got - want).abs().max() <= SCORE_ERROR * want.abs().max():
         raise RuntimeError("The scores differ from the reference's; nothing is timed")
 

@@ -21,8 +21,9 @@ class IndexScratch(NamedTuple):
     """What is kept of each token between the launches, `num_rows` tokens at a time.
 
     queries is `[num_rows, padded heads × padded dim]` in the operand's bytes, weights
-    `[num_rows, padded heads]` fp32, for mxfp4 followed by as many rests of each group, scores `[num_rows, at least max_entries]` fp32, and
-    candidates `[num_rows, num_parts × topk]` int32, empty where one part is all.
+    `[num_rows, padded heads]` fp32, for mxfp4 followed by `[groups, padded heads]` rests,
+    scores `[num_rows, at least max_entries]` fp32, and candidates `[num_rows, num_parts × topk]`
+    int32, empty where one part is all.
     """
 
     queries: Tensor

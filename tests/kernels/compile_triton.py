@@ -101,7 +101,7 @@ def record_gathers(kv_format: str) -> list:
     return launches
 
 
-def record_index(index_format: str, *, length: int) -> list:
+def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list:
     """The launches that choose entries of a request of that length, at V4-Flash's width."""
     launches: list = []
     owners = {"_query_kernel": indexer, "_score_kernel": indexer, "_part_kernel": topk,
@@ -113,10 +113,12 @@ def record_index(index_format: str, *, length: int) -> list:
         compress_ratios=(4,), num_query_heads=1, index_format=index_format
     )
     manager = KVCacheManager(
-        config, max_requests=1, num_blocks=1, max_forward_tokens=1, max_request_tokens=length
-    )
-    handle = manager.acquire(0, prepare_forward(manager, [manager.open_request()], [0], [1]))
-    (inputs,) = model_projections(config, 1, seed=0, dtype=torch.bfloat16)
+        config, max_requests=1, num_blocks=1, max_forward_tokens=num_tokens,
+        max_request_tokens=length,
+    )  # fmt: skip
+    plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
+    handle = manager.acquire(0, plan)
+    (inputs,) = model_projections(config, num_tokens, seed=0, dtype=torch.bfloat16)
     indexer.select_entries(
         inputs.indexer.query, inputs.indexer.head_weights, handle.memory, handle.tokens,
         handle.rope, topk=config.index_topk, max_entries=length // 4, has_hadamard=True,
@@ -205,6 +207,9 @@ def main(arch: int) -> None:
             print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
     for index_format in INDEX_FORMATS:
         report(record_index(index_format, length=2**14)[:2], index_format, arch)
+    for index_format in indexer.CHUNK_CUTS:
+        launches = record_index(index_format, length=2**14, num_tokens=8)
+        report(launches[1:2], f"{index_format} chunk", arch)
     for length in (2**14, 2**18):  # of one part, and of several
         report(record_index("fp8", length=length)[2:], f"{length} tokens", arch)
     for case in ATTENTION:

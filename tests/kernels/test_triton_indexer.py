@@ -262,6 +262,56 @@ def test_queries_are_the_references(name, dtype):
     assert torch.allclose(folded.log2(), folded.log2().round(), atol=1e-5), "powers of two alone"
 
 
+def test_groups_of_very_different_size():
+    """Groups of a query beyond what E5M2 holds side by side are exact all the same."""
+    handle = filled(tiny(index_format="mxfp4", index_hadamard=False), [300], [301])
+    query, weights = random_query(handle)
+    query[:, :, :32] *= 2.0**-40
+    query[:, 3:5, :32] *= 2.0**-60
+    keys = handle.memory.index_keys
+    keys.data[:, ::2, :16] = 0x7A
+    keys.data[:, ::2, 16:] = 0
+    keys.scales[:, :, 0] = 127 + 50
+    scores, bound = exact_scores(handle, query, weights)
+    scratch = prepared(handle, query, weights)
+    assert (scratch.weights[:, query.shape[1] :] < 1).any(), "some rest is left"
+    count = visible_counts(handle)[0]
+    error = (scratch.scores[0, :count].double() - scores[0, :count]).abs()
+    assert (scores[0, :count] != 0).any() and (error <= bound[0, :count]).all()
+
+
+def test_scale_bytes_at_the_ends():
+    """UE8M0 has no zero: byte 0 is 2^-127; and byte 255 is NaN."""
+    handle = filled(tiny(index_format="mxfp4"), [300], [301])
+    query, weights = random_query(handle)
+    query *= 2.0**60
+    keys = handle.memory.index_keys
+    keys.scales.random_(0, 3)
+    page = handle.tokens.block_table[handle.request_slots[0], 0]
+    keys.scales[page, 5, 1] = 255
+    scores, bound = exact_scores(handle, query, weights)
+    count = visible_counts(handle)[0]
+    got = prepared(handle, query, weights).scores[0, :count].double()
+    assert got.isnan().nonzero().flatten().tolist() == [5]
+    error = (got - scores[0, :count]).abs()
+    assert (error <= bound[0, :count])[got == got].all() and (got[got == got] != 0).any()
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_tokens_of_a_chunk_are_scored_as_they_are_alone(name, monkeypatch):
+    """Groups of 4 tokens: of one request, of two, with padding, and cut short."""
+    handle = filled(tiny(index_format=name), [30, 300, 99], [37, 309, 100])
+    query, weights = random_query(handle)
+    cut = indexer.SCORE_CUTS[name]
+    scores = []
+    for tokens in (1, 4):
+        monkeypatch.setitem(indexer.CHUNK_CUTS, name, cut._replace(tokens=tokens))
+        handle.memory.index_scratch.fill_(POISON_BYTE)
+        scores.append(prepared(handle, query, weights).scores.nan_to_num(-9e9))
+    assert len(handle.tokens.chunk_ids) and len(query) % 4 == 2
+    assert torch.equal(*scores)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 def test_tokens_in_turn(num_rows):
     handle = filled(tiny(), [30, 300, 99], [37, 302, 100])

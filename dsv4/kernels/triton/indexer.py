@@ -40,7 +40,7 @@ from dsv4.kernels.index_scratch import (
     index_row_bytes,
     padded_heads,
 )
-from dsv4.kernels.triton.decode import e2m1_values, e4m3_values, ue8m0_values
+from dsv4.kernels.triton.decode import e2m1_values, e4m3_values
 from dsv4.kernels.triton.primitives import (
     INTERPRETED,
     bf16_bits,
@@ -66,8 +66,8 @@ SIGN_BITS = tl.constexpr(-0x7F7F7F80)  # of the bytes of a word
 class ScoreCut(NamedTuple):
     """What a launch that scores is cut into.
 
-    A program takes `tokens` tokens and multiplies `tile` keys at a time, `stages - 1` tiles ahead
-    of which are on their way. Their keys are split over so many programs that there are `programs`.
+    A program takes `tokens` tokens and multiplies `tile` keys at a time, while the next
+    `stages - 1` tiles are on their way. Keys are split over programs, up to `programs` in all.
     """
 
     tile: int
@@ -82,12 +82,9 @@ SCORE_CUTS = {
     "mxfp4": ScoreCut(tile=64, warps=4, stages=4, programs=396),
     "nvfp4": ScoreCut(tile=128, warps=4, stages=3, programs=528),
     "bf16": ScoreCut(tile=64, warps=4, stages=3, programs=528),
-    "fp32": ScoreCut(tile=32, warps=4, stages=3, programs=528),
+    "fp32": ScoreCut(tile=32, warps=8, stages=3, programs=528),
 }
-CHUNK_CUTS = {
-    "fp8": ScoreCut(tile=128, warps=8, stages=3, programs=264, tokens=4),
-    "mxfp4": ScoreCut(tile=64, warps=4, stages=3, programs=264, tokens=2),
-}
+CHUNK_CUTS = {"fp8": ScoreCut(tile=128, warps=8, stages=3, programs=1320, tokens=4)}
 
 
 @triton.jit
@@ -157,11 +154,12 @@ def store_query(values, scales, ready_ptr, FORMAT: tl.constexpr, ROWS: tl.conste
 )  # fmt: skip
 def _query_kernel(
     query_ptr, token_stride, weights_ptr, weights_stride, ready_ptr, ready_weights_ptr,
-    ready_weights_stride, first_token, topk, positions_ptr, request_ids_ptr, request_slots_ptr, cos_ptr, sin_ptr,
-    global_scale_ptr, RATIO: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
-    LOG_DIM: tl.constexpr, OPERAND_BYTES: tl.constexpr, HAS_HADAMARD: tl.constexpr,
-    HAS_GLOBAL_SCALE: tl.constexpr, WEIGHT_SCALE: tl.constexpr, ROWS: tl.constexpr,
+    ready_weights_stride, first_token, topk, positions_ptr, request_ids_ptr, request_slots_ptr,
+    cos_ptr, sin_ptr, global_scale_ptr, RATIO: tl.constexpr, FORMAT: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK: tl.constexpr, LOG_DIM: tl.constexpr, OPERAND_BYTES: tl.constexpr,
+    HAS_HADAMARD: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr, WEIGHT_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rotate, transform and quantise some heads of a token's index query; scale their weights."""
     row = tl.program_id(0).to(tl.int64)
@@ -183,13 +181,13 @@ def _query_kernel(
             global_scale = tl.load(global_scale_ptr)
         values, _own, scales = encode_rows(x, global_scale, FORMAT, ROWS, DIM, 0, BLOCK)
         ready_row = row * BLOCK_HEADS + head
-        ready_ptr += ready_row * (BLOCK * OPERAND_BYTES)
+        operand_ptr = ready_ptr + ready_row * (BLOCK * OPERAND_BYTES)
         weight_ptr = ready_weights_ptr + row * ready_weights_stride + head
         if FORMAT == "index_mxfp4":
-            store_mxfp4_query(values, scales, ready_ptr, weight_ptr + BLOCK_HEADS, BLOCK_HEADS,
+            store_mxfp4_query(values, scales, operand_ptr, weight_ptr + BLOCK_HEADS, BLOCK_HEADS,
                               ROWS, BLOCK)  # fmt: skip
         else:
-            store_query(values, scales, ready_ptr, FORMAT, ROWS, BLOCK)
+            store_query(values, scales, operand_ptr, FORMAT, ROWS, BLOCK)
         weight = tl.load(weights_ptr + token * weights_stride + head, mask=is_head, other=0.0)
         weight = weight.to(tl.float32) * WEIGHT_SCALE
         if FORMAT == "index_fp8":
@@ -255,7 +253,7 @@ def load_queries(ready_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.
     queries = ()
     for part in tl.static_range(PARTS):
         query = load_query(ready_ptr, FORMAT, ROWS, part * WIDTH, WIDTH, BLOCK, FP8_PRODUCTS)
-        queries = queries + (query,)
+        queries = queries + (query,)  # type: ignore[assignment]
     return queries
 
 
@@ -445,17 +443,24 @@ def sum_heads(products, weights, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 
 @triton.jit
 def score_tokens(
-    scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, ready_weights_stride, data_ptr,
-    scale_ptr, page_stride, pages_ptr, counts, FORMAT: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr,
-    TILE: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    row, slot, counts, scratch, memory, block_table, FORMAT: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    OPERAND_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    ENTRIES_PER_BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr, TILE: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Score every so many tiles of a request's entries for TOKENS tokens of it.
+    """Score every so many tiles of a request's entries for TOKENS tokens of it, from `row` on.
 
-    The pointers are those of the first token, pages_ptr that of the request's blocks; counts
-    `[TOKENS]` is how many entries each token is scored for.
+    counts `[TOKENS]` is how many entries each token is scored for.
     """
+    scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, ready_weights_stride = scratch
+    data_ptr, scale_ptr, page_stride = memory
+    block_table_ptr, table_stride = block_table
+    row = row.to(tl.int64)
+    scores_ptr += row * scores_stride
+    ready_ptr += row * (BLOCK_HEADS * BLOCK * OPERAND_BYTES)
+    ready_weights_ptr += row * ready_weights_stride
+    pages_ptr = block_table_ptr + slot * table_stride
     ROWS: tl.constexpr = TOKENS * BLOCK_HEADS
     queries = load_queries(ready_ptr, FORMAT, ROWS, BLOCK, FP8_PRODUCTS)
     head = tl.arange(0, ROWS)
@@ -522,32 +527,25 @@ def _score_kernel(
     slots, counts = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
     counts = tl.where((row < num_tokens) & (counts > topk), counts, 0)
     slot = tl.max(slots, axis=0)
+    scratch = (scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, ready_weights_stride)
+    memory = (data_ptr, scale_ptr, page_stride)
+    block_table = (block_table_ptr, table_stride)
     if tl.max(counts, axis=0) > 0:
         if (tl.min(slots, axis=0) == slot) & (start + TOKENS <= num_tokens):
-            at = start.to(tl.int64)
             score_tokens(
-                scores_ptr + at * scores_stride, scores_stride,
-                ready_ptr + at * (BLOCK_HEADS * BLOCK * OPERAND_BYTES),
-                ready_weights_ptr + at * ready_weights_stride, ready_weights_stride,
-                data_ptr, scale_ptr, page_stride, block_table_ptr + slot * table_stride, counts,
-                FORMAT, HEADS, BLOCK_HEADS, DIM, BLOCK, DATA_BYTES, SCALE_BYTES,
-                ENTRIES_PER_BLOCK, FP8_PRODUCTS, TILE, TOKENS, STAGES,
+                start, slot, counts, scratch, memory, block_table, FORMAT, HEADS, BLOCK_HEADS, DIM,
+                BLOCK, OPERAND_BYTES, DATA_BYTES, SCALE_BYTES, ENTRIES_PER_BLOCK, FP8_PRODUCTS,
+                TILE, TOKENS, STAGES,
             )  # fmt: skip
         elif TOKENS > 1:
             for idx in range(TOKENS):
-                is_token = row == start + idx
-                count = tl.where(is_token, counts, 0)
-                if tl.max(count, axis=0) > 0:
-                    at = (start + idx).to(tl.int64)
-                    slot = tl.max(tl.where(is_token, slots, -1), axis=0)
+                count = tl.max(tl.where(row == start + idx, counts, 0), axis=0)
+                if count > 0:
+                    slot = tl.max(tl.where(row == start + idx, slots, -1), axis=0)
                     score_tokens(
-                        scores_ptr + at * scores_stride, scores_stride,
-                        ready_ptr + at * (BLOCK_HEADS * BLOCK * OPERAND_BYTES),
-                        ready_weights_ptr + at * ready_weights_stride, ready_weights_stride,
-                        data_ptr, scale_ptr, page_stride, block_table_ptr + slot * table_stride,
-                        tl.max(count, axis=0) + tl.zeros((1,), tl.int32),
-                        FORMAT, HEADS, BLOCK_HEADS, DIM, BLOCK, DATA_BYTES, SCALE_BYTES,
-                        ENTRIES_PER_BLOCK, FP8_PRODUCTS, TILE, 1, STAGES,
+                        start + idx, slot, count + tl.zeros((1,), tl.int32), scratch, memory,
+                        block_table, FORMAT, HEADS, BLOCK_HEADS, DIM, BLOCK, OPERAND_BYTES,
+                        DATA_BYTES, SCALE_BYTES, ENTRIES_PER_BLOCK, FP8_PRODUCTS, TILE, 1, STAGES,
                     )  # fmt: skip
 
 
@@ -668,8 +666,8 @@ def score_entries(
 
 def score_cut(format_name: str, tokens: TokenMap) -> ScoreCut:
     """What scores of a forward are cut into: one with a long chunk, or any other."""
-    cuts = CHUNK_CUTS if len(tokens.chunk_ids) else SCORE_CUTS
-    return cuts.get(format_name, SCORE_CUTS[format_name])
+    cut = SCORE_CUTS[format_name]
+    return CHUNK_CUTS.get(format_name, cut) if len(tokens.chunk_ids) else cut
 
 
 def _shared_arguments(
