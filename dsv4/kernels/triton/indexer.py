@@ -84,7 +84,7 @@ SCORE_CUTS = {
     "bf16": ScoreCut(tile=64, warps=4, stages=3, programs=528),
     "fp32": ScoreCut(tile=32, warps=8, stages=3, programs=528),
 }
-CHUNK_CUTS = {"fp8": ScoreCut(tile=128, warps=8, stages=3, programs=1320, tokens=4)}
+CHUNK_CUTS = {"fp8": ScoreCut(tile=128, warps=8, stages=3, programs=1320, tokens=2)}
 
 
 @triton.jit
