@@ -1,16 +1,15 @@
 """`dsv4 info`: versions, devices, and which backends run here or why they don't."""
 
-import importlib
 import platform
 from importlib import metadata
 from typing import Any
 
 import torch
 
-from dsv4.kernels import BACKENDS, check_backend
+from dsv4.kernels import BACKENDS, PEERS, check_backend
+from dsv4.kernels.peers.limits import peer_problem
 
 PACKAGES = ("dsv4", "torch", "triton", "transformers", "numpy")
-PEERS = ("flash_mla", "deep_gemm")
 
 
 def collect_info() -> dict[str, Any]:
@@ -20,7 +19,7 @@ def collect_info() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "devices": [_cpu(), *(_gpu(idx) for idx in range(torch.cuda.device_count()))],
         "backends": {name: _availability(_backend_problem(name)) for name in BACKENDS},
-        "peers": {name: _availability(_import_problem(name)) for name in PEERS},
+        "peers": {name: _availability(peer_problem(name)) for name in PEERS},
     }
 
 
@@ -65,14 +64,3 @@ def _no_cuda() -> str:
     if torch.version.cuda is None:
         return "no CUDA: this torch is built without it"
     return "no CUDA device: torch finds none"
-
-
-def _import_problem(name: str) -> str | None:
-    """Why a package can't be imported; None if it can."""
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        return "not installed" if error.name == name else f"needs {error.name}"
-    except Exception as error:  # a broken build raises anything: OSError, RuntimeError, its own
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return None

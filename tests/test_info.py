@@ -2,19 +2,19 @@
 
 import json
 import sys
-import types
 
 import pytest
 import torch
 
 from dsv4 import info
 from dsv4.cli import main
+from dsv4.kernels.peers import find
 
 
 def test_tables(capsys):
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert "reference" in out and "flash_mla" in out and "not installed" in out
+    assert "reference" in out and "flashmla" in out and "deepgemm" in out
     assert torch.__version__.split("+")[0] in out
 
 
@@ -58,21 +58,46 @@ def test_triton_that_is_not_installed(monkeypatch):
 
 def test_a_package_that_is_not_there():
     assert info._version("no_such_package_of_ours") is None
-    assert info._import_problem("no_such_package_of_ours") == "not installed"
 
 
-def test_peers(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "flash_mla", types.ModuleType("flash_mla"))
-    (tmp_path / "deep_gemm.py").write_text("raise OSError('libcudart.so: not found\\nat all')")
+@pytest.fixture
+def peers(monkeypatch, tmp_path):
+    """A folder of peers, with what an earlier test loaded forgotten."""
+    for name in ("flash_mla", "deep_gemm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
-    peers = info.collect_info()["peers"]
-    assert peers["flash_mla"] == {"available": True, "problem": None}
-    assert peers["deep_gemm"]["problem"] == "OSError: libcudart.so: not found"
+    find.load_flash_mla.cache_clear()
+    find.load_deep_gemm.cache_clear()
+    yield tmp_path
+    find.load_flash_mla.cache_clear()
+    find.load_deep_gemm.cache_clear()
 
 
-def test_a_peer_that_needs_another_package(monkeypatch, tmp_path):
-    (tmp_path / "deep_gemm.py").write_text("import no_such_package_of_ours")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
-    assert info.collect_info()["peers"]["deep_gemm"]["problem"] == "needs no_such_package_of_ours"
+def test_peers(peers):
+    (peers / "flash_mla.py").write_text(
+        "def has_legacy(): return True\ndef flash_mla_with_kvcache(extra_k_cache): pass"
+    )
+    (peers / "deep_gemm.py").write_text("raise OSError('libcudart.so: not found\\nat all')")
+    states = info.collect_info()["peers"]
+    assert states["flashmla"] == {"available": True, "problem": None}
+    assert "deep_gemm: OSError: libcudart.so: not found;" in states["deepgemm"]["problem"]
+
+
+def test_a_peer_that_needs_another_package(peers):
+    (peers / "deep_gemm.py").write_text("import no_such_package_of_ours")
+    problem = info.collect_info()["peers"]["deepgemm"]["problem"]
+    assert "deep_gemm: needs no_such_package_of_ours;" in problem
+    assert "pip install 'dsv4[deepgemm]'" in problem
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_peer_without_a_gpu(peers):
+    from triton import knobs
+
+    (peers / "deep_gemm.py").write_text(
+        "fp8_fp4_paged_mqa_logits = get_paged_mqa_logits_metadata = get_num_sms = len"
+    )
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = False
+        problem = info.collect_info()["peers"]["deepgemm"]["problem"]
+    assert "expected cuda, got cpu" in problem

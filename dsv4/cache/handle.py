@@ -30,6 +30,7 @@ from dsv4.model.layer_schedule import AttentionType, LayerSpec
 from dsv4.model.rope import RopeTable
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16)
+QUERY_DTYPES = {"flashmla": (torch.bfloat16,)}  # by attention backend, where not all of the above
 
 
 class SWAView(NamedTuple):
@@ -88,6 +89,8 @@ class LayerCacheHandle:
     plan: ForwardPlan
     progress: LayerProgress
     backend: str
+    attention_backend: str
+    index_backend: str
     batch_invariant: bool = False
 
     @property
@@ -234,7 +237,7 @@ class LayerCacheHandle:
             topk=self.config.index_topk,
             max_entries=self.plan.max_entries(self.layer.ratio),
             has_hadamard=self.config.index_hadamard,
-            backend=self.backend,
+            backend=self.index_backend,
         )  # fmt: skip
 
     def attend(
@@ -269,7 +272,7 @@ class LayerCacheHandle:
             self.tokens, self.rope,
             max_entries=self.plan.max_entries(self.layer.ratio),
             batch_invariant=self.batch_invariant,
-            backend=self.backend,
+            backend=self.attention_backend,
         )  # fmt: skip
 
     def gather_compressed_kv(self, rows: Tensor) -> Gathered:
@@ -409,7 +412,8 @@ class LayerCacheHandle:
         self._check("norm_weight", norm_weight, (self.head_dim,))
 
     def _check_query(self, query: Tensor, sinks: Tensor | None) -> None:
-        self._check("query", query, (self.plan.num_tokens, self.num_query_heads, self.head_dim))
+        shape = (self.plan.num_tokens, self.num_query_heads, self.head_dim)
+        self._check("query", query, shape, QUERY_DTYPES.get(self.attention_backend, INPUT_DTYPES))
         if sinks is not None:
             self._check("sinks", sinks, (self.num_query_heads,))
 

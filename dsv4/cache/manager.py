@@ -21,6 +21,7 @@ from dsv4.config import CacheConfig
 from dsv4.errors import IntegrityError, NoFreeSlotError, TornForwardError
 from dsv4.formats import BYTE_ALIGN
 from dsv4.kernels import LayerMemory, check_backend, default_backend
+from dsv4.kernels.peers.limits import check_attention_backend, check_index_backend
 from dsv4.model.rope import build_rope_table
 
 
@@ -33,6 +34,10 @@ class KVCacheManager:
         num_blocks: Blocks of `config.block_tokens` tokens, shared by all requests.
         device: Where the pools live.
         backend: Which kernels run: `triton`, the default on a GPU, or `reference`.
+        attention_backend: Which kernels attend, by default those of `backend`; `flashmla` reads
+            `fp8` rows in place.
+        index_backend: Which kernels choose entries, by default those of `backend`; `deepgemm`
+            scores `fp8` keys in place.
         max_forward_tokens: The most tokens of one forward.
         max_request_tokens: The longest request; by default all blocks', or the model's limit.
         batch_invariant: With `triton`, a request's attention has the same bits whatever it is
@@ -57,6 +62,8 @@ class KVCacheManager:
         num_blocks: int,
         device: torch.device | str = "cpu",
         backend: str | None = None,
+        attention_backend: str | None = None,
+        index_backend: str | None = None,
         max_forward_tokens: int = 8192,
         max_request_tokens: int | None = None,
         batch_invariant: bool = False,
@@ -74,6 +81,13 @@ class KVCacheManager:
         self.backend = default_backend(self.device) if backend is None else backend
         self.batch_invariant = batch_invariant
         check_backend(self.backend, self.device)
+        if attention_backend is not None:
+            check_attention_backend(
+                attention_backend, config, self.device, batch_invariant=batch_invariant
+            )
+        if index_backend is not None:
+            check_index_backend(index_backend, config, self.device)
+        self._attention_backend, self._index_backend = attention_backend, index_backend
         self.capacity = Capacity(
             config, max_requests, num_blocks, max_forward_tokens, max_request_tokens
         )
@@ -141,6 +155,14 @@ class KVCacheManager:
             config, self.schemas, self.state.layout, self.paged.layout, workspace_rows=rows
         )
         self.memories = tuple(LayerMemory(*storages, layout) for layout in layouts)
+
+    @property
+    def attention_backend(self) -> str:
+        return self._attention_backend or self.backend
+
+    @property
+    def index_backend(self) -> str:
+        return self._index_backend or self.backend
 
     @property
     def num_free_slots(self) -> int:
@@ -301,6 +323,8 @@ class KVCacheManager:
             plan=plan,
             progress=plan.layer(layer_idx),
             backend=self.backend,
+            attention_backend=self.attention_backend,
+            index_backend=self.index_backend,
             batch_invariant=self.batch_invariant,
         )
 

@@ -68,7 +68,7 @@ def warm_up(
             "Cannot warm up: the manager's last forward is not complete; run all of its "
             "layers first, or free its requests"
         )
-    if manager.backend == "reference":
+    if {manager.backend, manager.attention_backend, manager.index_backend} == {"reference"}:
         return
     prepare_forward(manager, [], [], []).complete()  # padding alone
     for layer_idx in _distinct_layers(manager, weights):
@@ -83,6 +83,8 @@ def warm_up(
                 if is_split not in attended:
                     _attend(handle, weights[layer_idx].sinks, dtype)
                 attended.add(is_split)
+    if manager.index_backend == "deepgemm":
+        _score_by_deepgemm(manager, dtype)
 
 
 def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -> list[int]:
@@ -176,7 +178,33 @@ def _select_entries(manager: KVCacheManager, handle: LayerCacheHandle, dtype: to
         ops.select_entries(
             query, query[:, :, 0].contiguous(), handle.memory, handle.tokens, handle.rope,
             topk=config.index_topk, max_entries=max_entries,
-            has_hadamard=config.index_hadamard, backend=manager.backend,
+            has_hadamard=config.index_hadamard, backend=manager.index_backend,
+        )  # fmt: skip
+
+
+def _score_by_deepgemm(manager: KVCacheManager, dtype: torch.dtype) -> None:
+    """Choose entries for every number of tokens that DeepGEMM compiles a kernel for."""
+    from dsv4.kernels.peers.deepgemm import call_sizes, index_scratch
+
+    config, capacity = manager.config, manager.capacity
+    layers = [s for s in manager.schedule if s.attention_type is AttentionType.CSA]
+    most, longest = capacity.max_forward_tokens, capacity.max_request_tokens
+    max_entries = longest // AttentionType.CSA.ratio
+    if not layers or max_entries <= config.index_topk:
+        return
+    nothing = torch.zeros((), dtype=dtype, device=manager.device)
+    query = nothing.expand(most, config.index_num_heads, config.index_head_dim)
+    memory = manager.memories[layers[0].layer_idx]
+    smallest = config.index_topk + 1  # the fewest entries leave room for the most tokens
+    scratch = index_scratch(query, memory, topk=config.index_topk, max_entries=smallest)
+    for size in call_sizes(scratch.num_rows):
+        part = query[:size]
+        plan = _padding_plan(manager, _Forward(1, len(part), 0, 2))
+        handle = manager.acquire(layers[0].layer_idx, plan)
+        ops.select_entries(
+            part, part[:, :, 0], handle.memory, handle.tokens, handle.rope,
+            topk=config.index_topk, max_entries=smallest,
+            has_hadamard=config.index_hadamard, backend=manager.index_backend,
         )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from dsv4.formats import (
 from dsv4.model.rope import RopeTable
 
 BACKENDS = ("reference", "triton")
+PEERS = ("flashmla", "deepgemm")  # of one function each: attend, select_entries
 
 
 class TokenMap(NamedTuple):
@@ -363,6 +364,8 @@ def default_backend(device: torch.device) -> str:
 
 def check_backend(name: str, device: torch.device) -> None:
     """Refuse a backend that does not exist, is not installed or cannot run on `device`."""
+    if name not in BACKENDS:
+        raise ValueError(f"Unknown backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     load_backend(name)
     if name != "triton" or device.type == "cuda":
         return
@@ -377,8 +380,8 @@ def check_backend(name: str, device: torch.device) -> None:
 
 @cache
 def load_backend(name: str) -> Backend:
-    """The functions of the backend of that name."""
-    if name not in BACKENDS:
+    """The functions of the backend of that name; a peer has one, the others are Triton's."""
+    if name not in BACKENDS + PEERS:
         raise ValueError(f"Unknown backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     reference = importlib.import_module("dsv4.kernels.reference")
     if name == "reference":
@@ -390,4 +393,8 @@ def load_backend(name: str) -> Backend:
             raise
         raise ImportError("backend='triton' needs Triton: pip install 'dsv4[triton]'") from error
     functions = {**vars(reference), **{n: getattr(kernels, n) for n in kernels.__all__}}
+    if name in PEERS:
+        peer = importlib.import_module(f"dsv4.kernels.peers.{name}")
+        function = "attend" if name == "flashmla" else "select_entries"
+        functions[function] = getattr(peer, function)
     return cast(Backend, SimpleNamespace(**functions))

@@ -1,0 +1,1 @@
+"""Other projects' kernels on our pools, where they can be imported: FlashMLA and DeepGEMM."""

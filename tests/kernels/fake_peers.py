@@ -1,0 +1,102 @@
+"""FlashMLA and DeepGEMM as their signatures are, computed in PyTorch from the bytes they read.
+
+They check what the real ones check, so that a call which those would refuse fails here too.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.formats import PagedRows, index_row, kv_row
+from dsv4.kernels.peers.find import Decoded, DecodeInputs, PagedLogits
+from dsv4.kernels.reference.attention import attend_dense
+from dsv4.kernels.reference.gather import gather_rows
+
+KV_ROW = kv_row("fp8", head_dim=512, rope_dim=64)
+INDEX_ROW = index_row("fp8", head_dim=128)
+
+
+def as_rows(fmt, pages: Tensor) -> PagedRows:
+    """The rows of pages whose shape and strides a peer was given."""
+    num_pages, rows_per_page, one, row_bytes = pages.shape
+    assert pages.dtype is torch.uint8 and one == 1 and row_bytes == fmt.row_bytes
+    assert pages.stride(1) == row_bytes and pages.stride(3) == 1
+    assert pages.stride(0) % 16 == 0 and pages.data_ptr() % 16 == 0
+    size = min(pages.stride(0), rows_per_page * row_bytes)
+    runs = pages.as_strided((num_pages, size), (pages.stride(0), 1))
+    return PagedRows(fmt, runs.contiguous(), 0, rows_per_page)
+
+
+class FakeFlashMLA:
+    """`SparseDecode` that keeps what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[DecodeInputs] = []
+
+    def __call__(self, inputs: DecodeInputs, schedule: Any) -> Decoded:
+        self.calls.append(inputs)
+        num_tokens, one, heads, dim = inputs.query.shape
+        assert (one, dim) == (1, 512) and heads in (64, 128)
+        assert inputs.query.dtype is torch.bfloat16 and inputs.query.stride(-1) == 1
+        if inputs.sinks is not None:
+            assert inputs.sinks.shape == (heads,) and inputs.sinks.dtype is torch.float32
+        sources = [(inputs.window, inputs.window_rows, None)]
+        if inputs.entries is not None:
+            sources.append((inputs.entries, inputs.entry_rows, inputs.entry_counts))
+        else:
+            assert inputs.entry_rows is None and inputs.entry_counts is None
+        values, present = zip(*(self._read(num_tokens, *source) for source in sources), strict=True)
+        output, lse = attend_dense(
+            inputs.query[:, 0].float(), torch.cat(values, 1).float(), torch.cat(present, 1),
+            inputs.sinks,
+        )  # fmt: skip
+        is_empty = ~torch.cat(present, 1).any(1)
+        output[is_empty], lse[is_empty] = torch.nan, torch.inf  # nobody may rely on these
+        return Decoded(output.bfloat16()[:, None], lse[:, None].transpose(1, 2), "schedule")
+
+    def _read(self, num_tokens: int, pages: Tensor, rows: Tensor, counts: Tensor | None):
+        assert rows.shape[:2] == (num_tokens, 1) and rows.dtype is torch.int32
+        assert rows.shape[2] % 64 == 0 and rows.stride(-1) == 1
+        rows = rows[:, 0].long()
+        assert (rows >= -1).all() and (rows < pages.shape[0] * pages.shape[1]).all()
+        if counts is not None:
+            assert counts.shape == (num_tokens,) and counts.dtype is torch.int32
+            rows = torch.where(torch.arange(rows.shape[1]) < counts[:, None], rows, -1)
+        return gather_rows(as_rows(KV_ROW, pages), rows), rows >= 0
+
+
+class FakeDeepGEMM:
+    """`PagedLogits` that keeps the batch sizes it was called with; undefined scores are NaN."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def logits(self) -> PagedLogits:
+        return PagedLogits(self.make_schedule, self.score, None)
+
+    def make_schedule(self, lengths: Tensor) -> Tensor:
+        assert lengths.dim() == 2 and lengths.is_contiguous() and lengths.dtype is torch.int32
+        assert (lengths > 0).all()
+        return lengths.sum()
+
+    def score(self, query, pages, weights, lengths, block_table, schedule, max_entries) -> Tensor:
+        num_tokens, one, heads, dim = query.shape
+        self.sizes.append(num_tokens)
+        assert one == 1 and heads in (32, 64) and dim == 128 and query.is_contiguous()
+        assert query.dtype is torch.float8_e4m3fn and query.data_ptr() % 16 == 0
+        assert weights.shape == (num_tokens, heads) and weights.dtype is torch.float32
+        assert lengths.shape == (num_tokens, 1) and schedule == lengths.sum()
+        assert block_table.shape[0] == num_tokens and block_table.dtype is torch.int32
+        assert pages.shape[1] == 64 and weights.stride(1) == 1 and block_table.stride(1) == 1
+        keys = as_rows(INDEX_ROW, pages)
+        scores = torch.full((num_tokens, math.ceil(max_entries / 256) * 256), torch.nan)
+        for token, length in enumerate(lengths[:, 0].tolist()):
+            entry = torch.arange(length)
+            blocks = block_table[token, entry // 64].long()
+            assert ((blocks >= 0) & (blocks < pages.shape[0])).all()
+            values = gather_rows(keys, (blocks * 64 + entry % 64)[None])[0]
+            products = (query[token, 0].float() @ values.T).relu()
+            scores[token, :length] = weights[token] @ products
+        return scores[:, :max_entries]
