@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     write = benches.add_parser("write", help="the write path of a layer, on a GPU")
     write.add_argument("--json", action="store_true", help="print one JSON object only")
     write.set_defaults(run=_bench_write)
-    step = benches.add_parser("step", help="host time of a captured decode step, on a GPU")
+    step = benches.add_parser("step", help="a captured decode step, on a GPU")
     step.add_argument("--requests", type=positive, default=256)
     step.add_argument("--steps", type=positive, default=400)
     step.add_argument("--json", action="store_true", help="print one JSON object only")
@@ -116,15 +116,42 @@ def _parser() -> argparse.ArgumentParser:
     gather.set_defaults(run=_bench_gather)
     index = benches.add_parser("index", help="queries, scores and top-k of the index, on a GPU")
     index.add_argument("--json", action="store_true", help="print one JSON object only")
+    _add_compare(index, "DeepGEMM")
     index.set_defaults(run=_bench_index)
     attend = benches.add_parser("attend", help="attention of a layer in a decode step, on a GPU")
     attend.add_argument("--json", action="store_true", help="print one JSON object only")
+    _add_compare(attend, "FlashMLA")
     attend.set_defaults(run=_bench_attend)
     tune = benches.add_parser("tune", help="launch parameters of this GPU's architecture")
     tune.add_argument("--write", action="store_true", help="update the committed table in place")
     tune.add_argument("--json", action="store_true", help="print one JSON object only")
     tune.set_defaults(run=_bench_tune)
     return parser
+
+
+def _add_compare(bench: argparse.ArgumentParser, peer: str) -> None:
+    bench.add_argument("--compare", action="store_true", help=f"time {peer} beside ours")
+    bench.add_argument(
+        "--peers", metavar="PATH", help=f"a folder that {peer}, or vLLM's copy, was unpacked to"
+    )
+
+
+def _use_peers(options: argparse.Namespace) -> None:
+    from dsv4.kernels.peers.find import add_folder
+
+    if options.peers is None:
+        return
+    try:
+        add_folder(options.peers)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _print_peers(result: dict[str, Any]) -> None:
+    """One sentence for each peer that could not be compared."""
+    for name, state in result.get("peers", {}).items():
+        if state != "compared":
+            print(f"{name} is not compared: {state}")
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -316,14 +343,16 @@ def _bench_gather(options: argparse.Namespace) -> int:
 def _bench_index(options: argparse.Namespace) -> int:
     from dsv4.bench.index import bench_index
 
+    _use_peers(options)
     with working("measuring"):
-        result = bench_index()
+        result = bench_index(compare=options.compare)
     if not options.json:
         table = Table(title="One layer's index of V4-Flash in a decode step, microseconds")
         table.add_column("step")
         table.add_column("format")
         columns = ("entries", "batch", "same layer", "4 layers in turn", "bytes / 4.27 TB/s")
-        for column in columns:
+        peer = ("DeepGEMM FP8", "ours / theirs") if options.compare else ()
+        for column in (*columns, *peer):
             table.add_column(column, justify="right")
         for row in result["rows"]:
             table.add_row(
@@ -334,23 +363,34 @@ def _bench_index(options: argparse.Namespace) -> int:
                 f"{row['warm_us']:.2f}",
                 f"{row['rotating_us']:.2f}",
                 f"{row['floor_us']:.2f}",
+                *_peer_cells(row, "deepgemm_us", is_shown=options.compare),
             )
         make_console().print(table)
+        _print_peers(result)
     print(json.dumps(result))
     return 0
+
+
+def _peer_cells(row: dict[str, Any], name: str, *, is_shown: bool) -> list[str]:
+    """A peer's time and our ratio to it; a dash where there is none."""
+    if not is_shown:
+        return []
+    return [f"{row[key]:.2f}" if key in row else "-" for key in (name, "ratio")]
 
 
 def _bench_attend(options: argparse.Namespace) -> int:
     from dsv4.bench.attend import bench_attend
 
+    _use_peers(options)
     with working("measuring"):
-        result = bench_attend()
+        result = bench_attend(compare=options.compare)
     if not options.json:
         table = Table(title="One layer's attention in a decode step, fp8 rows, microseconds")
         columns = ("batch", "same layer", "8 layers in turn", "batch-invariant", "TFLOP/s",
                    "bytes / 4.27 TB/s")  # fmt: skip
         table.add_column("layer")
-        for column in columns:
+        peer = ("FlashMLA", "ours / theirs") if options.compare else ()
+        for column in (*columns, *peer):
             table.add_column(column, justify="right")
         for row in result["rows"]:
             table.add_row(
@@ -361,8 +401,10 @@ def _bench_attend(options: argparse.Namespace) -> int:
                 f"{row['invariant_us']:.2f}",
                 f"{row['tflops']:.0f}",
                 f"{row['floor_us']:.2f}",
+                *_peer_cells(row, "flashmla_us", is_shown=options.compare),
             )
         make_console().print(table)
+        _print_peers(result)
     print(json.dumps(result))
     return 0
 
@@ -430,6 +472,21 @@ def _bench_step(options: argparse.Namespace) -> int:
             table.add_column(column, justify="right")
         for name, median in result["median_us"].items():
             table.add_row(name, f"{median:.1f}", f"{result['p90_us'][name]:.1f}")
-        make_console().print(table)
+        make_console().print(table, _decode_table(result["decode"]))
     print(json.dumps(result))
     return 0
+
+
+def _decode_table(rows: list[dict[str, Any]]) -> Table:
+    """Whole steps; a star where requests share their blocks, for want of memory."""
+    table = Table(
+        title="One decode step of V4-Flash's attention layers, microseconds",
+        caption=None if all(row["has_own_blocks"] for row in rows) else "* on shared blocks",
+    )
+    for column in ("tokens", "batch", "all 43 layers", "write", "index", "attention"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        times = [row[f"{name}_us"] for name in ("total", "write", "index", "attention")]
+        star = "" if row["has_own_blocks"] else " *"
+        table.add_row(f"{row['tokens']:,}", f"{row['batch']}{star}", *(f"{t:.0f}" for t in times))
+    return table

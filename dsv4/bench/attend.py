@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.bench.compare import FlashMLACalls, load_peer
 from dsv4.bench.environment import environment
 from dsv4.bench.write import COPY_BANDWIDTH, replay_time
 from dsv4.cache.handle import LayerCacheHandle
@@ -14,8 +15,10 @@ from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.formats import PagedRows
 from dsv4.kernels import AttentionResult, load_backend
+from dsv4.kernels.peers.find import SparseDecode, load_flash_mla
 from dsv4.kernels.reference.codec import encode, write_rows
 
+DEVICE = "cuda"
 NUM_LAYERS = 8  # pools to rotate over: more than an L2 of any GPU holds
 BATCHES = (1, 8, 32, 64, 128, 256)
 CHUNK = 8192  # tokens of a plan that brings requests to their length
@@ -46,7 +49,7 @@ SHAPES = (
 )
 
 
-class _Case(NamedTuple):
+class AttendCase(NamedTuple):
     """One step of a batch, with queries, and selected rows where there are any, by layer."""
 
     shape: AttendShape
@@ -56,22 +59,59 @@ class _Case(NamedTuple):
     rows: list[Tensor | None]
 
 
-def bench_attend() -> dict[str, Any]:
-    """Microseconds: the same layer again and again, and 8 layers in turn."""
+def bench_attend(*, compare: bool = False) -> dict[str, Any]:
+    """Microseconds: the same layer again and again, and 8 layers in turn.
+
+    With `compare` FlashMLA's beside them, on the same queries and bytes, where it can be had.
+    """
     if not torch.cuda.is_available():
         raise RuntimeError("dsv4 bench attend needs a CUDA device, and there is none")
+    decode, problem = load_peer(load_flash_mla) if compare else (None, "")
     results = []
     for shape in SHAPES:
         manager, slots = _filled_manager(shape)
         for batch in shape.batches:
             case = _case(shape, manager, slots[:batch])
             _check_output(case)
-            results.append(_measure(case, batch))
+            row = _measure(case, batch)
+            if decode is not None:
+                row |= _measure_flashmla(case, flashmla_calls(case, decode), row)
+            results.append(row)
         del manager, case
-    return {"bench": "attend", "rows": results, "environment": environment()}
+    peers = {"peers": {"FlashMLA": problem or "compared"}} if compare else {}
+    return {"bench": "attend", "rows": results, **peers, "environment": environment()}
 
 
-def _measure(case: _Case, batch: int) -> dict[str, Any]:
+def flashmla_calls(case: AttendCase, decode: SparseDecode) -> FlashMLACalls:
+    """FlashMLA's calls of a case."""
+    return FlashMLACalls(
+        decode, case.handles, case.query, case.sinks, case.rows,
+        max_entries=case.shape.num_entries,
+    )  # fmt: skip
+
+
+def _measure_flashmla(
+    case: AttendCase, calls: FlashMLACalls, ours: dict[str, Any]
+) -> dict[str, Any]:
+    check_result(case, calls.result(0), "FlashMLA's output")
+
+    def same_layer() -> None:
+        for _ in range(REPEATS):
+            calls.run(0)
+
+    def in_turn() -> None:
+        for layer_idx in range(len(case.handles)):
+            calls.run(layer_idx)
+
+    rotating = replay_time(in_turn) / len(case.handles)
+    return {
+        "flashmla_warm_us": replay_time(same_layer) / REPEATS,
+        "flashmla_us": rotating,
+        "ratio": ours["rotating_us"] / rotating,
+    }
+
+
+def _measure(case: AttendCase, batch: int) -> dict[str, Any]:
     def same_layer() -> None:
         for _ in range(REPEATS):
             _attend(case, 0)
@@ -104,7 +144,7 @@ def _filled_manager(shape: AttendShape) -> tuple[KVCacheManager, list[int]]:
     most = max(shape.batches)
     manager = KVCacheManager(
         config, max_requests=most, num_blocks=most * -(-shape.length // config.block_tokens),
-        device="cuda", max_forward_tokens=CHUNK, max_request_tokens=shape.length,
+        device=DEVICE, max_forward_tokens=CHUNK, max_request_tokens=shape.length,
     )  # fmt: skip
     slots = [manager.open_request() for _ in range(most)]
     length = shape.length - len(shape.batches)  # each case takes its requests a token further
@@ -122,27 +162,27 @@ def _filled_manager(shape: AttendShape) -> tuple[KVCacheManager, list[int]]:
 def _fill(pages: PagedRows) -> None:
     num_rows = pages.data.shape[0] * pages.rows_per_page
     for start in range(0, num_rows, ENCODED_AT_ONCE):
-        rows = torch.arange(start, min(start + ENCODED_AT_ONCE, num_rows), device="cuda")
-        write_rows(pages, rows, encode(pages.format, torch.randn(len(rows), DIM, device="cuda")))
+        rows = torch.arange(start, min(start + ENCODED_AT_ONCE, num_rows), device=DEVICE)
+        write_rows(pages, rows, encode(pages.format, torch.randn(len(rows), DIM, device=DEVICE)))
 
 
-def _case(shape: AttendShape, manager: KVCacheManager, slots: list[int]) -> _Case:
+def _case(shape: AttendShape, manager: KVCacheManager, slots: list[int]) -> AttendCase:
     """One more token of each request."""
     batch, before = len(slots), [int(manager.lengths[slot]) for slot in slots]
     plan = prepare_forward(manager, slots, before, [length + 1 for length in before])
     plan.complete()
     handles = [manager.acquire(layer_idx, plan) for layer_idx in range(NUM_LAYERS)]
-    query = torch.randn(batch, shape.heads, DIM, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(batch, shape.heads, DIM, device=DEVICE, dtype=torch.bfloat16)
     rows: list[Tensor | None] = [None] * NUM_LAYERS
     if shape.ratio == 4:
         num_rows = batch * (shape.length // 4)
         listed = (batch, shape.num_entries)
-        rows = [torch.randint(num_rows, listed, device="cuda") for _ in handles]
-    return _Case(shape, handles, query, torch.zeros(shape.heads, device="cuda"), rows)
+        rows = [torch.randint(num_rows, listed, device=DEVICE) for _ in handles]
+    return AttendCase(shape, handles, query, torch.zeros(shape.heads, device=DEVICE), rows)
 
 
 def _attend(
-    case: _Case, layer_idx: int, *, backend: str = "triton", batch_invariant: bool = False
+    case: AttendCase, layer_idx: int, *, backend: str = "triton", batch_invariant: bool = False
 ) -> AttentionResult:
     handle = case.handles[layer_idx]
     return load_backend(backend).attend(
@@ -151,14 +191,18 @@ def _attend(
     )  # fmt: skip
 
 
-def _check_output(case: _Case) -> None:
+def _check_output(case: AttendCase) -> None:
     """Refuse to time kernels that are further from the reference than their precision is."""
-    expected = _attend(case, 0, backend="reference")
     for batch_invariant in (False, True):
-        got = _attend(case, 0, batch_invariant=batch_invariant)
-        error = (got.output.float() - expected.output.float()).norm()
-        is_close = error <= LARGEST_ERROR * expected.output.float().norm()
-        if not is_close or not torch.allclose(got.lse, expected.lse, rtol=0, atol=1e-3):
-            raise RuntimeError(
-                f"{case.shape.name}: the output differs from the reference's; nothing is timed"
-            )
+        check_result(case, _attend(case, 0, batch_invariant=batch_invariant), "the output")
+
+
+def check_result(case: AttendCase, got: AttentionResult, what: str) -> None:
+    """Refuse a result of the first layer that is not the reference's."""
+    expected = _attend(case, 0, backend="reference")
+    error = (got.output.float() - expected.output.float()).norm()
+    is_close = error <= LARGEST_ERROR * expected.output.float().norm()
+    if not is_close or not torch.allclose(got.lse, expected.lse, rtol=0, atol=1e-3):
+        raise RuntimeError(
+            f"{case.shape.name}: {what} differs from the reference's; nothing is timed"
+        )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.bench.compare import DeepGEMMCalls, load_peer
 from dsv4.bench.environment import environment
 from dsv4.bench.write import COPY_BANDWIDTH, replay_time
 from dsv4.cache.handle import LayerCacheHandle
@@ -15,6 +16,7 @@ from dsv4.config import CacheConfig
 from dsv4.formats import IndexFormatName
 from dsv4.kernels import Selection
 from dsv4.kernels.index_scratch import IndexScratch
+from dsv4.kernels.peers.find import PagedLogits, load_deep_gemm
 
 RATIO = 4
 NUM_LAYERS = 4  # pools to rotate over: more than an L2 of any GPU holds
@@ -39,24 +41,42 @@ class IndexCase(NamedTuple):
     num_entries: int
 
 
-def bench_index() -> dict[str, Any]:
-    """Microseconds of each step of the index: the same layer again and again, and 4 in turn."""
+def bench_index(*, compare: bool = False) -> dict[str, Any]:
+    """Microseconds of each step of the index: the same layer again and again, and 4 in turn.
+
+    With `compare` DeepGEMM's scores of FP8 keys beside them, where it can be had; those of other
+    formats are compared with its FP8, which is all that Hopper has.
+    """
     if not torch.cuda.is_available():
         raise RuntimeError("dsv4 bench index needs a CUDA device, and there is none")
+    logits, problem = load_peer(load_deep_gemm) if compare else (None, "")
     rows = []
+    theirs: dict[tuple[int, int], float] = {}  # by entries and batch
     for name in FORMATS:
         for num_entries, batch in SCORED:
             case = index_case(name, num_entries, batch)
-            _check_scores(case)
+            check_scores(case)
             rows.append(_measure("query", name, case, prepare_queries))
-            rows.append(_measure("score", name, case, score_entries))
+            row = _measure("score", name, case, score_entries)
+            if logits is not None:
+                if name == "fp8":
+                    theirs[num_entries, batch] = _time_deepgemm(case, logits)
+                time = theirs[num_entries, batch]
+                row |= {"deepgemm_us": time, "ratio": row["rotating_us"] / time}
+            rows.append(row)
             del case
     for num_entries, batch in CHOSEN:
         case = index_case("fp8", num_entries, batch)
         rows.append(_measure_topk(case))
         del case
-    prefill = measure_prefill("fp8")
-    return {"bench": "index", "rows": rows, "prefill": prefill, "environment": environment()}
+    peers = {"peers": {"DeepGEMM": problem or "compared"}} if compare else {}
+    return {
+        "bench": "index",
+        "rows": rows,
+        "prefill": measure_prefill("fp8"),
+        **peers,
+        "environment": environment(),
+    }
 
 
 def index_case(
@@ -104,7 +124,7 @@ def index_case(
 def measure_prefill(name: IndexFormatName) -> dict[str, Any]:
     """A chunk of CHUNK_TOKENS queries: its scores alone, and queries, scores and top-k."""
     case = index_case(name, CHUNK_ENTRIES, 1, step_tokens=CHUNK_TOKENS)
-    _check_scores(case)
+    check_scores(case)
     handle = case.handles[0]
     counts = (handle.positions.long() + 1) // RATIO
     num_flops = 2 * int(counts.sum()) * case.query[0].numel()
@@ -200,6 +220,26 @@ def _measure(
     return _row(step, name, case, times, num_bytes)
 
 
+def deepgemm_calls(case: IndexCase, logits: PagedLogits) -> DeepGEMMCalls:
+    """DeepGEMM's calls of a case, whose queries are made ready for them."""
+    prepare_queries(case, case.handles[0])
+    return DeepGEMMCalls(
+        logits, case.handles, case.scratch, case.query, max_entries=case.num_entries
+    )
+
+
+def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
+    """Microseconds of DeepGEMM's scores, 4 layers in turn."""
+    calls = deepgemm_calls(case, logits)
+    check_scores(case, lambda: calls.run(len(case.handles) - 1))
+
+    def layers_in_turn() -> None:
+        for layer_idx in [*range(NUM_LAYERS)] * (REPEATS // NUM_LAYERS):
+            calls.run(layer_idx)
+
+    return replay_time(layers_in_turn) / REPEATS
+
+
 def _measure_topk(case: IndexCase) -> dict[str, Any]:
     """Top-k of normal scores, each read at least once."""
     case.scratch.scores.normal_()
@@ -239,14 +279,19 @@ def _empty_selection(case: IndexCase) -> Selection:
     )
 
 
-def _check_scores(case: IndexCase) -> None:
-    """Refuse to time kernels whose scores of the first token are not the reference's."""
+def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> None:
+    """Refuse to time kernels whose scores of the first token are not the reference's.
+
+    `run` gives the last layer's scores; by default our own are made.
+    """
     from dsv4.kernels.reference import indexer as reference
     from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
 
     handle = case.handles[-1]
     prepare_queries(case, handle)
-    score_entries(case, handle)
+    if run is None:
+        score_entries(case, handle)
+    scores = case.scratch.scores if run is None else run()
     keys = handle.memory.index_keys
     assert keys is not None, handle.layer
     first = slice(0, 1)
@@ -258,7 +303,7 @@ def _check_scores(case: IndexCase) -> None:
         has_hadamard=handle.config.index_hadamard, global_scale=None,
     )  # fmt: skip
     want = reference.score_entries(ready, case.head_weights[first], gather_rows(keys, rows))
-    got = case.scratch.scores[first, seen]
+    got = scores[first, seen]
     if not (got - want).abs().max() <= SCORE_ERROR * want.abs().max():
         raise RuntimeError("The scores differ from the reference's; nothing is timed")
 

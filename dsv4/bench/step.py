@@ -1,4 +1,4 @@
-"""`dsv4 bench step`: host time of one captured decode step, its plan included."""
+"""`dsv4 bench step`: host time of one captured decode step, its plan included; and the GPU's."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dsv4.bench.decode import bench_decode, decode_inputs
 from dsv4.bench.environment import environment
 from dsv4.cache.captured_forward import CapturedForward
 from dsv4.cache.handle import LayerCacheHandle
@@ -14,8 +15,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
-from dsv4.kernels import LayerProjections
-from dsv4.testing import model_weights, move_to, random_projections, take_rows
+from dsv4.testing import model_weights, move_to, take_rows
 
 NUM_WARMUP_STEPS = 20
 TARGET_US = 300.0
@@ -24,6 +24,8 @@ LONGEST_START = 256  # so that in every step some request needs a block
 
 def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, Any]:
     """Time `prepare_forward` and `replay` of V4-Flash's writes, 43 layers, one token a request.
+
+    After that `bench_decode`: the GPU's time of whole steps, at long contexts.
 
     The device is waited for between the steps and not inside them, so that the queue is short
     and no time is spent waiting for room in it.
@@ -47,6 +49,7 @@ def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
         end = time.perf_counter()
         times.append((planned - start, end - planned, end - start))
     manager.check_integrity()
+    del manager, forward
     microseconds = np.array(times[NUM_WARMUP_STEPS:]) * 1e6
     parts = ("prepare_forward", "replay", "both")
     return {
@@ -57,6 +60,7 @@ def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
         "median_us": dict(zip(parts, np.median(microseconds, axis=0).tolist(), strict=True)),
         "p90_us": dict(zip(parts, np.percentile(microseconds, 90, axis=0).tolist(), strict=True)),
         "target_us": TARGET_US,
+        "decode": bench_decode(),
         "environment": environment(),
     }
 
@@ -78,21 +82,9 @@ def _filled(config: CacheConfig, num_requests: int, num_steps: int) -> KVCacheMa
     return manager
 
 
-def _inputs(config: CacheConfig, num_tokens: int) -> list[LayerProjections]:
-    """BF16 projections of every layer; the layers of a kind share theirs."""
-    by_kind = {
-        kind: move_to(
-            "cuda",
-            random_projections(config, kind, num_tokens, seed=kind.ratio, dtype=torch.bfloat16),
-        )
-        for kind in {layer.attention_type for layer in config.schedule}
-    }
-    return [by_kind[layer.attention_type] for layer in config.schedule]
-
-
 def _writes(config: CacheConfig, num_tokens: int) -> Callable[[Sequence[LayerCacheHandle]], None]:
     """A step that writes every layer from inputs of its own."""
-    inputs = _inputs(config, num_tokens)
+    inputs = decode_inputs(config, num_tokens, "cuda")
     weights = [move_to("cuda", layer) for layer in model_weights(config, seed=0)]
 
     def step(handles: Sequence[LayerCacheHandle]) -> None:
@@ -111,7 +103,9 @@ def _check_bytes() -> None:
     }  # fmt: skip
     captured, eager = KVCacheManager(config, **sizes), KVCacheManager(config, **sizes)
     forward = CapturedForward(captured, _writes(config, captured_batch), batch=captured_batch)
-    inputs = [take_rows(layer, slice(0, batch)) for layer in _inputs(config, captured_batch)]
+    inputs = [
+        take_rows(layer, slice(0, batch)) for layer in decode_inputs(config, captured_batch, "cuda")
+    ]
     weights = [move_to("cuda", layer) for layer in model_weights(config, seed=0)]
 
     def run_eagerly(plan: ForwardPlan) -> None:

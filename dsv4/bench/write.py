@@ -107,7 +107,7 @@ def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int)
     def step() -> None:
         for _ in range(repeats):
             for layer in zip(*case, strict=True):
-                _write(*layer)
+                write_layer(*layer)
 
     return replay_time(step) / (repeats * num_layers)
 
@@ -116,7 +116,7 @@ def _time_prefill(kind: AttentionType) -> float:
     """Median microseconds of one layer's writes for a chunk from position 0."""
     case = write_case(write_config(kind), 1, before=0, after=PREFILL_TOKENS)
     ((handle, inputs, weights),) = zip(*case, strict=True)
-    return replay_time(lambda: _write(handle, inputs, weights))
+    return replay_time(lambda: write_layer(handle, inputs, weights))
 
 
 def replay_time(step: Callable[[], None], *, num_replays: int = 20) -> float:
@@ -138,7 +138,7 @@ def replay_time(step: Callable[[], None], *, num_replays: int = 20) -> float:
     return float(statistics.median(times[3:]))
 
 
-def _write(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:
+def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:
     """The handle's write without its books, which allow one write a forward."""
     ops.write_layer(
         LayerWrites.of(inputs, weights), handle.memory, handle.tokens, handle.rope,
