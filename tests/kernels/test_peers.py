@@ -174,7 +174,8 @@ def test_flashmla_in_a_manager(flash_mla):
 
 
 def flash(**choices) -> CacheConfig:
-    return CacheConfig.v4_flash(compress_ratios=(4,), index_format="fp8", **choices)
+    choices = {"num_query_heads": 1, "index_format": "fp8", **choices}
+    return CacheConfig.v4_flash(compress_ratios=(4,), **choices)
 
 
 INDEX_CASES = [
