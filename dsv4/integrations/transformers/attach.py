@@ -1,0 +1,253 @@
+"""`attach` and `detach`: a model of transformers learns to use a `PagedCache`.
+
+Three of its methods are shadowed on the instances: `generate`, the base model's `forward` and the
+attention modules' `forward`. Each of them runs the class's own unless `past_key_values` is a
+`PagedCache`, and `detach` takes them off again.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsv4.cache.capacity import blocks_for
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import CacheConfig
+from dsv4.formats import IndexFormatName, KVFormatName
+
+try:
+    from transformers import DeepseekV4ForCausalLM
+
+    from dsv4.integrations.transformers.cache import PagedCache
+except ImportError as error:
+    raise ImportError(
+        "dsv4.integrations.transformers needs transformers: pip install 'dsv4[hf]'"
+    ) from error
+
+BASE_INPUTS = (
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache",
+)  # fmt: skip
+NO_MASK = {"sliding_attention": None}  # a dict is taken as it is, so that no 4D mask is built
+
+
+def attach(
+    model: Any,
+    *,
+    max_requests: int,
+    max_tokens: int | None = None,
+    num_blocks: int | None = None,
+    kv_format: KVFormatName = "fp8",
+    index_format: IndexFormatName = "mxfp4",
+    drafts_per_step: int = 20,
+    max_forward_tokens: int = 8192,
+    backend: str | None = None,
+    batch_invariant: bool = False,
+    **choices: Any,
+) -> PagedCache:
+    """Make a cache for a model, to be handed to it as `past_key_values`.
+
+    The model's weights stay as they are, and so does what it does with any other cache or none.
+    A model can have several caches; each owns its memory.
+
+    Args:
+        model: A `DeepseekV4ForCausalLM` on one device, in fp32 or bf16.
+        max_requests: The most rows of a batch; beams and `num_return_sequences` count.
+        max_tokens: Tokens of each row, prompt and new ones; there is room for all rows. Or
+        num_blocks: Blocks of `block_tokens` tokens, shared by the rows.
+        kv_format, index_format: Row formats, see `dsv4.formats`.
+        drafts_per_step: The most tokens that assisted decoding may reject in one step.
+        max_forward_tokens: A forward of more tokens is run in parts, column by column.
+        backend, batch_invariant: See `KVCacheManager`.
+        **choices: Any other choice of `CacheConfig`, such as `block_tokens`.
+    """
+    _check_model(model)
+    config = CacheConfig.from_hf(
+        model.config, kv_format=kv_format, index_format=index_format,
+        drafts_per_step=drafts_per_step, **choices,
+    )  # fmt: skip
+    if max_forward_tokens < max_requests:
+        raise ValueError(
+            f"Invalid max_forward_tokens: expected at least max_requests ({max_requests}), "
+            f"got {max_forward_tokens}"
+        )
+    manager = KVCacheManager(
+        config,
+        max_requests=max_requests,
+        num_blocks=_num_blocks(config, max_requests, max_tokens, num_blocks),
+        device=model.device,
+        backend=backend,
+        max_forward_tokens=max_forward_tokens,
+        max_request_tokens=max_tokens,
+        batch_invariant=batch_invariant,
+    )
+    cache = PagedCache(model.model, manager)
+    for module, name, method in _routes(model):
+        setattr(module, name, MethodType(method, module))
+    return cache
+
+
+def detach(model: Any) -> None:
+    """Make the model as it was before `attach`. Its caches can only be closed."""
+    routes = _routes(model) if isinstance(model, DeepseekV4ForCausalLM) else []
+    if not routes or not all(_is_routed(*route) for route in routes):
+        raise ValueError("Invalid model: expected one that attach was called with")
+    for module, name, _ in routes:
+        delattr(module, name)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, DeepseekV4ForCausalLM):
+        raise TypeError(
+            f"Invalid model: expected a DeepseekV4ForCausalLM, got {type(model).__name__}"
+        )
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1 or devices == {"meta"}:
+        raise ValueError(
+            f"Invalid model: expected all weights on one device, got {', '.join(sorted(devices))}"
+        )
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"Invalid dtype of model: expected float32 or bfloat16, got {model.dtype}")
+    for module, name, method in _routes(model):
+        if name in vars(module) and not _is_routed(module, name, method):
+            raise ValueError(
+                f"Invalid model: expected {type(module).__name__}.{name} as its class has it, got "
+                "one that another library has replaced"
+            )
+
+
+def _num_blocks(
+    config: CacheConfig, max_requests: int, max_tokens: int | None, num_blocks: int | None
+) -> int:
+    if (max_tokens is None) == (num_blocks is None):
+        raise ValueError(
+            "Invalid sizes: expected either max_tokens or num_blocks, got "
+            + ("neither" if num_blocks is None else "both")
+        )
+    if num_blocks is not None:
+        return num_blocks
+    return max_requests * int(blocks_for(config, np.array([max_tokens]))[0])
+
+
+def _routes(model: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """What is shadowed: module, name of the method, and what stands in for it."""
+    return [
+        (model, "generate", _generate),
+        (model.model, "forward", _forward_model),
+        *((layer.self_attn, "forward", _forward_attention) for layer in model.model.layers),
+    ]
+
+
+def _is_routed(module: Any, name: str, method: Callable[..., Any]) -> bool:
+    return getattr(vars(module).get(name), "__func__", None) is method
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, PagedCache):
+        return type(self).generate(self, *args, **kwargs)
+    _check_text(cache, args, kwargs)
+    with cache.generating(), _stateless(self):
+        return type(self).generate(self, *args, **kwargs)
+
+
+def _check_text(cache: PagedCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a text that is no longer than what the cache holds: it is not its continuation."""
+    past = cache.get_seq_length()
+    given = (kwargs.get("attention_mask"), *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
+    lengths = [tensor.shape[1] for tensor in given if isinstance(tensor, torch.Tensor)]
+    if past and lengths and lengths[0] <= past:
+        raise ValueError(
+            f"Invalid text: expected more than the {past} columns that the cache holds, to go on "
+            f"from them, got {lengths[0]}; call reset() before another text"
+        )
+
+
+@contextmanager
+def _stateless(model: Any) -> Iterator[None]:
+    """The class says that it cannot be rolled back, so `generate` would refuse to."""
+    model._is_stateful = False
+    try:
+        yield
+    finally:
+        del model._is_stateful
+
+
+def _forward_attention(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: Any = None,
+    position_ids: Any = None,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    if not isinstance(past_key_values, PagedCache):
+        return type(self).forward(
+            self, hidden_states, position_embeddings, position_ids, attention_mask,
+            past_key_values, **kwargs,
+        )  # fmt: skip
+    return past_key_values.attend(self.layer_idx, self, hidden_states), None
+
+
+def _forward_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    inputs = {**dict(zip(BASE_INPUTS, args, strict=False)), **kwargs}
+    cache = inputs.get("past_key_values")
+    if not isinstance(cache, PagedCache):
+        return type(self).forward(self, *args, **kwargs)
+    _check_inputs(self, cache, inputs)
+    return _run_spans(self, cache, inputs)
+
+
+def _check_inputs(model: Any, cache: PagedCache, inputs: dict[str, Any]) -> None:
+    cache.check_owner(model)
+    if inputs.get("use_cache") is False:
+        raise ValueError("Invalid use_cache: expected True with a PagedCache, got False")
+    if inputs.get("output_attentions", model.config.output_attentions):
+        raise ValueError(
+            "output_attentions is not supported with a PagedCache: attention weights are never "
+            "in memory"
+        )
+    if (inputs.get("input_ids") is None) == (inputs.get("inputs_embeds") is None):
+        raise ValueError("Invalid inputs: expected exactly one of input_ids and inputs_embeds")
+
+
+def _run_spans(model: Any, cache: PagedCache, inputs: dict[str, Any]) -> Any:
+    """The model over all columns, as many at a time as one forward of the cache can take."""
+    names = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
+    batch, num_columns = inputs[names[0]].shape[:2]
+    if not num_columns:
+        raise ValueError("Invalid inputs: expected at least one new column, got none")
+    past = cache.get_seq_length()
+    spans = cache.split_columns(batch, num_columns)
+    _check_recorded(model, inputs, num_spans=len(spans))
+    mask, position_ids = inputs.pop("attention_mask", None), inputs.pop("position_ids", None)
+    outputs = []
+    for start, stop in spans:
+        part = {**inputs, **{name: inputs[name][:, start:stop] for name in names}}
+        ids = None if position_ids is None else position_ids[..., start:stop]
+        seen = mask if len(spans) == 1 or mask is None else mask[:, : past + stop]
+        with cache.forward(batch, stop - start, seen, ids):
+            outputs.append(type(model).forward(model, **part, attention_mask=NO_MASK))
+    return outputs[0] if len(spans) == 1 else _joined(outputs)
+
+
+def _check_recorded(model: Any, inputs: dict[str, Any], *, num_spans: int) -> None:
+    for name in ("output_hidden_states", "output_router_logits"):
+        if num_spans > 1 and inputs.get(name, getattr(model.config, name, False)):
+            raise ValueError(
+                f"{name} is not supported in a forward of more than max_forward_tokens tokens: "
+                "attach with a larger max_forward_tokens"
+            )
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """The outputs of the parts as those of one forward."""
+    joined = outputs[-1]
+    hidden = torch.cat([output[0] for output in outputs], dim=1)
+    if isinstance(joined, tuple):
+        return (hidden, *joined[1:])
+    joined.last_hidden_state = hidden
+    return joined

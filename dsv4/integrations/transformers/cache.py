@@ -1,0 +1,366 @@
+"""`PagedCache`: this cache as the `past_key_values` of a transformers model.
+
+It turns what transformers hands over, padded batches and beam indices, into ragged forwards, forks
+and rollbacks of a `KVCacheManager` of its own.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4.cache.capacity import ComponentBytes
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.errors import OutOfBlocksError
+from dsv4.integrations.transformers.attached_cache import AttachedCache
+from dsv4.integrations.transformers.attention import (
+    NoGradient,
+    Rotation,
+    attend,
+    learned_weights,
+)
+from dsv4.integrations.transformers.columns import Columns
+from dsv4.integrations.transformers.padding import (
+    check_last_column,
+    check_positions,
+    read_mask,
+    token_index,
+)
+from dsv4.model.rope import RopeTable
+
+
+@dataclass(frozen=True)
+class PaddedForward:
+    """One forward of the model: its plan, and where the plan's tokens stand in the batch.
+
+    Attributes:
+        shape: Rows and columns of the padded batch.
+        token_index: `[num_tokens]`, flat indices of the tokens among rows × columns; None if
+            there is no padding.
+        rotations: cos and sin at each token, by the layer's RoPE base.
+    """
+
+    plan: ForwardPlan
+    shape: tuple[int, int]
+    token_index: Tensor | None
+    rotations: dict[str, Rotation]
+
+
+class PagedCache(AttachedCache):
+    """The cache that `attach` makes: hand it to the model as `past_key_values`.
+
+    A row of the batch is a request of `manager`. Its blocks are held until `reset`, `close`, the
+    end of a `with`, or until the cache is garbage; nothing else refers to it, and it refers to
+    its model weakly.
+
+    Attributes:
+        drafts_per_step: The most tokens that `crop` can take back.
+    """
+
+    def __init__(self, model: Any, manager: KVCacheManager) -> None:
+        super().__init__(layers=[])
+        self._owner = weakref.ref(model)
+        self._manager: KVCacheManager | None = manager
+        self._weights = tuple(learned_weights(layer.self_attn) for layer in model.layers)
+        self._slots: list[int] = []
+        self._columns = Columns(0)
+        self._forward: PaddedForward | None = None
+        self._is_generating = False
+        self.drafts_per_step = manager.config.drafts_per_step
+
+    @property
+    def manager(self) -> KVCacheManager:
+        """The requests, blocks and pools of this cache."""
+        if self._manager is None:
+            raise RuntimeError("This cache is closed; attach the model again for a new one")
+        return self._manager
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row, without padding."""
+        lengths: list[int] = self.manager.lengths[self._slots].tolist()
+        return lengths
+
+    def memory(self) -> dict[str, ComponentBytes]:
+        """Bytes by component, see `KVCacheManager.memory`."""
+        return self.manager.memory()
+
+    @contextmanager
+    def forward(
+        self,
+        batch: int,
+        num_columns: int,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+    ) -> Iterator[None]:
+        """Everything between is one forward of the model over so many rows and columns.
+
+        Args:
+            batch, num_columns: The shape of the new tokens, padding included.
+            attention_mask: `[batch, columns so far + num_columns]`, 0 for padding; None if the
+                new columns have none.
+            position_ids: Checked where there is more than one column, never used: positions are
+                the cache's own.
+        """
+        self._forward = self._start(batch, num_columns, attention_mask, position_ids)
+        try:
+            yield
+        finally:
+            self._forward = None
+
+    def attend(self, layer_idx: int, module: Any, hidden: Tensor) -> Tensor:
+        """What one attention module gives for `hidden` `[batch, num_columns, hidden_size]`.
+
+        Rows of padding are 0.
+        """
+        forward = self._forward
+        if forward is None or tuple(hidden.shape[:2]) != forward.shape:
+            raise RuntimeError(
+                "Invalid use of a PagedCache: expected an attention module called by its model, "
+                f"got hidden states of shape {list(hidden.shape)} outside of such a forward"
+            )
+        with torch.no_grad():
+            tokens = hidden.flatten(0, 1)
+            if forward.token_index is not None:
+                tokens = tokens[forward.token_index]
+            handle = self.manager.acquire(layer_idx, forward.plan)
+            rotation = forward.rotations[handle.layer.rope_base]
+            output = attend(module, tokens, handle, self._weights[layer_idx], rotation)
+            if forward.token_index is not None:
+                padded = output.new_zeros(hidden.shape[0] * hidden.shape[1], output.shape[1])
+                output = padded.index_copy_(0, forward.token_index, output)
+            output = output.view(hidden.shape)
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            output = NoGradient.apply(output, hidden)  # type: ignore[no-untyped-call]
+        return output
+
+    def check_owner(self, model: Any) -> None:
+        """Refuse a model that this cache was not made for: its rows are of other weights."""
+        if self._owner() is not model:
+            raise ValueError(
+                "Invalid past_key_values: expected a cache attached to this model, "
+                "got one of another model"
+            )
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Between, forwards are `generate`'s, which takes the logits of the last column."""
+        self._is_generating = True
+        try:
+            yield
+        finally:
+            self._is_generating = False
+
+    def split_columns(self, batch: int, num_columns: int) -> list[tuple[int, int]]:
+        """Spans of columns, each small enough for one forward of the manager.
+
+        With more than one span, blocks for all of them must be free: nothing is begun that
+        cannot be finished.
+        """
+        limit = self.manager.capacity.max_forward_tokens // max(batch, 1)
+        starts = range(0, num_columns, limit)
+        spans = [(start, min(start + limit, num_columns)) for start in starts]
+        if len(spans) > 1:
+            lengths = np.array(self.lengths or [0] * batch, dtype=np.int64)
+            needed = self.manager.blocks_for(lengths + num_columns).sum()
+            present = self.manager.num_slot_blocks[self._slots].sum()
+            self._check_blocks(int(needed - present), self.manager.allocator.num_free)
+        return spans
+
+    def _start(
+        self,
+        batch: int,
+        num_columns: int,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> PaddedForward:
+        """Plan the forward; if that is refused, nothing has changed."""
+        manager, is_new = self.manager, not self._slots
+        self._check_batch(batch)
+        is_token = read_mask(attention_mask, self._columns, batch=batch, num_columns=num_columns)
+        before = np.zeros(batch, dtype=np.int64) if is_new else manager.lengths[self._slots]
+        if self._is_generating:
+            check_last_column(is_token, before)
+        if num_columns > 1:
+            check_positions(position_ids, is_token, before, num_columns=num_columns)
+        after = before + (num_columns if is_token is None else is_token.sum(axis=1))
+        slots = [manager.open_request() for _ in range(batch)] if is_new else self._slots
+        try:
+            plan = prepare_forward(manager, slots, before, after)
+        except BaseException:
+            if is_new:
+                _free(manager, slots)
+            raise
+        if is_new:
+            self._slots, self._columns = slots, Columns(batch)
+        self._columns.append(num_columns, is_token)
+        return PaddedForward(
+            plan,
+            (batch, num_columns),
+            token_index(is_token, manager.device),
+            {base: _rotation(table, plan) for base, table in manager.rope_tables.items()},
+        )
+
+    def _check_batch(self, batch: int) -> None:
+        if self._slots and batch != len(self._slots):
+            raise ValueError(
+                f"Invalid batch: expected {len(self._slots)} rows, as the cache holds, "
+                f"got {batch}; call reset() before another batch"
+            )
+        self._check_room(batch)
+
+    def _check_room(self, batch: int) -> None:
+        limit = self.manager.capacity.max_requests
+        if batch > limit:
+            raise ValueError(
+                f"Too many rows: expected at most {limit} (max_requests), got {batch}; beams and "
+                "num_return_sequences count as rows"
+            )
+
+    def _check_blocks(self, needed: int, num_free: int) -> None:
+        if needed > num_free:
+            raise OutOfBlocksError(f"Out of blocks: {needed} needed, {num_free} free")
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns so far, padding included, as transformers counts."""
+        return self._columns.count
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """The most tokens of a row."""
+        return self.manager.capacity.max_request_tokens
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of a mask over all columns; this cache needs none."""
+        return self._columns.count + query_length, 0
+
+    def reset(self) -> None:
+        """Forget all rows and give their blocks back; the cache is as good as new."""
+        manager, slots = self.manager, self._slots
+        self._slots, self._columns, self._forward = [], Columns(0), None
+        _free(manager, slots)
+
+    def close(self) -> None:
+        """Give up the memory; the cache cannot be used any more."""
+        if self._manager is not None:
+            self.reset()
+            self._manager, self._weights = None, ()
+
+    def __enter__(self) -> "PagedCache":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last columns: `crop(-n)` removes n of them, `crop(0)` none.
+
+        Raises:
+            ValueError: A row would lose more than `drafts_per_step` tokens below the longest
+                it has been, and not all. Nothing was changed.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                "Invalid crop: expected 0 or less, crop(-n) removes n tokens, "
+                f"got {tokens_to_remove}: a length in old versions of transformers, an error in new"
+            )
+        num_columns = -int(tokens_to_remove)
+        if num_columns > self._columns.count:
+            raise ValueError(
+                f"Invalid crop: expected at most {self._columns.count} columns to remove, "
+                f"got {num_columns}"
+            )
+        if not num_columns or not self._slots:
+            return
+        manager, stop = self.manager, self._columns.count
+        kept = manager.lengths[self._slots]
+        kept -= self._columns.read(stop - num_columns, stop).sum(axis=1)
+        self._check_floors(kept, num_columns)
+        for slot, length in zip(self._slots, kept.tolist(), strict=True):
+            manager.truncate(slot, length)
+        self._columns.drop(num_columns)
+
+    def _check_floors(self, kept: NDArray[np.int64], num_columns: int) -> None:
+        floors = self.manager.rollback_floor[self._slots]
+        is_gone = (kept > 0) & (kept < floors)
+        if is_gone.any():
+            row = int(is_gone.argmax())
+            raise ValueError(
+                f"Cannot remove {num_columns} columns: row {row} can be cut to {floors[row]} "
+                f"tokens or to none, got {kept[row]}; attach with a larger drafts_per_step "
+                f"(now {self.drafts_per_step})"
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on from row `beam_idx[i]`; copies take the slots of rows not named."""
+        self._select_rows(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, one after the other."""
+        self._select_rows([row for row in range(len(self._slots)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The batch becomes these rows: indices, or a mask."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self._select_rows(indices.tolist())
+
+    def _select_rows(self, rows: list[int]) -> None:
+        batch, manager = len(self._slots), self.manager
+        rows = [row + batch if row < 0 else row for row in rows]
+        if rows == list(range(batch)):
+            return
+        if any(not 0 <= row < batch for row in rows):
+            raise ValueError(f"Invalid rows: expected 0 to {batch - 1}, got {rows}")
+        self._check_room(len(rows))
+        copied = [self._slots[row] for number, row in enumerate(rows) if row in rows[:number]]
+        dropped = [slot for row, slot in enumerate(self._slots) if row not in set(rows)]
+        manager.check_whole(np.array(copied, dtype=np.int64))
+        self._check_copies(copied, dropped)
+        _free(manager, dropped)
+        slots: list[int] = []
+        for row in rows:
+            slot = self._slots[row]
+            slots.append(manager.fork(slot) if slot in slots else slot)
+        self._slots = slots
+        self._columns.select(rows)
+
+    def _check_copies(self, copied: list[int], dropped: list[int]) -> None:
+        """Refuse forks that there are no blocks for, before any row is dropped."""
+        manager = self.manager
+        full = manager.lengths[copied] // manager.config.block_tokens
+        needed = int(np.maximum(manager.num_slot_blocks[copied] - full, 0).sum())
+        table = manager.host_block_table[dropped]
+        num_dropped = np.bincount(table[table >= 0], minlength=manager.capacity.num_blocks)
+        num_owners = manager.allocator.num_owners
+        freed = int(((num_dropped > 0) & (num_dropped == num_owners)).sum())
+        self._check_blocks(needed, manager.allocator.num_free + freed)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first forward."""
+        return len(self._slots) or -1
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._manager is None else f"tokens={self.lengths}"
+        return f"{type(self).__name__}({state})"
+
+
+def _free(manager: KVCacheManager, slots: list[int]) -> None:
+    for slot in reversed(slots):  # so that they are given out again in the same order
+        manager.free_request(slot)
+
+
+def _rotation(table: RopeTable, plan: ForwardPlan) -> Rotation:
+    positions = plan.tokens.positions
+    return table.cos[positions][:, None], table.sin[positions][:, None]

@@ -1,0 +1,96 @@
+"""Padded batches as transformers hands them over: masks and positions, read and checked.
+
+Nothing here knows the cache's requests; it is given their lengths and columns.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4.integrations.transformers.columns import BoolArray, Columns
+
+
+def read_mask(
+    attention_mask: Any, columns: Columns, *, batch: int, num_columns: int
+) -> BoolArray | None:
+    """Which of the new columns hold tokens.
+
+    Args:
+        attention_mask: `[batch, columns so far + num_columns]`, 0 for padding, or None.
+        columns: Those that the cache holds.
+
+    Returns:
+        `[batch, num_columns]`, or None if every new column holds a token.
+    """
+    if attention_mask is None:
+        return None
+    expected = [batch, columns.count + num_columns]
+    is_tensor = isinstance(attention_mask, Tensor)
+    got = list(attention_mask.shape) if is_tensor else type(attention_mask).__name__
+    if got != expected:
+        raise ValueError(
+            f"Invalid attention_mask: expected a tensor {expected}, one column for each of "
+            f"the cache's {columns.count} and each new one, got {got}"
+        )
+    if num_columns == 1:  # one step of decoding: the rest was checked when it was new
+        attention_mask = attention_mask[:, -1:]
+    mask: BoolArray = (attention_mask != 0).cpu().numpy()
+    past, is_token = np.split(mask, [mask.shape[1] - num_columns], axis=1)
+    if columns.count and past.size and not np.array_equal(past, columns.read(0, columns.count)):
+        raise ValueError(
+            "Invalid attention_mask: expected the padding that the cached columns were stored "
+            "with, got another; what generate appends to a finished row is stored as tokens"
+        )
+    return None if is_token.all() else is_token
+
+
+def check_last_column(is_token: BoolArray | None, lengths: NDArray[np.int64]) -> None:
+    """Refuse right padding for `generate`, which takes the logits of the last column.
+
+    Args:
+        is_token: The new columns, as `read_mask` gave them.
+        lengths: `[batch]`, tokens that the rows have already.
+    """
+    if is_token is None or not is_token.shape[1]:
+        return
+    is_padded = (is_token.any(axis=1) | (lengths > 0)) & ~is_token[:, -1]
+    if is_padded.any():
+        raise ValueError(
+            "Right padding is not supported in generate, which takes the logits of the last "
+            f"column: row {int(is_padded.argmax())} ends with padding; use left padding "
+            "(tokenizer.padding_side = 'left')"
+        )
+
+
+def check_positions(
+    position_ids: Tensor | None,
+    is_token: BoolArray | None,
+    lengths: NDArray[np.int64],
+    *,
+    num_columns: int,
+) -> None:
+    """Refuse positions that are not those of the rows' next tokens."""
+    if position_ids is None:
+        return
+    if is_token is None:
+        is_token = np.ones((len(lengths), num_columns), dtype=np.bool_)
+    expected = lengths[:, None] + np.cumsum(is_token, axis=1) - 1
+    given = np.broadcast_to(position_ids.cpu().numpy(), expected.shape)
+    is_wrong = (given != expected) & is_token
+    if is_wrong.any():
+        row, column = (int(idx[0]) for idx in np.nonzero(is_wrong))
+        raise ValueError(
+            f"Invalid position_ids: expected {expected[row, column]} in row {row}, column "
+            f"{column}, got {given[row, column]}: a row's positions go on where the cache ends; "
+            "leave position_ids out"
+        )
+
+
+def token_index(is_token: BoolArray | None, device: torch.device) -> Tensor | None:
+    """Flat indices of the tokens among rows × columns; None if there is no padding."""
+    if is_token is None:
+        return None
+    return torch.from_numpy(np.flatnonzero(is_token)).to(device)

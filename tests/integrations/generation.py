@@ -1,0 +1,55 @@
+"""Models, prompts and padded batches that the tests of the transformers integration share."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.integrations.transformers import PagedCache, attach
+from dsv4.model.random_hf import random_hf_model
+from dsv4.testing import poison
+
+EXACT = {"kv_format": "fp32", "index_format": "fp32"}
+GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def small_model(seed: int, *ratios: int, **overrides: Any):
+    """A model of few layers and few mixing iterations, to be quick."""
+    return random_hf_model(
+        seed=seed, compress_ratios=list(ratios), hc_sinkhorn_iters=2, **overrides
+    )
+
+
+def poisoned(model, **choices: Any) -> PagedCache:
+    """An attached cache with fp32 rows whose memory is NaN wherever nothing was written."""
+    sizes = {} if "num_blocks" in choices else {"max_tokens": 1024}
+    cache = attach(model, **{"max_requests": 8, **sizes, **EXACT, **choices})
+    poison(cache.manager)
+    return cache
+
+
+def prompts(seed: int, *lengths: int) -> list[Tensor]:
+    """Random texts; token 0 is left for padding."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 128, (length,), generator=generator) for length in lengths]
+
+
+def alone(prompt: Tensor) -> dict[str, Tensor]:
+    """One text as a batch."""
+    return {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt[None])}
+
+
+def padded(texts: list[Tensor], side: str = "left") -> dict[str, Tensor]:
+    """Texts as one batch, padded on one side with token 0."""
+    longest = max(len(text) for text in texts)
+    ids = torch.zeros(len(texts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        columns = slice(longest - len(text), longest) if side == "left" else slice(len(text))
+        ids[row, columns], mask[row, columns] = text, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def share_of_scale(mine: Tensor, theirs: Tensor) -> float:
+    """The largest difference, as a share of the largest value."""
+    return float((mine - theirs).abs().max() / theirs.abs().max())

@@ -1,0 +1,301 @@
+"""`generate` through the cache: the ids that transformers gives where it is right, and right where
+it is not."""
+
+import random
+
+import pytest
+import torch
+
+from dsv4.integrations.transformers import attach
+from tests.integrations.generation import (
+    GREEDY,
+    alone,
+    padded,
+    poisoned,
+    prompts,
+    share_of_scale,
+    small_model,
+)
+
+SCHEDULES = [(4, 128), (0, 4), (128, 4), (4, 4), (0, 128), (128, 128), (4, 0)]
+LENGTHS = [1, 2, 3, 4, 5, 31, 63, 100, 126, 127, 128, 129, 200, 255, 256, 257, 383, 511, 640, 700]
+EIGHT_LENGTHS = (1, 3, 33, 64, 127, 128, 200, 301)
+LOGIT_SHARE = 1e-5  # of the largest logit, one batch against another
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model(3, 4, 128, 0)
+
+
+@pytest.fixture
+def cache(model):
+    with poisoned(model) as cache:
+        yield cache
+        cache.manager.check_integrity()
+
+
+def check_greedy(model, prompt, num_new, **choices) -> None:
+    theirs = model.generate(**alone(prompt), **GREEDY, max_new_tokens=num_new)
+    with poisoned(model, **choices) as cache:
+        mine = model.generate(
+            **alone(prompt), **GREEDY, max_new_tokens=num_new, past_key_values=cache
+        )
+        assert mine.tolist() == theirs.tolist()
+        assert cache.lengths == [len(prompt) + num_new - 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_ids_are_those_of_transformers_cache(seed):
+    model = small_model(seed, *SCHEDULES[seed % len(SCHEDULES)])
+    (prompt,) = prompts(seed, LENGTHS[seed])
+    check_greedy(model, prompt, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_greedy_ids_of_larger_models(seed):
+    rng = random.Random(seed)
+    ratios = [rng.choice((0, 4, 128)) for _ in range(6)]
+    model = small_model(seed, *ratios, hidden_size=128, num_attention_heads=8, index_topk=24)
+    for prompt in prompts(seed, *(rng.randint(1, 700) for _ in range(3))):
+        check_greedy(model, prompt, 200, block_tokens=rng.choice((128, 256, 512)))
+
+
+def test_a_padded_batch_equals_its_prompts_alone(model, cache):
+    texts = prompts(1, *EIGHT_LENGTHS)
+    options = {
+        **GREEDY, "max_new_tokens": 24, "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    batch = model.generate(**padded(texts), **options, past_key_values=cache)
+    assert cache.lengths == [length + 23 for length in EIGHT_LENGTHS]
+    logits = torch.stack(batch.logits)  # [step, row, vocabulary]
+    for row, text in enumerate(texts):
+        cache.reset()
+        single = model.generate(**alone(text), **options, past_key_values=cache)
+        new = batch.sequences[row, max(EIGHT_LENGTHS) :]
+        assert new.tolist() == single.sequences[0, len(text) :].tolist()
+        assert share_of_scale(logits[:, row], torch.stack(single.logits)[:, 0]) <= LOGIT_SHARE
+        theirs = model.generate(**alone(text), **GREEDY, max_new_tokens=24)
+        assert new.tolist() == theirs[0, len(text) :].tolist()
+
+
+def test_transformers_own_cache_is_wrong_on_that_batch(model):
+    """If this fails, transformers has learnt it too, and the docs can say so."""
+    texts = prompts(1, 3, 33)
+    batch = model.generate(**padded(texts), **GREEDY, max_new_tokens=24)
+    single = model.generate(**alone(texts[0]), **GREEDY, max_new_tokens=24)
+    assert batch[0, 33:].tolist() != single[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("length", [1, 5, 141])
+def test_beam_search_equals_one_without_any_cache(model, cache, length):
+    options = {**GREEDY, "num_beams": 4, "max_new_tokens": 30}
+    (prompt,) = prompts(2, length)
+    theirs = model.generate(**alone(prompt), **options, use_cache=False)
+    mine = model.generate(**alone(prompt), **options, past_key_values=cache)
+    assert mine.tolist() == theirs.tolist()
+
+
+def test_beams_of_a_padded_batch(model, cache):
+    options = {**GREEDY, "num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 16}
+    texts = prompts(3, 130, 9)
+    batch = model.generate(**padded(texts), **options, past_key_values=cache)
+    for number, text in enumerate(texts):
+        theirs = model.generate(**alone(text), **options, use_cache=False)
+        assert batch[2 * number : 2 * number + 2, 130:].tolist() == theirs[:, len(text) :].tolist()
+
+
+def test_beams_need_no_slot_beside_their_own(model):
+    (prompt,) = prompts(2, 200)
+    options = {**GREEDY, "num_beams": 4, "max_new_tokens": 16}
+    theirs = model.generate(**alone(prompt), **options, use_cache=False)
+    # One block each, and no slot or block to spare.
+    with poisoned(model, max_requests=4, max_tokens=256, num_blocks=None) as cache:
+        assert cache.manager.capacity.num_blocks == 4
+        mine = model.generate(**alone(prompt), **options, past_key_values=cache)
+        assert mine.tolist() == theirs.tolist()
+        assert sorted(cache.manager.is_open.nonzero()[0]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 5, 10])
+def test_assisted_decoding_equals_greedy(model, cache, num_drafts):
+    (phrase,) = prompts(4, 21)
+    repeated = alone(phrase.repeat(7))
+    options = {**GREEDY, "max_new_tokens": 60}
+    greedy = model.generate(**repeated, **options)
+    rejected = []
+    crop, cache.crop = cache.crop, lambda count: (rejected.append(-count), crop(count))
+    mine = model.generate(
+        **repeated, **options, past_key_values=cache, prompt_lookup_num_tokens=num_drafts
+    )
+    assert mine.tolist() == greedy.tolist()
+    assert max(rejected) == num_drafts and len(rejected) < 60
+    assert cache.lengths == [147 + 59]
+
+
+def test_assisted_decoding_with_a_model(model, cache):
+    assistant = small_model(11, 0)
+    (prompt,) = prompts(4, 50)
+    options = {**GREEDY, "max_new_tokens": 20}
+    greedy = model.generate(**alone(prompt), **options)
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(**alone(prompt), **options, assistant_model=assistant)
+    mine = model.generate(
+        **alone(prompt), **options, past_key_values=cache, assistant_model=assistant
+    )
+    assert mine.tolist() == greedy.tolist()
+
+
+def test_sampling_and_several_sequences(model, cache):
+    (prompt,) = prompts(5, 140)
+    options = {**GREEDY, "do_sample": True, "num_return_sequences": 3, "max_new_tokens": 25}
+    torch.manual_seed(0)
+    theirs = model.generate(**alone(prompt), **options)
+    torch.manual_seed(0)
+    mine = model.generate(**alone(prompt), **options, past_key_values=cache)
+    assert mine.tolist() == theirs.tolist()
+    assert len({tuple(row) for row in mine.tolist()}) > 1
+
+
+def test_a_conversation_equals_a_fresh_run_on_the_joined_text(model, cache):
+    first, second, third = prompts(6, 120, 45, 1)
+    text = model.generate(**alone(first), **GREEDY, max_new_tokens=30, past_key_values=cache)[0]
+    for turn in (second, third):
+        text = torch.cat((text, turn))
+        fresh = model.generate(**alone(text), **GREEDY, max_new_tokens=30)
+        text = model.generate(**alone(text), **GREEDY, max_new_tokens=30, past_key_values=cache)[0]
+        assert text.tolist() == fresh[0].tolist()
+
+
+def test_a_conversation_of_a_padded_batch(model, cache):
+    texts, turns = prompts(7, 5, 131), prompts(8, 12, 12)
+    first = model.generate(**padded(texts), **GREEDY, max_new_tokens=10, past_key_values=cache)
+    ids = torch.cat((first, torch.stack(turns)), dim=1)
+    mask = torch.cat((padded(texts)["attention_mask"], torch.ones(2, 22, dtype=torch.long)), dim=1)
+    second = model.generate(
+        ids, attention_mask=mask, **GREEDY, max_new_tokens=10, past_key_values=cache
+    )
+    for row in range(2):
+        joined = ids[row][mask[row] == 1]
+        theirs = model.generate(**alone(joined), **GREEDY, max_new_tokens=10)
+        assert second[row, ids.shape[1] :].tolist() == theirs[0, len(joined) :].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 37, 128])
+def test_a_prefill_in_chunks(model, cache, size):
+    texts = prompts(9, 200, 40)
+    options = {**GREEDY, "max_new_tokens": 8}
+    whole = model.generate(**padded(texts), **options, past_key_values=cache)
+    cache.reset()
+    if size > 1:
+        chunked = model.generate(
+            **padded(texts), **options, past_key_values=cache, prefill_chunk_size=size
+        )
+        assert chunked.tolist() == whole.tolist()
+    with poisoned(model, max_forward_tokens=8 * size) as small:
+        split = model.generate(**padded(texts), **options, past_key_values=small)
+        assert split.tolist() == whole.tolist()
+
+
+def test_right_padding_is_exact_in_forward(model, cache):
+    texts = prompts(10, *EIGHT_LENGTHS)
+    with torch.no_grad():
+        batch = model(**padded(texts, "right"), past_key_values=cache).logits
+        assert cache.lengths == list(EIGHT_LENGTHS)
+        ids = torch.arange(1, 9)[:, None]
+        mask = torch.cat((padded(texts, "right")["attention_mask"], torch.ones_like(ids)), dim=1)
+        step = model(ids, attention_mask=mask, past_key_values=cache).logits
+        for row, text in enumerate(texts):
+            cache.reset()
+            single = model(**alone(text), past_key_values=cache).logits[0]
+            assert share_of_scale(batch[row, : len(text)], single) <= LOGIT_SHARE
+            single = model(ids[row][None], past_key_values=cache).logits[0]
+            assert share_of_scale(step[row], single) <= LOGIT_SHARE
+
+
+def test_right_padding_is_refused_in_generate(model, cache):
+    texts = padded(prompts(10, 5, 9), "right")
+    for options in ({}, {"prefill_chunk_size": 3}):
+        with pytest.raises(ValueError, match="Right padding is not supported in generate.* row 0"):
+            model.generate(**texts, **GREEDY, max_new_tokens=2, past_key_values=cache, **options)
+        cache.reset()
+
+
+def test_padding_that_generate_finds_itself(model, cache):
+    texts = prompts(12, 5, 9)
+    ids = padded(texts)["input_ids"]
+    given = model.generate(**padded(texts), **GREEDY, max_new_tokens=5, past_key_values=cache)
+    cache.reset()
+    found = model.generate(ids, **GREEDY, max_new_tokens=5, past_key_values=cache)
+    assert found.tolist() == given.tolist() and cache.lengths == [9, 13]
+
+
+def test_embeddings_as_inputs(model, cache):
+    (prompt,) = prompts(13, 50)
+    embeddings = model.model.embed_tokens(prompt[None])
+    with torch.no_grad():
+        expected = model(**alone(prompt), use_cache=False).logits
+        logits = model(inputs_embeds=embeddings, past_key_values=cache).logits
+    assert share_of_scale(logits, expected) <= LOGIT_SHARE
+
+
+def test_hash_routed_experts_see_their_tokens():
+    model = small_model(14, 4, 128, num_hash_layers=2)
+    for layer in model.model.layers:
+        table = layer.mlp.gate.tid2eid
+        table.copy_(torch.stack([torch.randperm(4)[:2] for _ in range(len(table))]))
+    (prompt,) = prompts(14, 60)
+    check_greedy(model, prompt, 10, max_forward_tokens=25)
+
+
+@pytest.mark.parametrize(("kv", "index"), [("fp8", "mxfp4"), ("bf16", "fp8")])
+def test_stored_formats_stay_near(model, kv, index):
+    """Rows of few bits: near transformers' logits, and not on them."""
+    (prompt,) = prompts(15, 300)
+    with torch.no_grad():
+        expected = model(**alone(prompt), use_cache=False).logits
+        with attach(
+            model, max_requests=1, max_tokens=512, kv_format=kv, index_format=index
+        ) as cache:
+            logits = model(**alone(prompt), past_key_values=cache).logits
+    error = float((logits - expected).norm() / expected.norm())
+    assert 1e-4 < error < 0.6
+
+
+def test_a_bf16_model():
+    model = small_model(16, 0, 128).to(torch.bfloat16)
+    (prompt,) = prompts(16, 200)
+    with torch.no_grad():
+        theirs = model(**alone(prompt), use_cache=False).logits.float()
+        with attach(
+            model, max_requests=1, max_tokens=512, kv_format="bf16", index_format="bf16"
+        ) as cache:
+            mine = model(**alone(prompt), past_key_values=cache).logits
+        exact = model.float()(**alone(prompt), use_cache=False).logits
+    assert mine.dtype is torch.bfloat16
+    assert (mine.float() - exact).norm() <= 1.2 * (theirs - exact).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype):
+    device = torch.device("cuda")
+    model = small_model(3, 4, 128, 0).to(device, dtype)
+    texts = {name: value.to(device) for name, value in padded(prompts(1, 140, 7)).items()}
+    options = {**GREEDY, "max_new_tokens": 20}
+    if dtype is torch.float32:
+        with poisoned(model) as cache:
+            mine = model.generate(**texts, **options, past_key_values=cache)
+            for row, length in enumerate((140, 7)):
+                text = {"input_ids": texts["input_ids"][row : row + 1, 140 - length :]}
+                text["attention_mask"] = torch.ones_like(text["input_ids"])
+                theirs = model.generate(**text, **options)
+                assert mine[row, 140:].tolist() == theirs[0, length:].tolist()
+    for options in ({"num_beams": 4}, {"do_sample": True}):
+        with attach(model, max_requests=8, max_tokens=512) as cache:
+            out = model.generate(
+                **texts, **{**GREEDY, **options}, max_new_tokens=20, past_key_values=cache
+            )
+            assert out.shape == (2, 160)
+            cache.manager.check_integrity()
