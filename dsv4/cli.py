@@ -70,8 +70,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser(
-        "demo", help="run a small random model's attention through the cache and check it"
+        "demo", help="generate through this cache and through transformers' own"
     )
+    demo.add_argument("--model", help="a checkpoint folder; by default a small random model")
+    demo.add_argument(
+        "--prompt", action="append", default=[], help="a text for --model; more than once for more"
+    )
+    demo.add_argument("--new-tokens", type=positive, default=48, help="tokens to generate")
+    demo.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     demo.add_argument("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
     demo.add_argument(
         "--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys"
@@ -241,48 +247,19 @@ def _print_info(result: dict[str, Any]) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from dsv4.demo import run_demo
+    if options.prompt and options.model is None:
+        raise UsageError("--prompt needs --model: a random model has no tokenizer")
+    from dsv4.demo.command import print_demo, run_command
+    from dsv4.demo.kept_run import keep_run
 
-    with working("a small model through the cache"):
-        result = run_demo(
-            kv_format=options.kv, index_format=options.index, seed=options.seed, folder=options.save
-        )
+    result = run_command(options)
+    if options.save is not None:
+        keep_run(options.save, kv_format=options.kv, index_format=options.index, seed=options.seed)
     if options.json:
         print(json.dumps(result))
     else:
-        _print_demo(result)
+        print_demo(result, make_console())
     return 0 if result["ok"] else 1
-
-
-def _print_demo(result: dict[str, Any]) -> None:
-    console = make_console()
-    lengths = ", ".join(str(n) for n in result["sequences"])
-    formats = f"{result['kv_format']} rows, {result['index_format']} index keys"
-    console.print(f"Sequences of {lengths} tokens, prefilled in one batch, then decoded.\n")
-    errors = Table(title="Largest difference, as a share of the largest output")
-    errors.add_column("layer")
-    errors.add_column("fp32 rows\nagainst transformers", justify="right")
-    errors.add_column(f"{formats}\nagainst the uncached oracle", justify="right")
-    errors.add_column(f"{formats}\nagainst transformers in fp32", justify="right")
-    for layer in result["layers"]:
-        errors.add_row(
-            f"{layer['layer']} {layer['type']}",
-            f"{layer['fp32_vs_transformers']:.1e}",
-            f"{layer['formats_vs_oracle']:.1e}",
-            f"{layer['formats_vs_transformers']:.1e}",
-        )
-    console.print(errors)
-    memory = Table(title=f"Bytes of the cache: {formats}")
-    memory.add_column("component")
-    memory.add_column("payload", justify="right")
-    memory.add_column("allocated", justify="right")
-    for name, size in result["memory"].items():
-        memory.add_row(name, f"{size['payload']:,}", f"{size['allocated']:,}")
-    totals = [sum(s[kind] for s in result["memory"].values()) for kind in ("payload", "allocated")]
-    memory.add_section()
-    memory.add_row("total", *(f"{total:,}" for total in totals))
-    console.print(memory)
-    console.print("equal" if result["ok"] else "MISMATCH")
 
 
 def _bench_write(options: argparse.Namespace) -> int:

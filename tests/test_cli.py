@@ -5,43 +5,84 @@ import json
 import pytest
 import torch
 
-from dsv4 import demo
 from dsv4.cli import main
+from dsv4.demo import command
+from dsv4.model.random_hf import random_hf_model
 
 
-def test_demo_prints_tables(capsys):
-    assert main(["demo"]) == 0
-    out = capsys.readouterr().out
-    assert "CSA" in out and "hca_entries" in out and "equal" in out
+def test_demo_prints_tables(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["demo", "--new-tokens", "6"]) == 0
+    captured = capsys.readouterr()
+    for text in ("6 new tokens for each of 4 prompts", "fp8 rows, mxfp4 keys", "hca_entries",
+                 "Tokens per second", "equal: with fp32 rows"):  # fmt: skip
+        assert text in captured.out
 
 
 def test_demo_json_is_one_object(capsys):
-    assert main(["demo", "--json", "--kv", "bf16", "--index", "fp8"]) == 0
+    assert main(["demo", "--json", "--kv", "bf16", "--index", "fp8", "--new-tokens", "4"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["ok"] and result["kv_format"] == "bf16"
-    assert {layer["type"] for layer in result["layers"]} == {"SWA", "CSA", "HCA"}
-    assert all(layer["fp32_vs_transformers"] <= 5e-6 for layer in result["layers"])
-    assert all(size["allocated"] >= size["payload"] for size in result["memory"].values())
+    assert result["ok"] and result["kv_format"] == "bf16" and result["prompts"] == [300, 130, 37, 5]
+    assert result["first_difference"]["fp32"] == [None] * 4
+    assert result["first_difference"]["transformers_padded"][0] is None  # the row without padding
+    assert result["first_difference"]["transformers_padded"] != [None] * 4
+    assert max(result["logit_error"]["fp32"]) < 1e-4 < max(result["logit_error"]["formats"])
+    assert all(len(errors) == 4 for errors in result["logit_error"].values())
+    assert all(speed > 0 for speed in result["tokens_per_second"].values())
+    components = {"csa_entries", "index_keys", "hca_entries", "window", "states"}
+    assert all(components <= set(sizes) for sizes in result["memory"].values())
 
 
 def test_demo_fails_on_a_mismatch(capsys, monkeypatch):
     from dsv4.kernels.reference import attention
 
     monkeypatch.setattr(attention, "unrotate", lambda output, positions, rope: output)
-    assert main(["demo"]) == 1
+    assert main(["demo", "--new-tokens", "2"]) == 1
     assert "MISMATCH" in capsys.readouterr().out
 
 
+def test_demo_of_a_checkpoint_folder(capsys, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(127)} | {"<unk>": 127}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path)
+    model = random_hf_model(seed=0, compress_ratios=[4, 128])
+    model.save_pretrained(tmp_path)
+    prompts = ["--prompt", "w1 w2 w3", "--prompt", "w5 " * 40]
+    arguments = ["demo", "--model", str(tmp_path), "--new-tokens", "3", "--json", *prompts]
+    assert main(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompts"] == [3, 40] and result["model"] == str(tmp_path)
+    assert all(text.startswith("w") or "<unk>" in text for text in result["texts"])
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    assert main(arguments[:-5]) == 0
+    assert "bfloat16" in capsys.readouterr().out
+
+
+def test_demo_refusals(capsys, tmp_path):
+    with pytest.raises(SystemExit) as error:
+        main(["demo", "--prompt", "hello"])
+    assert error.value.code == 2 and "--prompt needs --model" in capsys.readouterr().err
+    assert main(["demo", "--model", str(tmp_path)]) == 1
+    assert "expected a config.json" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["demo", "--device", "cuda"]) == 1
+        assert "--device cuda needs a CUDA device" in capsys.readouterr().err
+
+
 def test_a_failure_is_one_sentence_on_stderr(capsys, monkeypatch):
-    def fail(**_):
+    def fail(*_, **__):
         raise RuntimeError("the pool is on fire")
 
-    monkeypatch.setattr(demo, "run_demo", fail)
-    assert main(["demo"]) == 1
+    monkeypatch.setattr(command, "run_demo", fail)
+    assert main(["demo", "--json"]) == 1
     captured = capsys.readouterr()
     assert captured.err == "dsv4: the pool is on fire\n" and captured.out == ""
     with pytest.raises(RuntimeError, match="on fire"):
-        main(["--debug", "demo"])
+        main(["--debug", "demo", "--json"])
 
 
 @pytest.mark.parametrize(

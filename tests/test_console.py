@@ -14,7 +14,7 @@ from dsv4.console import make_console, track, working
 
 PLAN = ["plan", "--model", "v4-flash", "--context", "1M", "--gpu", "h200"]
 COMMANDS = {
-    "demo": (["demo"], "dsv4.demo.run_demo"),
+    "demo": (["demo"], "dsv4.demo.command.run_command"),
     "plan": (PLAN, "dsv4.cli.print_plan"),
     "plan --json": ([*PLAN, "--json"], "dsv4.cli.as_json"),
     "plan --html": ([*PLAN, "--html", "FOLDER/a.html"], "dsv4.planner.page.write_page"),

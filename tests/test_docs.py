@@ -12,6 +12,7 @@ import torch
 
 from dsv4.cache import captured_forward
 from dsv4.cli import main
+from dsv4.demo.kept_run import keep_run
 from dsv4.inspector.selections import RUN_FILES
 from tests.cache.test_captured_forward import EagerGraph
 
@@ -34,7 +35,7 @@ def commands(pages: list[str]) -> list[tuple[str, str | None]]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs") / "run"
-    assert main(["demo", "--save", str(folder)]) == 0
+    keep_run(folder, kv_format="fp8", index_format="mxfp4", seed=0)
     return folder
 
 

@@ -25,6 +25,7 @@ RANKS = [
     ["dsv4.cache.captured_forward", "dsv4.cache.warm_up"],
     ["dsv4.model.attention", "dsv4.model.random_hf"],
     ["dsv4.testing"],
+    ["dsv4.integrations"],
     ["dsv4.bench", "dsv4.info", "dsv4.planner"],
     ["dsv4.inspector"],
     ["dsv4.demo"],
@@ -44,7 +45,7 @@ def modules() -> dict[str, Path]:
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if name not in ("dsv4", "dsv4.cache", "dsv4.model"):
+        if name not in ("dsv4", "dsv4.cache", "dsv4.integrations", "dsv4.model"):
             found[name] = path
     return found
 

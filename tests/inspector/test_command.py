@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsv4.cli import main
+from dsv4.demo.kept_run import keep_run
 from dsv4.inspector.selections import RUN_FILES, SelectionRecorder
 from tests.inspector.test_report import named, rewrite, set_rows
 
@@ -14,7 +15,7 @@ from tests.inspector.test_report import named, rewrite, set_rows
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "run"
-    assert main(["demo", "--save", str(folder)]) == 0
+    keep_run(folder, kv_format="fp8", index_format="mxfp4", seed=0)
     return folder
 
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from dsv4.integrations.transformers import attach
 from tests.integrations.generation import (
@@ -47,6 +48,24 @@ def check_greedy(model, prompt, num_new, **choices) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_greedy_ids_are_those_of_transformers_cache(seed):
+    """200 steps here; transformers' cache gets the prompt, then the new tokens at once.
+
+    If its best token after each of them is the one that follows, its own steps choose the same.
+    """
+    model = small_model(seed, *SCHEDULES[seed % len(SCHEDULES)])
+    (prompt,) = prompts(seed, LENGTHS[seed])
+    with poisoned(model) as cache, torch.no_grad():
+        mine = model.generate(**alone(prompt), **GREEDY, max_new_tokens=200, past_key_values=cache)
+        assert cache.lengths == [len(prompt) + 199]
+        theirs = DynamicCache(config=model.config)
+        first = model(prompt[None], past_key_values=theirs).logits[0, -1:]
+        rest = model(mine[:, len(prompt) : -1], past_key_values=theirs).logits[0]
+    assert mine[0, len(prompt) :].tolist() == torch.cat((first, rest)).argmax(-1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_ids_step_by_step(seed):
     model = small_model(seed, *SCHEDULES[seed % len(SCHEDULES)])
     (prompt,) = prompts(seed, LENGTHS[seed])
     check_greedy(model, prompt, 200)
@@ -65,10 +84,10 @@ def test_greedy_ids_of_larger_models(seed):
 def test_a_padded_batch_equals_its_prompts_alone(model, cache):
     texts = prompts(1, *EIGHT_LENGTHS)
     options = {
-        **GREEDY, "max_new_tokens": 24, "return_dict_in_generate": True, "output_logits": True,
+        **GREEDY, "max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True,
     }  # fmt: skip
     batch = model.generate(**padded(texts), **options, past_key_values=cache)
-    assert cache.lengths == [length + 23 for length in EIGHT_LENGTHS]
+    assert cache.lengths == [length + 11 for length in EIGHT_LENGTHS]
     logits = torch.stack(batch.logits)  # [step, row, vocabulary]
     for row, text in enumerate(texts):
         cache.reset()
@@ -76,7 +95,7 @@ def test_a_padded_batch_equals_its_prompts_alone(model, cache):
         new = batch.sequences[row, max(EIGHT_LENGTHS) :]
         assert new.tolist() == single.sequences[0, len(text) :].tolist()
         assert share_of_scale(logits[:, row], torch.stack(single.logits)[:, 0]) <= LOGIT_SHARE
-        theirs = model.generate(**alone(text), **GREEDY, max_new_tokens=24)
+        theirs = model.generate(**alone(text), **GREEDY, max_new_tokens=12)
         assert new.tolist() == theirs[0, len(text) :].tolist()
 
 
@@ -217,7 +236,7 @@ def test_right_padding_is_exact_in_forward(model, cache):
 def test_right_padding_is_refused_in_generate(model, cache):
     texts = padded(prompts(10, 5, 9), "right")
     for options in ({}, {"prefill_chunk_size": 3}):
-        with pytest.raises(ValueError, match="Right padding is not supported in generate.* row 0"):
+        with pytest.raises(ValueError, match=r"Right padding is not supported in generate.* row 0"):
             model.generate(**texts, **GREEDY, max_new_tokens=2, past_key_values=cache, **options)
         cache.reset()
 

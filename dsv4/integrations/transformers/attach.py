@@ -221,9 +221,9 @@ def _run_spans(model: Any, cache: PagedCache, inputs: dict[str, Any]) -> Any:
     if not num_columns:
         raise ValueError("Invalid inputs: expected at least one new column, got none")
     past = cache.get_seq_length()
-    spans = cache.split_columns(batch, num_columns)
-    _check_recorded(model, inputs, num_spans=len(spans))
     mask, position_ids = inputs.pop("attention_mask", None), inputs.pop("position_ids", None)
+    spans = cache.split_columns(batch, num_columns, mask)
+    _check_recorded(model, inputs, num_spans=len(spans))
     outputs = []
     for start, stop in spans:
         part = {**inputs, **{name: inputs[name][:, start:stop] for name in names}}

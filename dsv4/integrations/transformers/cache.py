@@ -27,7 +27,7 @@ from dsv4.integrations.transformers.attention import (
     attend,
     learned_weights,
 )
-from dsv4.integrations.transformers.columns import Columns
+from dsv4.integrations.transformers.columns import BoolArray, Columns
 from dsv4.integrations.transformers.padding import (
     check_last_column,
     check_positions,
@@ -127,6 +127,8 @@ class PagedCache(AttachedCache):
                 "Invalid use of a PagedCache: expected an attention module called by its model, "
                 f"got hidden states of shape {list(hidden.shape)} outside of such a forward"
             )
+        if not forward.plan.num_tokens:
+            return torch.zeros_like(hidden)
         with torch.no_grad():
             tokens = hidden.flatten(0, 1)
             if forward.token_index is not None:
@@ -159,21 +161,39 @@ class PagedCache(AttachedCache):
         finally:
             self._is_generating = False
 
-    def split_columns(self, batch: int, num_columns: int) -> list[tuple[int, int]]:
+    def split_columns(
+        self, batch: int, num_columns: int, attention_mask: Tensor | None
+    ) -> list[tuple[int, int]]:
         """Spans of columns, each small enough for one forward of the manager.
 
-        With more than one span, blocks for all of them must be free: nothing is begun that
-        cannot be finished.
+        If there are several, the last one must fit too: nothing is begun that cannot be finished.
         """
         limit = self.manager.capacity.max_forward_tokens // max(batch, 1)
-        starts = range(0, num_columns, limit)
+        starts = range(0, num_columns, max(limit, 1))
         spans = [(start, min(start + limit, num_columns)) for start in starts]
         if len(spans) > 1:
-            lengths = np.array(self.lengths or [0] * batch, dtype=np.int64)
-            needed = self.manager.blocks_for(lengths + num_columns).sum()
-            present = self.manager.num_slot_blocks[self._slots].sum()
-            self._check_blocks(int(needed - present), self.manager.allocator.num_free)
+            self._check_end(batch, num_columns, attention_mask)
         return spans
+
+    def _check_end(self, batch: int, num_columns: int, attention_mask: Tensor | None) -> None:
+        """Refuse rows that would be too long, or need more blocks than are free."""
+        manager = self.manager
+        self._check_batch(batch)
+        is_token = read_mask(attention_mask, self._columns, batch=batch, num_columns=num_columns)
+        after = self._lengths(batch) + _counts(is_token, num_columns)
+        limit = manager.capacity.max_request_tokens
+        if after.max() > limit:
+            raise ValueError(
+                f"Too many tokens in one request: expected at most {limit}, got {after.max()}"
+            )
+        needed = manager.blocks_for(after).sum() - manager.num_slot_blocks[self._slots].sum()
+        self._check_blocks(int(needed), manager.allocator.num_free)
+
+    def _lengths(self, batch: int) -> NDArray[np.int64]:
+        """`[batch]`, tokens of each row; 0 before the first forward."""
+        if not self._slots:
+            return np.zeros(batch, dtype=np.int64)
+        return self.manager.lengths[self._slots]
 
     def _start(
         self,
@@ -186,12 +206,12 @@ class PagedCache(AttachedCache):
         manager, is_new = self.manager, not self._slots
         self._check_batch(batch)
         is_token = read_mask(attention_mask, self._columns, batch=batch, num_columns=num_columns)
-        before = np.zeros(batch, dtype=np.int64) if is_new else manager.lengths[self._slots]
+        before = self._lengths(batch)
         if self._is_generating:
             check_last_column(is_token, before)
         if num_columns > 1:
             check_positions(position_ids, is_token, before, num_columns=num_columns)
-        after = before + (num_columns if is_token is None else is_token.sum(axis=1))
+        after = before + _counts(is_token, num_columns)
         slots = [manager.open_request() for _ in range(batch)] if is_new else self._slots
         try:
             plan = prepare_forward(manager, slots, before, after)
@@ -252,6 +272,10 @@ class PagedCache(AttachedCache):
         if self._manager is not None:
             self.reset()
             self._manager, self._weights = None, ()
+
+    def __del__(self) -> None:
+        if getattr(self, "_manager", None) is not None:
+            self.close()
 
     def __enter__(self) -> "PagedCache":
         return self
@@ -354,6 +378,11 @@ class PagedCache(AttachedCache):
     def __repr__(self) -> str:
         state = "closed" if self._manager is None else f"tokens={self.lengths}"
         return f"{type(self).__name__}({state})"
+
+
+def _counts(is_token: BoolArray | None, num_columns: int) -> NDArray[np.int64] | int:
+    """Tokens that each row gets."""
+    return num_columns if is_token is None else is_token.sum(axis=1)
 
 
 def _free(manager: KVCacheManager, slots: list[int]) -> None:

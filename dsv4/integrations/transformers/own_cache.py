@@ -1,0 +1,46 @@
+"""What transformers' own cache of a DeepSeek-V4 holds, for comparisons: its bytes by component."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+ENTRY_NAMES = {
+    "compressed_sparse_attention": "csa_entries",
+    "heavily_compressed_attention": "hca_entries",
+}
+STATES = ("buffer_kv", "buffer_gate", "overlap_kv", "overlap_gate")
+
+
+def own_cache_bytes(cache: Any, layer_types: list[str]) -> dict[str, int]:
+    """Bytes of a `DynamicCache`, as held: a view counts with all of its storage, once.
+
+    Args:
+        cache: The cache, after at least one forward.
+        layer_types: The model config's.
+
+    Returns:
+        csa_entries, index_keys, hca_entries, window and states.
+    """
+    sizes = dict.fromkeys(("csa_entries", "index_keys", "hca_entries", "window", "states"), 0)
+    seen = set()
+    for layer, layer_type in zip(cache.layers, layer_types, strict=True):
+        for component, tensor in _tensors(layer, ENTRY_NAMES.get(layer_type, "")):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                sizes[component] += storage.nbytes()
+    return sizes
+
+
+def _tensors(layer: Any, entries: str) -> Iterator[tuple[str, Tensor]]:
+    yield "window", layer.keys
+    yield "window", layer.values
+    compressed = getattr(layer, "compressed_kv", {})
+    for name, component in (("compressor", entries), ("indexer", "index_keys")):
+        if compressed.get(name) is not None:
+            yield component, compressed[name]
+    for state in STATES:
+        for tensor in getattr(layer, state, {}).values():
+            if tensor is not None:
+                yield "states", tensor
