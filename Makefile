@@ -20,7 +20,7 @@ unit: $(VENV)/.installed
 	$(BIN)/pytest -n 2
 
 oldest: $(VENV)/.oldest
-	PYTHONPATH=$(VENV)/oldest $(BIN)/pytest tests/model tests/test_config.py
+	PYTHONPATH=$(VENV)/oldest $(BIN)/pytest -n 2 tests/model tests/integrations tests/test_config.py
 
 slow: $(VENV)/.installed
 	$(BIN)/pytest -n 2 -m slow

@@ -128,6 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     attend.add_argument("--json", action="store_true", help="print one JSON object only")
     _add_compare(attend, "FlashMLA")
     attend.set_defaults(run=_bench_attend)
+    against = benches.add_parser(
+        "transformers", help="decode steps of a transformers model with both caches, on a GPU"
+    )
+    against.add_argument("--steps", type=positive, default=30)
+    against.add_argument("--json", action="store_true", help="print one JSON object only")
+    against.set_defaults(run=_bench_transformers)
     tune = benches.add_parser("tune", help="launch parameters of this GPU's architecture")
     tune.add_argument("--write", action="store_true", help="update the committed table in place")
     tune.add_argument("--json", action="store_true", help="print one JSON object only")
@@ -384,6 +390,49 @@ def _bench_attend(options: argparse.Namespace) -> int:
         _print_peers(result)
     print(json.dumps(result))
     return 0
+
+
+def _bench_transformers(options: argparse.Namespace) -> int:
+    from dsv4.bench.transformers import bench_transformers
+
+    result = bench_transformers(num_steps=options.steps)
+    if not options.json:
+        _print_transformers(result)
+    print(json.dumps(result))
+    return 0
+
+
+def _print_transformers(result: dict[str, Any]) -> None:
+    decode = Table(title="A decode step of transformers' model in BF16, microseconds")
+    for column in ("batch", "context", "this cache", "transformers'", "faster", "free cache",
+                   "would be faster", "attention, this", "transformers'", "faster"):  # fmt: skip
+        decode.add_column(column, justify="right")
+    for row in result["decode"]:
+        steps, attention = row["step_us"], row["attention_us"]
+        decode.add_row(
+            str(row["batch"]),
+            f"{row['context']:,}",
+            f"{steps['this']:,.0f}",
+            f"{steps['transformers']:,.0f}",
+            f"{row['speedup']:.2f} x",
+            f"{steps['free']:,.0f}",
+            f"{row['ceiling']:.2f} x",
+            f"{attention['this']:,.0f}",
+            f"{attention['transformers']:,.0f}",
+            f"{row['attention_speedup']:.2f} x",
+        )
+    memory = Table(title="Bytes of one row, fp8 rows and mxfp4 keys")
+    for column in ("context", "this cache", "transformers'", "ratio", "workspaces beside"):
+        memory.add_column(column, justify="right")
+    for row in result["memory"]:
+        memory.add_row(
+            f"{row['context']:,}",
+            f"{row['this_bytes']:,}",
+            f"{row['transformers_bytes']:,}",
+            f"{row['ratio']:.3f}",
+            f"{row['workspace_bytes']:,}",
+        )
+    Console().print(decode, memory)
 
 
 def _bench_tune(options: argparse.Namespace) -> int:

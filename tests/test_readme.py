@@ -4,15 +4,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
 def test_the_snippet_runs():
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    snippet, integration = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict = {}
     exec(compile(snippet, "README.md", "exec"), names)
+    ids = torch.ones(2, 5, dtype=torch.long)
+    names["inputs"] = {"input_ids": ids, "attention_mask": ids}
+    exec(compile(integration, "README.md", "exec"), names)
+    assert names["ids"].shape[0] == 2
     assert names["out"].shape == names["hidden"].shape
     assert not names["manager"].is_open[names["slot_a"]]
     names["manager"].check_integrity()
@@ -35,7 +40,7 @@ def test_every_module_is_in_the_tree():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/planning.md"]
+    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/planning.md", "docs/transformers.md"]
 )
 def test_links_and_commands_exist(page):
     text = (ROOT / page).read_text()

@@ -13,7 +13,7 @@ STATES = ("buffer_kv", "buffer_gate", "overlap_kv", "overlap_gate")
 
 
 def own_cache_bytes(cache: Any, layer_types: list[str]) -> dict[str, int]:
-    """Bytes of a `DynamicCache`, as held: a view counts with all of its storage, once.
+    """Bytes of a `DynamicCache`'s tensors; keys and values that are the same tensor count once.
 
     Args:
         cache: The cache, after at least one forward.
@@ -26,10 +26,9 @@ def own_cache_bytes(cache: Any, layer_types: list[str]) -> dict[str, int]:
     seen = set()
     for layer, layer_type in zip(cache.layers, layer_types, strict=True):
         for component, tensor in _tensors(layer, ENTRY_NAMES.get(layer_type, "")):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                sizes[component] += storage.nbytes()
+            if tensor.numel() and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                sizes[component] += tensor.nbytes
     return sizes
 
 
