@@ -40,7 +40,15 @@ def test_every_module_is_in_the_tree():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/planning.md", "docs/transformers.md"]
+    "page",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/design.md",
+        "docs/planning.md",
+        "docs/transformers.md",
+    ],
 )
 def test_links_and_commands_exist(page):
     text = (ROOT / page).read_text()

@@ -21,7 +21,7 @@ from tests.integrations.generation import (
 SCHEDULES = [(4, 128), (0, 4), (128, 4), (4, 4), (0, 128), (128, 128), (4, 0)]
 LENGTHS = [1, 2, 3, 4, 5, 31, 63, 100, 126, 127, 128, 129, 200, 255, 256, 257, 383, 511, 640, 700]
 EIGHT_LENGTHS = (1, 3, 33, 64, 127, 128, 200, 301)
-LOGIT_SHARE = 1e-5  # of the largest logit, one batch against another
+LOGIT_SHARE = 1e-5  # of the largest logit
 
 
 @pytest.fixture(scope="module")
@@ -282,18 +282,20 @@ def test_stored_formats_stay_near(model, kv, index):
     assert 1e-4 < error < 0.6
 
 
-def test_a_bf16_model():
-    model = small_model(16, 0, 128).to(torch.bfloat16)
-    (prompt,) = prompts(16, 200)
+@pytest.mark.parametrize("seed", range(3))
+def test_bf16_error_is_no_larger_than_transformers_own(seed):
+    # Every expert is used: a flipped choice of experts would hide the error of attention.
+    model = small_model(seed, 0, 128, n_routed_experts=2).to(torch.bfloat16)
+    (prompt,) = prompts(seed, 200)
     with torch.no_grad():
-        theirs = model(**alone(prompt), use_cache=False).logits.float()
+        theirs = model(**alone(prompt), use_cache=False).logits
         with attach(
             model, max_requests=1, max_tokens=512, kv_format="bf16", index_format="bf16"
         ) as cache:
             mine = model(**alone(prompt), past_key_values=cache).logits
         exact = model.float()(**alone(prompt), use_cache=False).logits
     assert mine.dtype is torch.bfloat16
-    assert (mine.float() - exact).norm() <= 1.2 * (theirs - exact).norm()
+    assert (mine.float() - exact).norm() <= (theirs.float() - exact).norm()
 
 
 @pytest.mark.gpu
