@@ -18,7 +18,7 @@ from tests.integrations.generation import (
     small_model,
 )
 
-SCHEDULES = [(4, 128), (0, 4), (128, 4), (4, 4), (0, 128), (128, 128), (4, 0)]
+SCHEDULES = [(4, 128), (4,), (128, 4), (0,), (0, 4), (128,), (4, 0)]
 LENGTHS = [1, 2, 3, 4, 5, 31, 63, 100, 126, 127, 128, 129, 200, 255, 256, 257, 383, 511, 640, 700]
 EIGHT_LENGTHS = (1, 3, 33, 64, 127, 128, 200, 301)
 LOGIT_SHARE = 1e-5  # of the largest logit
@@ -233,12 +233,22 @@ def test_right_padding_is_exact_in_forward(model, cache):
             assert share_of_scale(step[row], single) <= LOGIT_SHARE
 
 
-def test_right_padding_is_refused_in_generate(model, cache):
+@pytest.mark.parametrize("choices", [{}, {"max_forward_tokens": 8}], ids=["one", "parts"])
+def test_right_padding_is_refused_in_generate(model, choices):
     texts = padded(prompts(10, 5, 9), "right")
-    for options in ({}, {"prefill_chunk_size": 3}):
-        with pytest.raises(ValueError, match=r"Right padding is not supported in generate.* row 0"):
-            model.generate(**texts, **GREEDY, max_new_tokens=2, past_key_values=cache, **options)
-        cache.reset()
+    with poisoned(model, **choices) as cache:
+        for options in ({}, {"prefill_chunk_size": 9}):
+            with pytest.raises(
+                ValueError, match=r"Right padding is not supported in generate.* row 0"
+            ):
+                model.generate(
+                    **texts, **GREEDY, max_new_tokens=2, past_key_values=cache, **options
+                )
+            assert cache.get_seq_length() == 0 and cache.manager.num_free_slots == 8
+        with pytest.raises(ValueError, match=r"Right padding"):
+            model.generate(
+                **texts, **GREEDY, max_new_tokens=2, past_key_values=cache, prefill_chunk_size=3
+            )
 
 
 def test_padding_that_generate_finds_itself(model, cache):

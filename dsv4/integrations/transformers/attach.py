@@ -220,16 +220,15 @@ def _run_spans(model: Any, cache: PagedCache, inputs: dict[str, Any]) -> Any:
     batch, num_columns = inputs[names[0]].shape[:2]
     if not num_columns:
         raise ValueError("Invalid inputs: expected at least one new column, got none")
-    past = cache.get_seq_length()
     mask, position_ids = inputs.pop("attention_mask", None), inputs.pop("position_ids", None)
-    spans = cache.split_columns(batch, num_columns, mask)
+    is_token = cache.read_inputs(batch, num_columns, mask, position_ids)
+    spans = cache.split_columns(batch, num_columns, is_token)
     _check_recorded(model, inputs, num_spans=len(spans))
     outputs = []
     for start, stop in spans:
         part = {**inputs, **{name: inputs[name][:, start:stop] for name in names}}
-        ids = None if position_ids is None else position_ids[..., start:stop]
-        seen = mask if len(spans) == 1 or mask is None else mask[:, : past + stop]
-        with cache.forward(batch, stop - start, seen, ids):
+        is_token_here = None if is_token is None else is_token[:, start:stop]
+        with cache.forward(batch, stop - start, is_token_here):
             outputs.append(type(model).forward(model, **part, attention_mask=NO_MASK))
     return outputs[0] if len(spans) == 1 else _joined(outputs)
 

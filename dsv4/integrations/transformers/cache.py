@@ -93,15 +93,14 @@ class PagedCache(AttachedCache):
         """Bytes by component, see `KVCacheManager.memory`."""
         return self.manager.memory()
 
-    @contextmanager
-    def forward(
+    def read_inputs(
         self,
         batch: int,
         num_columns: int,
         attention_mask: Tensor | None,
-        position_ids: Tensor | None = None,
-    ) -> Iterator[None]:
-        """Everything between is one forward of the model over so many rows and columns.
+        position_ids: Tensor | None,
+    ) -> BoolArray | None:
+        """Check what a forward of the model is given, before anything is begun.
 
         Args:
             batch, num_columns: The shape of the new tokens, padding included.
@@ -109,8 +108,53 @@ class PagedCache(AttachedCache):
                 new columns have none.
             position_ids: Checked where there is more than one column, never used: positions are
                 the cache's own.
+
+        Returns:
+            `[batch, num_columns]`, which columns hold tokens, or None if all do.
         """
-        self._forward = self._start(batch, num_columns, attention_mask, position_ids)
+        self._check_batch(batch)
+        is_token = read_mask(attention_mask, self._columns, batch=batch, num_columns=num_columns)
+        lengths = self._lengths(batch)
+        if self._is_generating:
+            check_last_column(is_token, lengths)
+        if num_columns > 1:
+            check_positions(position_ids, is_token, lengths, num_columns=num_columns)
+        return is_token
+
+    def split_columns(
+        self, batch: int, num_columns: int, is_token: BoolArray | None
+    ) -> list[tuple[int, int]]:
+        """Spans of columns, each small enough for one forward of the manager.
+
+        If there are several, the last one must fit too: nothing is begun that cannot be finished.
+        """
+        limit = self.manager.capacity.max_forward_tokens // max(batch, 1)
+        starts = range(0, num_columns, limit)
+        spans = [(start, min(start + limit, num_columns)) for start in starts]
+        if len(spans) > 1:
+            self._check_end(self._lengths(batch) + _counts(is_token, num_columns))
+        return spans
+
+    def _check_end(self, lengths: NDArray[np.int64]) -> None:
+        """Refuse rows that would be too long, or need more blocks than are free."""
+        manager = self.manager
+        limit = manager.capacity.max_request_tokens
+        if lengths.max() > limit:
+            raise ValueError(
+                f"Too many tokens in one request: expected at most {limit}, got {lengths.max()}"
+            )
+        needed = manager.blocks_for(lengths).sum() - manager.num_slot_blocks[self._slots].sum()
+        self._check_blocks(int(needed), manager.allocator.num_free)
+
+    @contextmanager
+    def forward(self, batch: int, num_columns: int, is_token: BoolArray | None) -> Iterator[None]:
+        """Everything between is one forward of the model over so many rows and columns.
+
+        Args:
+            batch, num_columns: The shape of the new tokens, padding included.
+            is_token: `[batch, num_columns]`, which of them are; None if all are.
+        """
+        self._forward = self._start(batch, num_columns, is_token)
         try:
             yield
         finally:
@@ -161,56 +205,15 @@ class PagedCache(AttachedCache):
         finally:
             self._is_generating = False
 
-    def split_columns(
-        self, batch: int, num_columns: int, attention_mask: Tensor | None
-    ) -> list[tuple[int, int]]:
-        """Spans of columns, each small enough for one forward of the manager.
-
-        If there are several, the last one must fit too: nothing is begun that cannot be finished.
-        """
-        limit = self.manager.capacity.max_forward_tokens // max(batch, 1)
-        starts = range(0, num_columns, max(limit, 1))
-        spans = [(start, min(start + limit, num_columns)) for start in starts]
-        if len(spans) > 1:
-            self._check_end(batch, num_columns, attention_mask)
-        return spans
-
-    def _check_end(self, batch: int, num_columns: int, attention_mask: Tensor | None) -> None:
-        """Refuse rows that would be too long, or need more blocks than are free."""
-        manager = self.manager
-        self._check_batch(batch)
-        is_token = read_mask(attention_mask, self._columns, batch=batch, num_columns=num_columns)
-        after = self._lengths(batch) + _counts(is_token, num_columns)
-        limit = manager.capacity.max_request_tokens
-        if after.max() > limit:
-            raise ValueError(
-                f"Too many tokens in one request: expected at most {limit}, got {after.max()}"
-            )
-        needed = manager.blocks_for(after).sum() - manager.num_slot_blocks[self._slots].sum()
-        self._check_blocks(int(needed), manager.allocator.num_free)
-
     def _lengths(self, batch: int) -> NDArray[np.int64]:
         """`[batch]`, tokens of each row; 0 before the first forward."""
         if not self._slots:
             return np.zeros(batch, dtype=np.int64)
         return self.manager.lengths[self._slots]
 
-    def _start(
-        self,
-        batch: int,
-        num_columns: int,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-    ) -> PaddedForward:
+    def _start(self, batch: int, num_columns: int, is_token: BoolArray | None) -> PaddedForward:
         """Plan the forward; if that is refused, nothing has changed."""
-        manager, is_new = self.manager, not self._slots
-        self._check_batch(batch)
-        is_token = read_mask(attention_mask, self._columns, batch=batch, num_columns=num_columns)
-        before = self._lengths(batch)
-        if self._is_generating:
-            check_last_column(is_token, before)
-        if num_columns > 1:
-            check_positions(position_ids, is_token, before, num_columns=num_columns)
+        manager, is_new, before = self.manager, not self._slots, self._lengths(batch)
         after = before + _counts(is_token, num_columns)
         slots = [manager.open_request() for _ in range(batch)] if is_new else self._slots
         try:
