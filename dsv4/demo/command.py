@@ -12,7 +12,7 @@ from rich.table import Table
 from dsv4.demo.run import num_ticks, run_demo
 from dsv4.demo.subject import Subject, load_subject, random_subject
 
-SHOWN_STEPS = 8
+STEPS_PER_LINE = 12
 SHOWN_CHARACTERS = 60
 
 
@@ -73,20 +73,18 @@ def _ids_table(result: dict[str, Any], formats: str) -> Table:
 
 
 def _error_table(result: dict[str, Any], formats: str) -> Table:
-    """Some of the steps; all of them are in the JSON."""
-    table = Table(
-        title="Largest logit error on transformers' text, as a share of the largest logit"
-    )
+    table = Table(title="Largest logit error at each step, as a share of the largest logit")
     table.add_column("rows")
-    num_steps = result["new_tokens"]
-    count = min(SHOWN_STEPS, num_steps)
-    steps = sorted({round(idx * (num_steps - 1) / max(count - 1, 1)) for idx in range(count)})
-    for step in steps:
-        table.add_column(f"step {step + 1}", justify="right")
-    table.add_column("largest", justify="right")
+    table.add_column("steps", justify="right")
+    table.add_column(f"in order, {STEPS_PER_LINE} a line")
     for name, label in (("fp32", "fp32"), ("formats", formats)):
         errors = result["logit_error"][name]
-        table.add_row(label, *(f"{errors[step]:.1e}" for step in steps), f"{max(errors):.1e}")
+        for start in range(0, len(errors), STEPS_PER_LINE):
+            line = errors[start : start + STEPS_PER_LINE]
+            steps = f"{start + 1} to {start + len(line)}"
+            table.add_row("" if start else label, steps, " ".join(f"{error:.0e}" for error in line))
+        table.add_row("", "largest", f"{max(errors):.1e}")
+        table.add_section()
     return table
 
 
