@@ -16,8 +16,8 @@ GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 def small_model(seed: int, *ratios: int, **overrides: Any):
     """A model of few layers and few mixing iterations, to be quick.
 
-    Weights this small carry the rounding of one batch against another, some 1e-7 of scale in a
-    layer, to about 1e-6 of the logits; random_hf_model's own to 1e-5.
+    With weights this small one batch differs from another by about 1e-6 of the largest logit, with
+    random_hf_model's own by 1e-5, which is the limit.
     """
     defaults = {"hc_sinkhorn_iters": 2, "initializer_range": 0.12}
     return random_hf_model(seed=seed, compress_ratios=list(ratios), **{**defaults, **overrides})

@@ -294,7 +294,7 @@ def test_stored_formats_stay_near(model, kv, index):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_bf16_error_is_no_larger_than_transformers_own(seed):
-    # Every expert is used: a flipped choice of experts would hide the error of attention.
+    # Every expert is used, so that no choice of experts can flip.
     model = small_model(seed, 0, 128, n_routed_experts=2).to(torch.bfloat16)
     (prompt,) = prompts(seed, 200)
     with torch.no_grad():
