@@ -432,7 +432,7 @@ def _print_transformers(result: dict[str, Any]) -> None:
             f"{row['ratio']:.3f}",
             f"{row['workspace_bytes']:,}",
         )
-    Console().print(decode, memory)
+    make_console().print(decode, memory)
 
 
 def _bench_tune(options: argparse.Namespace) -> int:

@@ -21,7 +21,6 @@ from dsv4.kernels import (
     IndexInputs,
     LayerProjections,
     LayerWeights,
-    Selection,
     ops,
 )
 from dsv4.model.layer_schedule import AttentionType
@@ -81,7 +80,7 @@ def warm_up(
                     _select_entries(manager, handle, dtype)
                 is_split = _is_split(manager, layer_idx, forward.num_tokens, dtype)
                 if is_split not in attended:
-                    _attend(handle, weights[layer_idx].sinks, dtype)
+                    _attend(manager, handle, weights[layer_idx].sinks, dtype)
                 attended.add(is_split)
     if manager.index_backend == "deepgemm":
         _score_by_deepgemm(manager, dtype)
@@ -132,13 +131,29 @@ def _launch_sizes(
     return list(first.values())
 
 
-def _is_split(manager: KVCacheManager, layer_idx: int, num_tokens: int, dtype: torch.dtype) -> bool:
-    """Whether attention is split over rows; if it is batch-invariant, the size doesn't matter."""
-    from dsv4.kernels.triton.attention import attend_launch, split_room
+def _is_split(
+    manager: KVCacheManager, layer_idx: int, num_tokens: int, dtype: torch.dtype
+) -> tuple[bool, ...]:
+    """Whether attention is split over rows, of the shortest and of the longest requests."""
+    from dsv4.kernels.triton.attention import attend_launch, choose_splits, count_tiles
 
+    if manager.batch_invariant:
+        return ()  # by the layer alone
     num_heads, memory = manager.config.num_query_heads, manager.memories[layer_idx]
     launch = attend_launch(num_heads, dtype, memory)
-    return manager.batch_invariant or split_room(num_tokens, num_heads, launch, memory) > 1
+    numbers = [count_tiles(memory, launch, n) for n in _entry_numbers(manager, layer_idx)]
+    return tuple(
+        choose_splits(num_tokens, num_heads, number, launch, memory) is not None
+        for number in numbers
+    )
+
+
+def _entry_numbers(manager: KVCacheManager, layer_idx: int) -> tuple[int, ...]:
+    """The fewest and the most entries that a launch can be told of."""
+    ratio, config = manager.schedule[layer_idx].ratio, manager.config
+    if ratio == AttentionType.CSA.ratio:
+        return (config.index_topk,)
+    return (1, manager.capacity.max_request_tokens // ratio) if ratio else (0,)
 
 
 def _write_layer(
@@ -208,17 +223,27 @@ def _score_by_deepgemm(manager: KVCacheManager, dtype: torch.dtype) -> None:
         )  # fmt: skip
 
 
-def _attend(handle: LayerCacheHandle, sinks: torch.Tensor | None, dtype: torch.dtype) -> None:
-    """With sinks, as given, and without."""
+def _attend(
+    manager: KVCacheManager,
+    handle: LayerCacheHandle,
+    sinks: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    """With sinks, as given, and without; over short and over long requests."""
     config, num_tokens = handle.config, handle.plan.num_tokens
     shape = (num_tokens, config.num_query_heads, config.head_dim)
     query = torch.zeros(shape, dtype=dtype, device=handle.positions.device)
-    selection = None
+    rows = None
     if handle.layer.attention_type is AttentionType.CSA:
-        missing = handle.positions.new_full((num_tokens, config.index_topk), -1)
-        selection = Selection(missing, missing.long(), torch.zeros_like(handle.positions))
-    for given in (sinks, None):
-        handle.attend(query, given, selection)
+        listed = (num_tokens, config.index_topk)
+        rows = handle.positions.new_full(listed, -1, dtype=torch.int64)
+    for max_entries in _entry_numbers(manager, handle.layer.layer_idx):
+        for given in (sinks, None):
+            ops.attend(
+                query, given, handle.memory, rows, handle.tokens, handle.rope,
+                max_entries=max_entries, batch_invariant=manager.batch_invariant,
+                backend=manager.attention_backend,
+            )  # fmt: skip
 
 
 def _flush_compression(

@@ -16,10 +16,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels import LayerWrites
+from dsv4.kernels.gluon import attention as hopper
 from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
 from dsv4.kernels.triton.launch import KINDS, Launch, launch_steps, work_name
 from dsv4.testing import model_projections, model_weights
@@ -131,10 +133,12 @@ def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list
 def record_attention(case: AttentionCase, arch: int) -> list:
     """The launches of one token, which are split, or of a chunk, which is not."""
     launches: list = []
-    kept = attention.architecture, attention._attend_kernel, attention._combine_kernel
-    attention.architecture = lambda device: f"sm_{arch}"
-    for kernel in kept[1:]:
-        setattr(attention, kernel.__name__, Recorder(kernel, launches))
+    owners = [(attention, "_attend_kernel"), (attention, "_combine_kernel"),
+              (hopper, "_attend_kernel")]  # fmt: skip
+    kernels = [getattr(module, name) for module, name in owners]
+    kept, attention.architecture = attention.architecture, lambda device: f"sm_{arch}"
+    for (module, name), kernel in zip(owners, kernels, strict=True):
+        setattr(module, name, Recorder(kernel, launches))
     config = CacheConfig.v4_flash(
         compress_ratios=(case.ratio,), num_query_heads=case.heads, kv_format=case.kv_format
     )
@@ -148,7 +152,9 @@ def record_attention(case: AttentionCase, arch: int) -> list:
         query, torch.zeros(case.heads), handle.memory, rows, handle.tokens, handle.rope,
         max_entries=1,
     )  # fmt: skip
-    attention.architecture, attention._attend_kernel, attention._combine_kernel = kept
+    attention.architecture = kept
+    for (module, name), kernel in zip(owners, kernels, strict=True):
+        setattr(module, name, kernel)
     return launches
 
 
@@ -172,7 +178,8 @@ def compile_launch(kernel, arguments: dict, arch: int):
         for name in ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
         if name in arguments
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = language(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -219,7 +226,8 @@ def main(arch: int) -> None:
 def report(launches: list, kind: str, arch: int) -> None:
     for kernel, arguments in launches:
         used = resources(compile_launch(kernel, arguments, arch), arch)
-        print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
+        name = f"gluon{kernel.__name__}" if kernel.is_gluon() else kernel.__name__
+        print(json.dumps({"kernel": name, "kind": kind, **used}))
 
 
 if __name__ == "__main__":

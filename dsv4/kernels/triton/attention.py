@@ -353,15 +353,19 @@ def attend(
     if sinks is None:
         sinks = torch.full((num_heads,), -torch.inf, device=query.device)
     launch = attend_launch(num_heads, query.dtype, memory)
-    splits = choose_splits(
-        query, memory, selected_rows, tokens, launch, max_entries=max_entries,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
+    num_listed = None if selected_rows is None else selected_rows.shape[1]
+    num_tiles = count_tiles(memory, launch, max_entries if num_listed is None else num_listed)
+    if batch_invariant:
+        longest = tokens.block_table.shape[1] * memory.layout.entries_per_block
+        most_tiles = count_tiles(memory, launch, longest if num_listed is None else num_listed)
+        splits = invariant_splits(num_tiles, most_tiles, launch, memory)
+    else:
+        splits = choose_splits(num_tokens, num_heads, num_tiles, launch, memory)
     results = {"sinks_ptr": sinks, "output_ptr": output, "lse_ptr": lse, "cos_ptr": rope.cos,
                "sin_ptr": rope.sin}  # fmt: skip
     rows = _row_arguments(memory, selected_rows, tokens, max_entries)
     if splits is None:
-        whole = Splits(1, 0, 1, _num_tiles(memory, selected_rows, launch, max_entries))
+        whole = Splits(1, 0, 1, num_tiles)
         _launch(query, memory, launch, whole, 0, num_tokens, **results, **rows, IS_SPLIT=False)
         return AttentionResult(output, lse)
     step = memory.partials.shape[0] // splits.num_splits
@@ -403,28 +407,12 @@ def split_room(num_tokens: int, num_heads: int, launch: AttendLaunch, memory: La
 
 
 def choose_splits(
-    query: Tensor,
-    memory: LayerMemory,
-    selected_rows: Tensor | None,
-    tokens: TokenMap,
-    launch: AttendLaunch,
-    *,
-    max_entries: int,
-    batch_invariant: bool,
+    num_tokens: int, num_heads: int, num_tiles: int, launch: AttendLaunch, memory: LayerMemory
 ) -> Splits | None:
     """How rows are split, by sizes that the host knows; None where they aren't.
 
     The fewer tiles a split has, the sooner it is done, and the more parts there are to combine.
     """
-    num_tiles = _num_tiles(memory, selected_rows, launch, max_entries)
-    if batch_invariant:
-        longest = tokens.block_table.shape[1] * memory.layout.entries_per_block
-        limit = _num_tiles(memory, selected_rows, launch, longest)
-        per_split = max(INVARIANT_ROWS // launch.tile, -(-limit // memory.partials.shape[0]))
-        if limit <= per_split:
-            return None
-        return Splits(-(-num_tiles // per_split), per_split, 1, per_split)
-    num_tokens, num_heads, _ = query.shape
     room = min(split_room(num_tokens, num_heads, launch, memory), num_tiles)
     part_cost = PART_COST * num_tokens * num_heads / LARGEST_BLOCK
     costs = [float(num_tiles)]
@@ -435,13 +423,19 @@ def choose_splits(
     return Splits(num_splits, 1, num_splits, -(-num_tiles // num_splits))
 
 
-def _num_tiles(
-    memory: LayerMemory, selected_rows: Tensor | None, launch: AttendLaunch, max_entries: int
-) -> int:
-    """The most tiles that a token can have."""
-    num_rows = memory.layout.window
-    if memory.layout.ratio:
-        num_rows += max_entries if selected_rows is None else selected_rows.shape[1]
+def invariant_splits(
+    num_tiles: int, most_tiles: int, launch: AttendLaunch, memory: LayerMemory
+) -> Splits | None:
+    """How rows are split if not by the batch: by the most tiles that any token can ever have."""
+    per_split = max(INVARIANT_ROWS // launch.tile, -(-most_tiles // memory.partials.shape[0]))
+    if most_tiles <= per_split:
+        return None
+    return Splits(-(-num_tiles // per_split), per_split, 1, per_split)
+
+
+def count_tiles(memory: LayerMemory, launch: AttendLaunch, num_entries: int) -> int:
+    """The tiles of a token's window and so many entries, of a layer that has any."""
+    num_rows = memory.layout.window + (num_entries if memory.layout.ratio else 0)
     return -(-num_rows // launch.tile)
 
 
