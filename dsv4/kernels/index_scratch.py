@@ -22,8 +22,8 @@ class IndexScratch(NamedTuple):
 
     queries is `[num_rows, padded heads × padded dim]` in the operand's bytes, weights
     `[num_rows, padded heads]` fp32, for mxfp4 followed by `[groups, padded heads]` rests,
-    scores `[num_rows, at least max_entries]` fp32, and candidates `[num_rows, num_parts × topk]`
-    int32, empty where one part is all.
+    scores `[num_rows, at least max_entries]` fp32, and candidates
+    `[num_rows, 2 × num_parts × topk]` int32, empty where one part is all.
     """
 
     queries: Tensor
@@ -65,7 +65,7 @@ def index_row_bytes(
         heads * block * QUERY_BYTES.get(key_format, 2),
         heads * 4 * (1 + (block // 32 if key_format == "mxfp4" else 0)),
         round_up(max_entries * 4, BYTE_ALIGN),
-        round_up(parts * topk * 4, BYTE_ALIGN) if parts > 1 else 0,
+        round_up(parts * topk * 8, BYTE_ALIGN) if parts > 1 else 0,
     )
 
 

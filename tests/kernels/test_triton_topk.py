@@ -36,7 +36,7 @@ def choose(scores, counts: list[int], topk: int, *, first: int = 0) -> Selection
         torch.full(shape, -7, dtype=torch.int64, device=device),
         torch.full(shape[:1], -7, dtype=torch.int32, device=device),
     )
-    width = kernels.num_parts(max_entries) * topk
+    width = 2 * kernels.num_parts(max_entries) * topk
     candidates = torch.full((len(counts), width), 123456, dtype=torch.int32, device=device)
     kernels.choose_best(
         chosen, scores, candidates, tokens, first_token=first, num_tokens=len(counts),
@@ -95,11 +95,11 @@ SCORES = {
 }
 
 
-@pytest.fixture(params=[(64, 4096), (512, 96), (32, 64)], ids=["whole", "in parts", "short parts"])
+@pytest.fixture(params=[((512, 1024), 4096), ((128, 512, 2048), 96), ((64, 256, 1024, 4096), 64)], ids=["whole", "in parts", "short parts"])
 def cut(request, monkeypatch):
-    """Tiles smaller than rows; rows of one part, or of several."""
-    tile, part = request.param
-    monkeypatch.setattr(kernels, "TILE", tile)
+    """Rows of one part, or of several."""
+    widths, part = request.param
+    monkeypatch.setattr(kernels, "WIDTHS", widths)
     monkeypatch.setattr(kernels, "PART_ENTRIES", part)
     monkeypatch.setattr(kernels, "num_parts", lambda max_entries: -(-max_entries // part))
 

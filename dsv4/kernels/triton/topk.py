@@ -1,9 +1,11 @@
 """Top-k: the best entries of each token, exactly, from scores in memory.
 
 Scores are compared as whole numbers that are ordered as they are; ±0 are one number, and a NaN is
-below all and never chosen. Four passes of 8 bits find the k-th largest; one more lists, in
-ascending index, what is above it and the first of its equals. A long row is cut into parts, each
-with a program of its own that lists its best; the best of these lists are the row's.
+below all and never chosen. A program holds all keys of its row in registers. It counts those at
+two pivots at a time until the k-th largest is alone between them, then lists, in ascending index,
+what is above it and the first of its equals. Pivots are guesses: they decide how soon the search
+ends, never where. A long row is cut into parts, each with a program of its own that lists its
+best; the best of these lists are the row's.
 """
 
 from typing import Any
@@ -11,15 +13,23 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels import Selection, TokenMap
 from dsv4.kernels.index_scratch import PART_ENTRIES, num_parts
-from dsv4.kernels.triton.primitives import loop_bound
+from dsv4.kernels.triton.primitives import INTERPRETED
 
-TILE = 4096  # entries a program looks at at a time
-NUM_WARPS = 16
+WIDTHS = (8192, 16384, 32768)  # keys of a program; the last holds 16 lists of 2048
+KEYS_PER_THREAD = 32
+MAX_WARPS = 16
+VECTOR = 4  # neighbours that a thread reads at once
+LAUNCH_EARLY = True
 SIGN_BIT = tl.constexpr(-(2**31))
-INF_BITS = tl.constexpr(0x7F800000)
+NO_KEY = tl.constexpr(-0x7F800001)  # below -inf
+END_KEY = tl.constexpr(0x7F800001)  # above inf
+FIRST_MARGIN = tl.constexpr(0.07)  # standard deviations from the first guess to its pivots
+MARGIN = tl.constexpr(0.7)  # the same of a guess between two counts
+BY_VALUE, BY_KEY, BY_THIRDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -31,149 +41,245 @@ def visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RA
 
 
 @triton.jit
-def order_keys(bits, is_candidate):
-    """fp32 bits, int32, to uint32 numbers in the same order; 0 for what can't be chosen."""
+def order_keys(bits):
+    """fp32 bits, int32, to int32 numbers in the same order; NO_KEY for NaN."""
     magnitude = bits & 0x7FFFFFFF
-    bits = tl.where(magnitude == 0, 0, bits)
-    keys = tl.where(bits < 0, ~bits, bits ^ SIGN_BIT)
-    keys = tl.where(is_candidate & (magnitude <= INF_BITS), keys, 0)
-    return keys.to(tl.uint32, bitcast=True)
+    keys = tl.where(bits < 0, -magnitude, bits)
+    return tl.where(magnitude < END_KEY, keys, NO_KEY)
 
 
 @triton.jit
-def load_keys(scores_ptr, list_ptr, start, end, FROM_LIST: tl.constexpr, TILE: tl.constexpr):
-    """Entries and order keys of a tile: of the entries from `start` on, or of those listed there.
+def key_value(key):
+    """The fp32 of an order key; NaN of NO_KEY and END_KEY."""
+    return tl.where(key < 0, (-key) | SIGN_BIT, key).to(tl.float32, bitcast=True)
 
-    What is not before `end`, or not an entry, is -1 with key 0.
+
+@triton.jit
+def load_keys(keys_ptr, end, ARE_SCORES: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
+    """Keys before `end`, then NO_KEY. Up to VECTOR - 1 after it are read and not used."""
+    at = tl.arange(0, WIDTH)
+    keys = tl.load(keys_ptr + at, mask=at // VECTOR * VECTOR < end, other=0)
+    if ARE_SCORES:
+        keys = order_keys(keys)
+    return tl.where(at < end, keys, NO_KEY)
+
+
+@triton.jit
+def upper_quantile(share):
+    """About how many standard deviations above the mean a share of normal numbers begins."""
+    tail = tl.minimum(share, 1.0 - share)
+    t = tl.sqrt(-1.3862944 * tl.log2(tl.maximum(tail, 1e-6)))
+    z = t - (2.30753 + 0.27061 * t) / (1.0 + (0.99229 + 0.04481 * t) * t)
+    return tl.where(share < 0.5, z, -z)
+
+
+@triton.jit
+def first_pivots(keys, count, wanted):
+    """Two keys around the wanted-th of `count` largest, if they are normal numbers."""
+    values = tl.where(tl.abs(keys) < END_KEY - 1, key_value(keys), 0.0)
+    total, squares = tl.split(tl.sum(tl.join(values, values * values), axis=0))
+    mean = total / count
+    deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
+    guess = mean + deviation * upper_quantile(wanted.to(tl.float32) / count)
+    margin = deviation * FIRST_MARGIN
+    return order_keys((guess - margin).to(tl.int32, bitcast=True)), order_keys(
+        (guess + margin).to(tl.int32, bitcast=True)
+    )
+
+
+@triton.jit
+def key_between(low, high, fraction, IS_BY_VALUE):
+    """The key at a fraction of the way, as numbers are spaced or as keys are."""
+    span = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
+    step = (span.to(tl.float32) * tl.minimum(tl.maximum(fraction, 0.0), 1.0)).to(tl.uint32)
+    key = (low.to(tl.uint32, bitcast=True) + step).to(tl.int32, bitcast=True)
+    first, last = key_value(low), key_value(high)
+    value = first + (last - first) * fraction
+    is_value = IS_BY_VALUE & (value == value)
+    return tl.where(is_value, order_keys(value.to(tl.int32, bitcast=True)), key)
+
+
+@triton.jit
+def next_pivots(low, high, num_low, num_high, wanted, guess_by):
+    """Two keys around the wanted-th largest, if keys are evenly spread from low to high."""
+    scale = 1.0 / (num_low - num_high).to(tl.float32)
+    middle = ((num_low - wanted).to(tl.float32) + 0.5) * scale
+    margin = MARGIN * tl.sqrt(tl.maximum(middle * (1.0 - middle), 0.25 * scale) * scale)
+    is_guess = guess_by < BY_THIRDS
+    first = tl.where(is_guess, middle - margin, 0.33333334)
+    last = tl.where(is_guess, middle + margin, 0.6666667)
+    is_by_value = guess_by == BY_VALUE
+    return key_between(low, high, first, is_by_value), key_between(low, high, last, is_by_value)
+
+
+@triton.jit
+def count_at_least(keys, low, high):
+    """How many keys are not below `low`, and not below `high`, of fewer than 2**16."""
+    packed = tl.sum((keys >= low).to(tl.int32) + (keys >= high).to(tl.int32) * 65536, axis=0)
+    return packed & 0xFFFF, (packed >> 16) & 0xFFFF
+
+
+@triton.jit
+def find_threshold(keys, count, wanted, WIDTH: tl.constexpr):
+    """Keys from `upper` on are among the best, and so many of those from `low` on before it.
+
+    The two are one key apart or none, or both what is above NO_KEY where fewer than wanted are.
     """
-    at = start + tl.arange(0, TILE)
+    low, high = tl.full((), NO_KEY, tl.int32), tl.full((), END_KEY, tl.int32)
+    num_low = tl.where(count > wanted, tl.full((), WIDTH, tl.int32), wanted)
+    num_high = tl.full((), 0, tl.int32)
+    guess_by = tl.full((), BY_VALUE, tl.int32)
+    num_passes = tl.full((), 1, tl.int32)
+    first, last = low, low
+    if count > wanted:
+        first, last = first_pivots(keys, count.to(tl.float32), wanted)
+    while (num_low != wanted) & (low + 1 < high):
+        if (num_passes > 5) & (num_passes % 3 == 0):
+            low = tl.min(tl.where(keys >= low, keys, high), axis=0)
+            high = tl.max(tl.where(keys < high, keys, low), axis=0) + 1
+            guess_by = tl.full((), BY_VALUE, tl.int32)
+        else:
+            first = tl.minimum(tl.maximum(first, low + 1), high - 1)
+            last = tl.minimum(tl.maximum(last, first), high - 1)
+            num_first, num_last = count_at_least(keys, first, last)
+            num_between = num_low - num_high
+            has_first, has_last = num_first >= wanted, num_last >= wanted
+            low = tl.where(has_last, last, tl.where(has_first, first, low))
+            num_low = tl.where(has_last, num_last, tl.where(has_first, num_first, num_low))
+            high = tl.where(has_first, tl.where(has_last, high, last), first)
+            num_high = tl.where(has_first, tl.where(has_last, num_high, num_last), num_first)
+            is_slow = (num_low - num_high) * 4 > num_between
+            guess_by = tl.where(is_slow, (guess_by + 1) % 3, guess_by)
+        first, last = next_pivots(low, high, num_low, num_high, wanted, guess_by)
+        num_passes += 1
+    is_exact = num_low == wanted
+    upper = tl.maximum(tl.where(is_exact, low, high), NO_KEY + 1)
+    num_equal = tl.where(is_exact, 0, wanted - num_high)
+    return tl.maximum(low, NO_KEY + 1), upper, num_equal
+
+
+@triton.jit
+def count_before(flags, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
+    """The sum of all flags before each, and of all.
+
+    First in the vectors that a thread holds, then in the lanes of a warp, then in all warps.
+    """
+    GROUPS: tl.constexpr = WIDTH // (32 * VECTOR)
+    grid = tl.reshape(flags, (GROUPS, 32, VECTOR))
+    in_lane = tl.sum(grid, axis=2)
+    in_group = tl.sum(in_lane, axis=1)
+    group = tl.arange(0, GROUPS)
+    is_earlier = group[None, :] < group[:, None]
+    before_group = tl.sum(tl.where(is_earlier, in_group[None, :], 0), axis=1)
+    before_lane = before_group[:, None] + tl.cumsum(in_lane, axis=1) - in_lane
+    before = before_lane[:, :, None] + tl.cumsum(grid, axis=2) - grid
+    return tl.reshape(before, (WIDTH,)), tl.sum(in_group, axis=0)
+
+
+@triton.jit
+def choose_keys(keys, count, wanted, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
+    """The best `wanted` of `count` keys: which, at which place in ascending order, how many."""
+    low, upper, num_equal = find_threshold(keys, count, wanted, WIDTH)
+    is_above = keys >= upper
+    is_equal = (keys >= low) & (keys < upper)
+    flags = is_above.to(tl.int32) + is_equal.to(tl.int32) * 65536
+    before, total = count_before(flags, WIDTH, VECTOR)
+    num_equal_before = (before >> 16) & 0xFFFF
+    is_best = is_above | (is_equal & (num_equal_before < num_equal))
+    place = (before & 0xFFFF) + tl.minimum(num_equal_before, num_equal)
+    return is_best, place, (total & 0xFFFF) + tl.minimum((total >> 16) & 0xFFFF, num_equal)
+
+
+@triton.jit
+def store_rows(entries_ptr, rows_ptr, slots, pages, list_ptr, num_stored, topk,
+               ENTRIES_PER_BLOCK: tl.constexpr, FROM_LIST: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Store entries and their flat rows, then -1; with FROM_LIST slots are places in the list."""
+    lane = tl.arange(0, BLOCK_K)
+    is_stored = lane < num_stored
+    entry = tl.where(is_stored, slots, -1)
     if FROM_LIST:
-        entry = tl.load(list_ptr + at, mask=at < end, other=-1)
-    else:
-        entry = tl.where(at < end, at, -1)
-    is_entry = entry >= 0
-    return entry, order_keys(tl.load(scores_ptr + entry, mask=is_entry, other=0), is_entry)
-
-
-@triton.jit
-def find_threshold(scores_ptr, list_ptr, first, end, wanted, FROM_LIST: tl.constexpr,
-                   TILE: tl.constexpr):  # fmt: skip
-    """The key of the wanted-th largest, and how many of that key are among the wanted.
-
-    With fewer candidates than wanted it is the smallest candidate's; with none it is 0 and 0.
-    """
-    digit = tl.arange(0, 256)
-    threshold = tl.full((), 0, tl.uint32)
-    for shift in tl.static_range(24, -8, -8):
-        counts = tl.zeros((256,), tl.int32)
-        for start in range(loop_bound(first), loop_bound(end), TILE):
-            _entry, keys = load_keys(scores_ptr, list_ptr, start, end, FROM_LIST, TILE)
-            is_open = keys > 0
-            if shift < 24:
-                is_open &= (keys >> (shift + 8)) == (threshold >> (shift + 8))
-            counts += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=is_open)
-        above = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)
-        if shift == 24:
-            wanted = tl.minimum(wanted, tl.sum(counts, axis=0))
-        is_digit = (above < wanted) & (wanted <= above + counts)
-        threshold |= tl.sum(tl.where(is_digit, digit, 0), axis=0).to(tl.uint32) << shift
-        wanted -= tl.sum(tl.where(is_digit, above, 0), axis=0)
-    return threshold, wanted
-
-
-@triton.jit
-def store_entries(outputs, pages, entry, position, is_stored, HAS_ROWS: tl.constexpr,
-                  ENTRIES_PER_BLOCK: tl.constexpr):  # fmt: skip
-    """Store entries, and with HAS_ROWS their flat rows, at their positions in the output."""
-    entries_ptr, rows_ptr = outputs
-    tl.store(entries_ptr + position, entry, mask=is_stored)
-    if HAS_ROWS:
-        column = pages + entry // ENTRIES_PER_BLOCK
-        block = tl.load(column, mask=is_stored & (entry >= 0), other=-1).to(tl.int64)
-        row = block * ENTRIES_PER_BLOCK + entry % ENTRIES_PER_BLOCK
-        tl.store(rows_ptr + position, tl.where(block >= 0, row, -1), mask=is_stored)
-
-
-@triton.jit
-def store_best(
-    outputs, pages, scores_ptr, list_ptr, first, end, wanted, FROM_LIST: tl.constexpr,
-    HAS_ROWS: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Store the best `wanted` in ascending index; returns how many there were."""
-    threshold, num_equal = find_threshold(scores_ptr, list_ptr, first, end, wanted, FROM_LIST,
-                                          TILE)  # fmt: skip
-    num_stored = tl.full((), 0, tl.int32)
-    num_seen = tl.full((), 0, tl.int32)
-    for start in range(loop_bound(first), loop_bound(end), TILE):
-        entry, keys = load_keys(scores_ptr, list_ptr, start, end, FROM_LIST, TILE)
-        is_equal = ((keys == threshold) & (keys > 0)).to(tl.int32)
-        is_early = num_seen + tl.cumsum(is_equal, axis=0) <= num_equal
-        is_best = (keys > threshold) | ((is_equal > 0) & is_early)
-        place = num_stored + tl.cumsum(is_best.to(tl.int32), axis=0) - 1
-        store_entries(outputs, pages, entry, place, is_best, HAS_ROWS, ENTRIES_PER_BLOCK)
-        num_seen += tl.sum(is_equal, axis=0)
-        num_stored += tl.sum(is_best.to(tl.int32), axis=0)
-    return num_stored
+        entry = tl.load(list_ptr + entry, mask=is_stored, other=-1)
+    block = tl.load(pages + entry // ENTRIES_PER_BLOCK, mask=is_stored, other=-1).to(tl.int64)
+    row = block * ENTRIES_PER_BLOCK + entry % ENTRIES_PER_BLOCK
+    tl.store(entries_ptr + lane, entry, mask=lane < topk)
+    tl.store(rows_ptr + lane, tl.where(block >= 0, row, -1), mask=lane < topk)
 
 
 @triton.jit(
-    do_not_specialize=["scores_stride", "list_stride", "first_token", "topk"],
+    do_not_specialize=["scores_groups", "list_groups", "first_token", "topk", "num_slots"],
     do_not_specialize_on_alignment=["positions_ptr", "request_ids_ptr", "request_slots_ptr"],
 )
 def _part_kernel(
-    scores_ptr, scores_stride, list_ptr, list_stride, first_token, topk,
+    scores_ptr, scores_groups, list_ptr, list_groups, first_token, topk, num_slots,
     positions_ptr, request_ids_ptr, request_slots_ptr,
-    RATIO: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    RATIO: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """List the best topk of a part of a token's entries, then -1."""
+    """List the best topk of a part of a token's entries: their keys, then NO_KEY, and which."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
+        gdc_wait()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
                                    request_slots_ptr, RATIO)  # fmt: skip
     first = part * PART
     if (count > topk) & (first < count):
-        scores_ptr += row * scores_stride
-        out_ptr = list_ptr + row * list_stride + part * topk
-        num_stored = store_best((out_ptr, out_ptr), out_ptr, scores_ptr, out_ptr, first,
-                                tl.minimum(first + PART, count), topk, False, False, 1,
-                                TILE)  # fmt: skip
+        num_entries = tl.minimum(count - first, PART)
+        keys = load_keys(scores_ptr + (row * scores_groups * VECTOR + first), num_entries, True,
+                         WIDTH, VECTOR)  # fmt: skip
+        is_best, place, num_stored = choose_keys(keys, num_entries, topk, WIDTH, VECTOR)
+        keys_ptr = list_ptr + (row * list_groups * VECTOR + part * topk)
+        tl.store(keys_ptr + place, keys, mask=is_best)
+        tl.store(keys_ptr + num_slots + place, first + tl.arange(0, WIDTH), mask=is_best)
         lane = tl.arange(0, BLOCK_K)
-        tl.store(out_ptr + lane, -1, mask=(lane >= num_stored) & (lane < topk))
+        tl.store(keys_ptr + lane, NO_KEY, mask=(lane >= num_stored) & (lane < topk))
 
 
 @triton.jit(
-    do_not_specialize=["scores_stride", "list_stride", "first_token", "topk", "table_stride"],
+    do_not_specialize=[
+        "scores_groups", "list_groups", "first_token", "topk", "num_slots", "table_stride",
+    ],
     do_not_specialize_on_alignment=[
         "positions_ptr", "request_ids_ptr", "request_slots_ptr", "block_table_ptr",
     ],
 )  # fmt: skip
 def _topk_kernel(
-    entry_idx_ptr, rows_ptr, counts_ptr, scores_ptr, scores_stride, list_ptr, list_stride,
-    first_token, topk, positions_ptr, request_ids_ptr, request_slots_ptr, block_table_ptr,
-    table_stride, RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, FROM_LIST: tl.constexpr,
-    PART: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    entry_idx_ptr, rows_ptr, counts_ptr, scores_ptr, scores_groups, list_ptr, list_groups,
+    first_token, topk, num_slots, positions_ptr, request_ids_ptr, request_slots_ptr,
+    block_table_ptr, table_stride, RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
+    FROM_LIST: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Choose a token's entries; where it sees no more than topk, all, and no score is read."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
-    outputs = (entry_idx_ptr + token * topk, rows_ptr + token * topk)
     pages = block_table_ptr + slot * table_stride
-    lane = tl.arange(0, BLOCK_K)
-    num_stored = count
-    if count <= topk:
-        store_entries(outputs, pages, lane, lane, lane < count, True, ENTRIES_PER_BLOCK)
-    else:
-        scores_ptr += row * scores_stride
-        list_ptr += row * list_stride
-        end = count
+    entries_ptr, out_rows_ptr = entry_idx_ptr + token * topk, rows_ptr + token * topk
+    keys_ptr = list_ptr + row * list_groups * VECTOR
+    slots = tl.arange(0, BLOCK_K)
+    if count > topk:
         if FROM_LIST:
             end = tl.cdiv(count, PART) * topk
-        num_stored = store_best(outputs, pages, scores_ptr, list_ptr, 0, end, topk, FROM_LIST,
-                                True, ENTRIES_PER_BLOCK, TILE)  # fmt: skip
-    none = tl.full((BLOCK_K,), -1, tl.int32)
-    store_entries(outputs, pages, none, lane, (lane >= num_stored) & (lane < topk), True,
-                  ENTRIES_PER_BLOCK)  # fmt: skip
-    tl.store(counts_ptr + token, num_stored)
+            keys = load_keys(keys_ptr, end, False, WIDTH, VECTOR)
+        else:
+            end = count
+            keys = load_keys(scores_ptr + row * scores_groups * VECTOR, end, True, WIDTH, VECTOR)
+        is_best, place, num_stored = choose_keys(keys, end, topk, WIDTH, VECTOR)
+        tl.store(entries_ptr + place, tl.arange(0, WIDTH), mask=is_best)
+        tl.debug_barrier()
+        slots = tl.load(entries_ptr + slots, mask=slots < num_stored, other=0)
+        tl.debug_barrier()
+        store_rows(entries_ptr, out_rows_ptr, slots, pages, keys_ptr + num_slots, num_stored, topk,
+                   ENTRIES_PER_BLOCK, FROM_LIST, BLOCK_K)  # fmt: skip
+        tl.store(counts_ptr + token, num_stored)
+    else:
+        store_rows(entries_ptr, out_rows_ptr, slots, pages, keys_ptr, count, topk,
+                   ENTRIES_PER_BLOCK, False, BLOCK_K)  # fmt: skip
+        tl.store(counts_ptr + token, count)
 
 
 def choose_best(
@@ -194,22 +300,34 @@ def choose_best(
         chosen: Of all tokens.
         scores: `[num_tokens, at least max_entries]` fp32, rows of these tokens, contiguous.
             Nothing is read of a token that sees no more than topk entries.
-        candidates: `[num_tokens, num_parts × topk]` int32, scratch for more than one part.
+        candidates: `[num_tokens, at least 2 × num_parts × topk]` int32, scratch for more than one
+            part.
     """
     topk = chosen.entry_idx.shape[1]
     parts = num_parts(max_entries) if max_entries > topk else 1
+    strides = (scores.stride(0), candidates.stride(0))
+    vector = VECTOR if not any(stride % VECTOR for stride in strides) else 1
     shared: dict[str, Any] = {
-        "scores_ptr": scores.view(chosen.entry_idx.dtype), "scores_stride": scores.stride(0),
-        "list_ptr": candidates, "list_stride": candidates.stride(0),
-        "first_token": first_token, "topk": topk, "positions_ptr": tokens.positions,
+        "scores_ptr": scores.view(chosen.entry_idx.dtype), "scores_groups": strides[0] // vector,
+        "list_ptr": candidates, "list_groups": strides[1] // vector,
+        "first_token": first_token, "topk": topk, "num_slots": parts * topk,
+        "positions_ptr": tokens.positions,
         "request_ids_ptr": tokens.request_ids, "request_slots_ptr": tokens.request_slots,
-        "RATIO": ratio, "PART": PART_ENTRIES, "TILE": TILE,
-        "BLOCK_K": triton.next_power_of_2(topk), "num_warps": NUM_WARPS,
+        "RATIO": ratio, "PART": PART_ENTRIES, "VECTOR": vector,
+        "BLOCK_K": triton.next_power_of_2(topk), "launch_pdl": LAUNCH_EARLY,
     }  # fmt: skip
     if parts > 1:
-        _part_kernel[(num_tokens, parts)](**shared)
+        _part_kernel[(num_tokens, parts)](**shared, **_program_size(PART_ENTRIES))
     _topk_kernel[(num_tokens,)](
         **shared, entry_idx_ptr=chosen.entry_idx, rows_ptr=chosen.rows, counts_ptr=chosen.counts,
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         ENTRIES_PER_BLOCK=entries_per_block, FROM_LIST=parts > 1,
+        **_program_size(parts * topk if parts > 1 else max_entries),
     )  # fmt: skip
+
+
+def _program_size(num_keys: int) -> dict[str, int]:
+    """The width of a program that holds so many keys, and its warps."""
+    width = next(width for width in WIDTHS if width >= num_keys)
+    num_warps = max(1, min(MAX_WARPS, width // (32 * KEYS_PER_THREAD)))
+    return {"WIDTH": width, "num_warps": num_warps}
