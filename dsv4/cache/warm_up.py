@@ -182,14 +182,16 @@ def _gather(handle: LayerCacheHandle) -> None:
 
 
 def _select_entries(manager: KVCacheManager, handle: LayerCacheHandle, dtype: torch.dtype) -> None:
-    """Choose entries of requests short and long: all of them, in one part, in several."""
+    """Choose entries of requests short and long: the fewest for every choice of programs."""
+    from dsv4.kernels.triton.topk import distinct_sizes
+
     config = manager.config
     if handle.layer.attention_type is not AttentionType.CSA:
         return
     shape = (handle.plan.num_tokens, config.index_num_heads, config.index_head_dim)
     query = torch.zeros(shape, dtype=dtype, device=manager.device)
     longest = manager.capacity.max_request_tokens // handle.layer.ratio
-    for max_entries in sorted({1, min(config.index_topk + 1, longest), longest}):
+    for max_entries in distinct_sizes(longest, topk=config.index_topk):
         ops.select_entries(
             query, query[:, :, 0].contiguous(), handle.memory, handle.tokens, handle.rope,
             topk=config.index_topk, max_entries=max_entries,

@@ -95,7 +95,14 @@ SCORES = {
 }
 
 
-@pytest.fixture(params=[((512, 1024), 4096), ((128, 512, 2048), 96), ((64, 256, 1024, 4096), 64)], ids=["whole", "in parts", "short parts"])
+CUTS = {
+    "whole": ((512, 1024), 4096),
+    "in parts": ((128, 512, 2048), 96),
+    "short parts": ((128, 256, 1024, 4096), 64),
+}
+
+
+@pytest.fixture(params=CUTS.values(), ids=CUTS)
 def cut(request, monkeypatch):
     """Rows of one part, or of several."""
     widths, part = request.param

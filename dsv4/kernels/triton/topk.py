@@ -25,9 +25,10 @@ MAX_WARPS = 16
 VECTOR = 4  # neighbours that a thread reads at once
 LAUNCH_EARLY = True
 SIGN_BIT = tl.constexpr(-(2**31))
+INF_BITS, NAN_BITS = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
 NO_KEY = tl.constexpr(-0x7F800001)  # below -inf
 END_KEY = tl.constexpr(0x7F800001)  # above inf
-FIRST_MARGIN = tl.constexpr(0.07)  # standard deviations from the first guess to its pivots
+FIRST_MARGIN = tl.constexpr(0.05)  # standard deviations from the first guess to its pivots
 MARGIN = tl.constexpr(0.7)  # the same of a guess between two counts
 BY_VALUE, BY_KEY, BY_THIRDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -49,19 +50,23 @@ def order_keys(bits):
 
 
 @triton.jit
-def key_value(key):
-    """The fp32 of an order key; NaN of NO_KEY and END_KEY."""
-    return tl.where(key < 0, (-key) | SIGN_BIT, key).to(tl.float32, bitcast=True)
+def key_bits(key):
+    """The fp32 bits of an order key; NaN's of NO_KEY and END_KEY."""
+    return tl.where(key < 0, (-key) | SIGN_BIT, key)
 
 
 @triton.jit
-def load_keys(keys_ptr, end, ARE_SCORES: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
-    """Keys before `end`, then NO_KEY. Up to VECTOR - 1 after it are read and not used."""
+def key_value(key):
+    """The fp32 of an order key."""
+    return key_bits(key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_bits(scores_ptr, end, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
+    """Bits of scores before `end`, then a NaN's. Up to VECTOR - 1 after it are read, not used."""
     at = tl.arange(0, WIDTH)
-    keys = tl.load(keys_ptr + at, mask=at // VECTOR * VECTOR < end, other=0)
-    if ARE_SCORES:
-        keys = order_keys(keys)
-    return tl.where(at < end, keys, NO_KEY)
+    bits = tl.load(scores_ptr + at, mask=at // VECTOR * VECTOR < end, other=NAN_BITS)
+    return tl.where(at < end, bits, NAN_BITS)
 
 
 @triton.jit
@@ -74,17 +79,18 @@ def upper_quantile(share):
 
 
 @triton.jit
-def first_pivots(keys, count, wanted):
+def first_pivots(bits, count, wanted):
     """Two keys around the wanted-th of `count` largest, if they are normal numbers."""
-    values = tl.where(tl.abs(keys) < END_KEY - 1, key_value(keys), 0.0)
+    is_finite = (bits & 0x7FFFFFFF) < INF_BITS
+    values = tl.where(is_finite, bits, 0).to(tl.float32, bitcast=True)
     total, squares = tl.split(tl.sum(tl.join(values, values * values), axis=0))
     mean = total / count
     deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
     guess = mean + deviation * upper_quantile(wanted.to(tl.float32) / count)
     margin = deviation * FIRST_MARGIN
-    return order_keys((guess - margin).to(tl.int32, bitcast=True)), order_keys(
-        (guess + margin).to(tl.int32, bitcast=True)
-    )
+    first, last = guess - margin, guess + margin
+    return (order_keys(first.to(tl.int32, bitcast=True)),
+            order_keys(last.to(tl.int32, bitcast=True)))  # fmt: skip
 
 
 @triton.jit
@@ -114,13 +120,13 @@ def next_pivots(low, high, num_low, num_high, wanted, guess_by):
 
 @triton.jit
 def count_at_least(keys, low, high):
-    """How many keys are not below `low`, and not below `high`, of fewer than 2**16."""
-    packed = tl.sum((keys >= low).to(tl.int32) + (keys >= high).to(tl.int32) * 65536, axis=0)
+    """How many keys are not below `low`, and not below `high`, which is no less; under 2**16."""
+    packed = tl.sum(tl.where(keys >= high, 65537, tl.where(keys >= low, 1, 0)), axis=0)
     return packed & 0xFFFF, (packed >> 16) & 0xFFFF
 
 
 @triton.jit
-def find_threshold(keys, count, wanted, WIDTH: tl.constexpr):
+def find_threshold(bits, keys, count, wanted, WIDTH: tl.constexpr):
     """Keys from `upper` on are among the best, and so many of those from `low` on before it.
 
     The two are one key apart or none, or both what is above NO_KEY where fewer than wanted are.
@@ -132,7 +138,7 @@ def find_threshold(keys, count, wanted, WIDTH: tl.constexpr):
     num_passes = tl.full((), 1, tl.int32)
     first, last = low, low
     if count > wanted:
-        first, last = first_pivots(keys, count.to(tl.float32), wanted)
+        first, last = first_pivots(bits, count.to(tl.float32), wanted)
     while (num_low != wanted) & (low + 1 < high):
         if (num_passes > 5) & (num_passes % 3 == 0):
             low = tl.min(tl.where(keys >= low, keys, high), axis=0)
@@ -159,40 +165,70 @@ def find_threshold(keys, count, wanted, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def count_before(flags, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
-    """The sum of all flags before each, and of all.
-
-    First in the vectors that a thread holds, then in the lanes of a warp, then in all warps.
-    """
-    GROUPS: tl.constexpr = WIDTH // (32 * VECTOR)
-    grid = tl.reshape(flags, (GROUPS, 32, VECTOR))
-    in_lane = tl.sum(grid, axis=2)
-    in_group = tl.sum(in_lane, axis=1)
-    group = tl.arange(0, GROUPS)
-    is_earlier = group[None, :] < group[:, None]
-    before_group = tl.sum(tl.where(is_earlier, in_group[None, :], 0), axis=1)
-    before_lane = before_group[:, None] + tl.cumsum(in_lane, axis=1) - in_lane
-    before = before_lane[:, :, None] + tl.cumsum(grid, axis=2) - grid
-    return tl.reshape(before, (WIDTH,)), tl.sum(in_group, axis=0)
+def split_quads(x, WIDTH: tl.constexpr):
+    """The first of every four neighbours, the second, the third, the fourth; a thread has all."""
+    even, odd = tl.split(tl.reshape(x, (WIDTH // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
-def choose_keys(keys, count, wanted, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
-    """The best `wanted` of `count` keys: which, at which place in ascending order, how many."""
-    low, upper, num_equal = find_threshold(keys, count, wanted, WIDTH)
-    is_above = keys >= upper
-    is_equal = (keys >= low) & (keys < upper)
-    flags = is_above.to(tl.int32) + is_equal.to(tl.int32) * 65536
-    before, total = count_before(flags, WIDTH, VECTOR)
-    num_equal_before = (before >> 16) & 0xFFFF
-    is_best = is_above | (is_equal & (num_equal_before < num_equal))
+def count_before(counts, NUM: tl.constexpr):
+    """The sum of all before each, and of all: in the lanes of a warp first, then in all warps."""
+    GROUPS: tl.constexpr = NUM // 32
+    lanes = tl.reshape(counts, (GROUPS, 32))
+    totals = tl.sum(lanes, axis=1)
+    group = tl.arange(0, GROUPS)
+    is_earlier = group[None, :] < group[:, None]
+    before_group = tl.sum(tl.where(is_earlier, totals[None, :], 0), axis=1)
+    before = before_group[:, None] + tl.cumsum(lanes, axis=1) - lanes
+    return tl.reshape(before, (NUM,)), tl.sum(totals, axis=0)
+
+
+@triton.jit
+def key_flags(keys, low, upper):
+    """1 for what is above, 65536 for what is equal, 0 for the rest."""
+    return tl.where(keys >= upper, 1, tl.where(keys >= low, 65536, 0))
+
+
+@triton.jit
+def store_quad(out_ptr, list_ptr, keys, flags, before, num_equal, first, WIDTH: tl.constexpr,
+               HAS_LIST: tl.constexpr):  # fmt: skip
+    """Store the entries of one quarter that are among the best, and their scores in a list."""
+    num_equal_before = before >> 16
+    is_best = (flags == 1) | ((flags > 1) & (num_equal_before < num_equal))
     place = (before & 0xFFFF) + tl.minimum(num_equal_before, num_equal)
-    return is_best, place, (total & 0xFFFF) + tl.minimum((total >> 16) & 0xFFFF, num_equal)
+    tl.store(out_ptr + place, first + tl.arange(0, WIDTH // 4) * 4, mask=is_best)
+    if HAS_LIST:
+        tl.store(list_ptr + place, key_bits(keys), mask=is_best)
+
+
+@triton.jit
+def store_best(out_ptr, list_ptr, scores_ptr, first, count, wanted, WIDTH: tl.constexpr,
+               VECTOR: tl.constexpr, HAS_LIST: tl.constexpr):  # fmt: skip
+    """Store which are the best `wanted` of `count` scores, ascending; returns how many."""
+    bits = load_bits(scores_ptr, count, WIDTH, VECTOR)
+    keys = order_keys(bits)
+    low, upper, num_equal = find_threshold(bits, keys, count, wanted, WIDTH)
+    key0, key1, key2, key3 = split_quads(keys, WIDTH)
+    flags0, flags1 = key_flags(key0, low, upper), key_flags(key1, low, upper)
+    flags2, flags3 = key_flags(key2, low, upper), key_flags(key3, low, upper)
+    before0, total = count_before(flags0 + flags1 + flags2 + flags3, WIDTH // 4)
+    before1 = before0 + flags0
+    before2 = before1 + flags1
+    before3 = before2 + flags2
+    store_quad(out_ptr, list_ptr, key0, flags0, before0, num_equal, first, WIDTH, HAS_LIST)
+    store_quad(out_ptr, list_ptr, key1, flags1, before1, num_equal, first + 1, WIDTH, HAS_LIST)
+    store_quad(out_ptr, list_ptr, key2, flags2, before2, num_equal, first + 2, WIDTH, HAS_LIST)
+    store_quad(out_ptr, list_ptr, key3, flags3, before3, num_equal, first + 3, WIDTH, HAS_LIST)
+    return (total & 0xFFFF) + tl.minimum((total >> 16) & 0xFFFF, num_equal)
 
 
 @triton.jit
 def store_rows(entries_ptr, rows_ptr, slots, pages, list_ptr, num_stored, topk,
-               ENTRIES_PER_BLOCK: tl.constexpr, FROM_LIST: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+               ENTRIES_PER_BLOCK: tl.constexpr, FROM_LIST: tl.constexpr,
+               BLOCK_K: tl.constexpr):  # fmt: skip
     """Store entries and their flat rows, then -1; with FROM_LIST slots are places in the list."""
     lane = tl.arange(0, BLOCK_K)
     is_stored = lane < num_stored
@@ -215,7 +251,7 @@ def _part_kernel(
     RATIO: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """List the best topk of a part of a token's entries: their keys, then NO_KEY, and which."""
+    """List the best topk of a part of a token's entries: their scores, then NaN, and which."""
     if not INTERPRETED:
         gdc_launch_dependents()
         gdc_wait()
@@ -224,15 +260,13 @@ def _part_kernel(
                                    request_slots_ptr, RATIO)  # fmt: skip
     first = part * PART
     if (count > topk) & (first < count):
-        num_entries = tl.minimum(count - first, PART)
-        keys = load_keys(scores_ptr + (row * scores_groups * VECTOR + first), num_entries, True,
-                         WIDTH, VECTOR)  # fmt: skip
-        is_best, place, num_stored = choose_keys(keys, num_entries, topk, WIDTH, VECTOR)
-        keys_ptr = list_ptr + (row * list_groups * VECTOR + part * topk)
-        tl.store(keys_ptr + place, keys, mask=is_best)
-        tl.store(keys_ptr + num_slots + place, first + tl.arange(0, WIDTH), mask=is_best)
+        scores_ptr += row * scores_groups * VECTOR + first
+        best_ptr = list_ptr + (row * list_groups * VECTOR + part * topk)
+        num_stored = store_best(best_ptr + num_slots, best_ptr, scores_ptr, first,
+                                tl.minimum(count - first, PART), topk, WIDTH, VECTOR,
+                                True)  # fmt: skip
         lane = tl.arange(0, BLOCK_K)
-        tl.store(keys_ptr + lane, NO_KEY, mask=(lane >= num_stored) & (lane < topk))
+        tl.store(best_ptr + lane, NAN_BITS, mask=(lane >= num_stored) & (lane < topk))
 
 
 @triton.jit(
@@ -259,25 +293,25 @@ def _topk_kernel(
     slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
     pages = block_table_ptr + slot * table_stride
     entries_ptr, out_rows_ptr = entry_idx_ptr + token * topk, rows_ptr + token * topk
-    keys_ptr = list_ptr + row * list_groups * VECTOR
+    best_ptr = list_ptr + row * list_groups * VECTOR
     slots = tl.arange(0, BLOCK_K)
     if count > topk:
         if FROM_LIST:
-            end = tl.cdiv(count, PART) * topk
-            keys = load_keys(keys_ptr, end, False, WIDTH, VECTOR)
+            num_stored = store_best(entries_ptr, entries_ptr, best_ptr, 0,
+                                    tl.cdiv(count, PART) * topk, topk, WIDTH, VECTOR,
+                                    False)  # fmt: skip
         else:
-            end = count
-            keys = load_keys(scores_ptr + row * scores_groups * VECTOR, end, True, WIDTH, VECTOR)
-        is_best, place, num_stored = choose_keys(keys, end, topk, WIDTH, VECTOR)
-        tl.store(entries_ptr + place, tl.arange(0, WIDTH), mask=is_best)
+            scores_ptr += row * scores_groups * VECTOR
+            num_stored = store_best(entries_ptr, entries_ptr, scores_ptr, 0, count, topk, WIDTH,
+                                    VECTOR, False)  # fmt: skip
         tl.debug_barrier()
         slots = tl.load(entries_ptr + slots, mask=slots < num_stored, other=0)
         tl.debug_barrier()
-        store_rows(entries_ptr, out_rows_ptr, slots, pages, keys_ptr + num_slots, num_stored, topk,
+        store_rows(entries_ptr, out_rows_ptr, slots, pages, best_ptr + num_slots, num_stored, topk,
                    ENTRIES_PER_BLOCK, FROM_LIST, BLOCK_K)  # fmt: skip
         tl.store(counts_ptr + token, num_stored)
     else:
-        store_rows(entries_ptr, out_rows_ptr, slots, pages, keys_ptr, count, topk,
+        store_rows(entries_ptr, out_rows_ptr, slots, pages, best_ptr, count, topk,
                    ENTRIES_PER_BLOCK, False, BLOCK_K)  # fmt: skip
         tl.store(counts_ptr + token, count)
 
@@ -305,7 +339,7 @@ def choose_best(
     """
     topk = chosen.entry_idx.shape[1]
     parts = num_parts(max_entries) if max_entries > topk else 1
-    strides = (scores.stride(0), candidates.stride(0))
+    strides = (scores.stride(0), candidates.stride(0) if parts > 1 else 0)
     vector = VECTOR if not any(stride % VECTOR for stride in strides) else 1
     shared: dict[str, Any] = {
         "scores_ptr": scores.view(chosen.entry_idx.dtype), "scores_groups": strides[0] // vector,
@@ -316,18 +350,38 @@ def choose_best(
         "RATIO": ratio, "PART": PART_ENTRIES, "VECTOR": vector,
         "BLOCK_K": triton.next_power_of_2(topk), "launch_pdl": LAUNCH_EARLY,
     }  # fmt: skip
+    part_width, row_width = program_widths(max_entries, topk=topk)
     if parts > 1:
-        _part_kernel[(num_tokens, parts)](**shared, **_program_size(PART_ENTRIES))
+        _part_kernel[(num_tokens, parts)](**shared, **_program_size(part_width))
     _topk_kernel[(num_tokens,)](
         **shared, entry_idx_ptr=chosen.entry_idx, rows_ptr=chosen.rows, counts_ptr=chosen.counts,
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         ENTRIES_PER_BLOCK=entries_per_block, FROM_LIST=parts > 1,
-        **_program_size(parts * topk if parts > 1 else max_entries),
+        **_program_size(row_width),
     )  # fmt: skip
 
 
-def _program_size(num_keys: int) -> dict[str, int]:
-    """The width of a program that holds so many keys, and its warps."""
-    width = next(width for width in WIDTHS if width >= num_keys)
+def program_widths(max_entries: int, *, topk: int) -> tuple[int, int]:
+    """How many keys a program of each launch holds, for the parts and for the row; 0 for none."""
+    parts = num_parts(max_entries) if max_entries > topk else 1
+    if parts == 1:
+        return 0, _width_of(max_entries if max_entries > topk else 1)
+    return _width_of(PART_ENTRIES), _width_of(parts * topk)
+
+
+def distinct_sizes(longest: int, *, topk: int) -> list[int]:
+    """The fewest entries for every choice of programs, up to the longest row."""
+    sizes = {1, topk + 1, *(width + 1 for width in WIDTHS), *range(1, longest + 1, PART_ENTRIES)}
+    fewest: dict[object, int] = {}
+    for size in sorted(size for size in sizes if size <= longest):
+        fewest.setdefault((size > topk, program_widths(size, topk=topk)), size)
+    return list(fewest.values())
+
+
+def _width_of(num_keys: int) -> int:
+    return next(width for width in WIDTHS if width >= num_keys)
+
+
+def _program_size(width: int) -> dict[str, int]:
     num_warps = max(1, min(MAX_WARPS, width // (32 * KEYS_PER_THREAD)))
     return {"WIDTH": width, "num_warps": num_warps}
