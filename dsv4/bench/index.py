@@ -183,7 +183,7 @@ def choose_best(case: IndexCase, chosen: Selection) -> None:
 
     handle = case.handles[0]
     topk.choose_best(
-        chosen, case.scratch.scores, case.scratch.candidates, handle.tokens,
+        chosen, case.scratch.scores, case.scratch.group_tops, handle.tokens,
         first_token=0, num_tokens=len(case.query), max_entries=case.num_entries, ratio=RATIO,
         entries_per_block=handle.memory.layout.entries_per_block,
     )  # fmt: skip

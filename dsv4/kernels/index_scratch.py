@@ -12,7 +12,9 @@ from torch import Tensor
 from dsv4.formats import BYTE_ALIGN, round_up
 
 SCRATCH_LIMIT = 64 << 20  # bytes; one token at a time where that is not enough for one
-PART_ENTRIES = 16384  # entries of which one program finds the best
+WHOLE_ENTRIES = 8192  # entries that one program takes as they are
+NARROW_ENTRIES = 4096  # the fewest that it has room for when it starts from groups
+GROUP = 8  # neighbours whose largest score stands for them
 MIN_HEADS = 16  # of a matrix product
 QUERY_BYTES = {"fp8": 1, "mxfp4": 1, "fp32": 4}  # of a channel, by key format; 2 for the others
 
@@ -22,14 +24,14 @@ class IndexScratch(NamedTuple):
 
     queries is `[num_rows, padded heads × padded dim]` in the operand's bytes, weights
     `[num_rows, padded heads]` fp32, for mxfp4 followed by `[groups, padded heads]` rests,
-    scores `[num_rows, at least max_entries]` fp32, and candidates
-    `[num_rows, 2 × num_parts × topk]` int32, empty where one part is all.
+    scores `[num_rows, at least max_entries]` fp32, and group_tops
+    `[num_rows, at least num_group_tops]` int32, empty where rows are taken whole.
     """
 
     queries: Tensor
     weights: Tensor
     scores: Tensor
-    candidates: Tensor
+    group_tops: Tensor
 
     @property
     def num_rows(self) -> int:
@@ -42,7 +44,7 @@ class IndexRowBytes(NamedTuple):
     queries: int
     weights: int
     scores: int
-    candidates: int
+    group_tops: int
 
 
 def padded_heads(num_heads: int) -> int:
@@ -50,9 +52,30 @@ def padded_heads(num_heads: int) -> int:
     return max(MIN_HEADS, _next_power_of_two(num_heads))
 
 
-def num_parts(max_entries: int) -> int:
-    """Parts that so many entries are cut into."""
-    return -(-max_entries // PART_ENTRIES)
+def narrow_width(topk: int) -> int:
+    """Scores that a program has room for when it starts from groups: all members of topk."""
+    return max(NARROW_ENTRIES, GROUP * _next_power_of_two(topk))
+
+
+def group_levels(max_entries: int, *, topk: int) -> int:
+    """How often groups are made of so many entries until a program has room for all of them."""
+    width = narrow_width(topk)
+    levels, num_groups = 0, max_entries
+    while num_groups > (width if levels else max(width, WHOLE_ENTRIES)):
+        levels, num_groups = levels + 1, -(-num_groups // GROUP)
+    return levels
+
+
+def padded_entries(max_entries: int, *, levels: int) -> int:
+    """So many entries, up to whole groups of the last level's groups."""
+    return round_up(max_entries, GROUP ** (levels + 1))
+
+
+def num_group_tops(max_entries: int, *, topk: int) -> int:
+    """Groups of all levels."""
+    levels = group_levels(max_entries, topk=topk)
+    padded = padded_entries(max_entries, levels=levels)
+    return sum(padded // GROUP ** (level + 1) for level in range(levels))
 
 
 def index_row_bytes(
@@ -60,12 +83,11 @@ def index_row_bytes(
 ) -> IndexRowBytes:
     """Bytes that a token takes when it can see `max_entries` entries; more for more."""
     heads, block = padded_heads(num_heads), _next_power_of_two(dim)
-    parts = num_parts(max_entries)
     return IndexRowBytes(
         heads * block * QUERY_BYTES.get(key_format, 2),
         heads * 4 * (1 + (block // 32 if key_format == "mxfp4" else 0)),
         round_up(max_entries * 4, BYTE_ALIGN),
-        round_up(parts * topk * 8, BYTE_ALIGN) if parts > 1 else 0,
+        round_up(num_group_tops(max_entries, topk=topk) * 4, BYTE_ALIGN),
     )
 
 

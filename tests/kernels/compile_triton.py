@@ -106,7 +106,7 @@ def record_gathers(kv_format: str) -> list:
 def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list:
     """The launches that choose entries of a request of that length, at V4-Flash's width."""
     launches: list = []
-    owners = {"_query_kernel": indexer, "_score_kernel": indexer, "_part_kernel": topk,
+    owners = {"_query_kernel": indexer, "_score_kernel": indexer, "_group_kernel": topk,
               "_topk_kernel": topk}  # fmt: skip
     kernels = {name: getattr(module, name) for name, module in owners.items()}
     for name, module in owners.items():

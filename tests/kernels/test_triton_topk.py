@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4.kernels import Selection, TokenMap
+from dsv4.kernels import Selection, TokenMap, index_scratch
 from dsv4.kernels.reference.addressing import entry_rows
 from dsv4.kernels.reference.indexer import select_topk
 from dsv4.kernels.triton import topk as kernels
@@ -36,10 +36,10 @@ def choose(scores, counts: list[int], topk: int, *, first: int = 0) -> Selection
         torch.full(shape, -7, dtype=torch.int64, device=device),
         torch.full(shape[:1], -7, dtype=torch.int32, device=device),
     )
-    width = 2 * kernels.num_parts(max_entries) * topk
-    candidates = torch.full((len(counts), width), 123456, dtype=torch.int32, device=device)
+    num_tops = index_scratch.num_group_tops(max_entries, topk=topk)
+    group_tops = torch.full((len(counts), num_tops), 123456, dtype=torch.int32, device=device)
     kernels.choose_best(
-        chosen, scores, candidates, tokens, first_token=first, num_tokens=len(counts),
+        chosen, scores, group_tops, tokens, first_token=first, num_tokens=len(counts),
         max_entries=max_entries, ratio=1, entries_per_block=PER_BLOCK,
     )  # fmt: skip
     return chosen
@@ -95,37 +95,48 @@ SCORES = {
 }
 
 
-CUTS = {
-    "whole": ((512, 1024), 4096),
-    "in parts": ((128, 512, 2048), 96),
-    "short parts": ((128, 256, 1024, 4096), 64),
-}
+LEVELS = {"whole": (4096, 512, 37), "groups": (128, 512, 37), "groups of groups": (128, 128, 5)}
 
 
-@pytest.fixture(params=CUTS.values(), ids=CUTS)
-def cut(request, monkeypatch):
-    """Rows of one part, or of several."""
-    widths, part = request.param
-    monkeypatch.setattr(kernels, "WIDTHS", widths)
-    monkeypatch.setattr(kernels, "PART_ENTRIES", part)
-    monkeypatch.setattr(kernels, "num_parts", lambda max_entries: -(-max_entries // part))
+@pytest.fixture(params=LEVELS.values(), ids=LEVELS)
+def topk(request, monkeypatch):
+    """How many are chosen, of rows taken whole or from groups."""
+    whole, narrow, topk = request.param
+    monkeypatch.setattr(index_scratch, "WHOLE_ENTRIES", whole)
+    monkeypatch.setattr(index_scratch, "NARROW_ENTRIES", narrow)
+    return topk
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_scores(name, cut):
-    scores = SCORES[name](normal(9, 301))
-    scores[:, 290:] = 99.0  # beyond some of the counts, better than the rest
-    assert_chosen(scores, [301, 290, 65, 64, 63, 37, 36, 1, 0], 37)
+def test_scores(name, topk):
+    scores = SCORES[name](normal(10, 1101))
+    scores[:, 1090:] = 99.0  # beyond some of the counts, better than the rest
+    assert_chosen(scores, [1101, 1090, 513, 300, 65, 63, topk, topk - 1, 1, 0], topk)
 
 
-@pytest.mark.parametrize("topk", [1, 2, 64, 100, 300])
-def test_topk(topk, cut):
-    assert_chosen(normal(6, 307), [topk - 1, topk, topk + 1, 307, 306, 0], topk)
+@pytest.mark.parametrize("name", ["random", "ties", "NaN"])
+def test_best_are_neighbours(name, topk):
+    scores = SCORES[name](normal(2, 1101)) - torch.arange(1101) // 8
+    assert_chosen(scores, [1101, 999], topk)
+    assert_chosen(scores.flip(1), [1101, 999], topk)
 
 
-def test_random_bits(cut):
-    bits = torch.randint(-(2**31), 2**31, (4, 333), generator=torch.Generator().manual_seed(0))
-    assert_chosen(bits.int().view(torch.float32), [333, 200, 97, 96], 50)
+@pytest.mark.parametrize("num_best", [1, 2, 16, 17, 64, 100, 300])
+def test_topk(num_best, topk):
+    counts = [num_best - 1, num_best, num_best + 1, 1307, 306, 0]
+    assert_chosen(normal(6, 1307), counts, num_best)
+
+
+def test_levels():
+    levels = [index_scratch.group_levels(n, topk=512) for n in (8192, 8193, 32769, 262144)]
+    assert levels == [0, 1, 2, 2]
+    assert index_scratch.group_levels(16384, topk=2048) == 0
+    assert index_scratch.num_group_tops(262144, topk=512) == 32768 + 4096
+
+
+def test_random_bits(topk):
+    bits = torch.randint(-(2**31), 2**31, (4, 1333), generator=torch.Generator().manual_seed(0))
+    assert_chosen(bits.int().view(torch.float32), [1333, 200, 97, 96], topk)
 
 
 def test_what_is_not_visible_is_not_chosen():
@@ -150,8 +161,9 @@ def test_tokens_before_the_first_are_left_alone():
     assert all((part[:3] == -7).all() for part in chosen)
 
 
-def test_default_sizes():
-    assert_chosen(normal(2, 5000), [5000, 4097], 512)
+@pytest.mark.parametrize("width", [5000, 10_000, 40_000])
+def test_default_sizes(width):
+    assert_chosen(normal(2, width), [width, 4097], 512)
 
 
 @pytest.mark.gpu
@@ -159,7 +171,7 @@ def test_default_sizes():
 @pytest.mark.parametrize("name", SCORES)
 def test_long_rows(name, topk):
     scores = SCORES[name](normal(6, 262144))
-    assert_chosen(scores, [262144, 262143, 16385, 16384, topk + 1, topk], topk)
+    assert_chosen(scores, [262144, 262143, 16385, 8192, topk + 1, topk], topk)
 
 
 @pytest.mark.gpu

@@ -590,7 +590,7 @@ def select_entries(
             scratch, memory, tokens,
             num_heads=query.shape[1], topk=topk, max_entries=max_entries, **span,
         )  # fmt: skip
-        choose_best(chosen, scratch.scores, scratch.candidates, tokens, **span, **sizes)
+        choose_best(chosen, scratch.scores, scratch.group_tops, tokens, **span, **sizes)
     return chosen
 
 

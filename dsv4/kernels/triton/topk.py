@@ -1,11 +1,13 @@
 """Top-k: the best entries of each token, exactly, from scores in memory.
 
-Scores are compared as whole numbers that are ordered as they are; ±0 are one number, and a NaN is
-below all and never chosen. A program holds all keys of its row in registers. It counts those at
-two pivots at a time until the k-th largest is alone between them, then lists, in ascending index,
-what is above it and the first of its equals. Pivots are guesses: they decide how soon the search
-ends, never where. A long row is cut into parts, each with a program of its own that lists its
-best; the best of these lists are the row's.
+Scores are compared as fp32 numbers are: ±0 are one number, and a NaN is never chosen. A program
+holds all scores of its row in registers. It counts those at two pivots at a time until the k-th
+largest is alone between them, then lists, in ascending index, what is above it and the first of
+its equals. Pivots are guesses: they decide how soon the search ends, never where; between them
+they are whole numbers ordered as scores are. Of a long row the largest of each group of 8 are
+made first, and of each 8 of these, until they fit a program. The best k entries are in the best k
+groups, since k groups that come before another one have k entries that come before all of its:
+the program goes down from groups to their members, k of them at a time.
 """
 
 from typing import Any
@@ -16,21 +18,26 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels import Selection, TokenMap
-from dsv4.kernels.index_scratch import PART_ENTRIES, num_parts
+from dsv4.kernels.index_scratch import GROUP, group_levels, narrow_width, padded_entries
 from dsv4.kernels.triton.primitives import INTERPRETED
 
-WIDTHS = (8192, 16384, 32768)  # keys of a program; the last holds 16 lists of 2048
+MIN_WIDTH = 1024  # scores of a program
 KEYS_PER_THREAD = 32
 MAX_WARPS = 16
 VECTOR = 4  # neighbours that a thread reads at once
+CHUNK = 4096  # scores of which a program makes the largest of groups
+CHUNK_WARPS = 4
 LAUNCH_EARLY = True
+GROUP_SIZE = tl.constexpr(GROUP)
 SIGN_BIT = tl.constexpr(-(2**31))
 INF_BITS, NAN_BITS = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
 NO_KEY = tl.constexpr(-0x7F800001)  # below -inf
 END_KEY = tl.constexpr(0x7F800001)  # above inf
 FIRST_MARGIN = tl.constexpr(0.05)  # standard deviations from the first guess to its pivots
 MARGIN = tl.constexpr(0.7)  # the same of a guess between two counts
-BY_VALUE, BY_KEY, BY_THIRDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+STEP = tl.constexpr(0.1)  # standard deviations of groups that a level's pivots are apart
+NEAR, FAR = tl.constexpr(0.7), tl.constexpr(1.4)  # pivots, of the way to a guess beyond two counts
+MAX_GUESSES = tl.constexpr(12)  # passes after which what is left is cut in thirds
 
 
 @triton.jit
@@ -79,18 +86,39 @@ def upper_quantile(share):
 
 
 @triton.jit
-def first_pivots(bits, count, wanted):
-    """Two keys around the wanted-th of `count` largest, if they are normal numbers."""
-    is_finite = (bits & 0x7FFFFFFF) < INF_BITS
-    values = tl.where(is_finite, bits, 0).to(tl.float32, bitcast=True)
+def value_key(value):
+    """The order key of an fp32."""
+    return order_keys(value.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def split_quads(x, WIDTH: tl.constexpr):
+    """The first of every four neighbours, the second, the third, the fourth; a thread has all."""
+    even, odd = tl.split(tl.reshape(x, (WIDTH // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def first_pivots(scores, count, wanted, WIDTH: tl.constexpr):
+    """Two keys around the wanted-th of `count` largest, if they are normal numbers.
+
+    Every fourth is asked. Returns their standard deviation too.
+    """
+    sample, _second, _third, _fourth = split_quads(scores, WIDTH)
+    num_sampled = tl.cdiv(count, 4).to(tl.float32)
+    is_finite = tl.abs(sample) < float("inf")
+    values = tl.where(is_finite, sample, 0.0)
     total, squares = tl.split(tl.sum(tl.join(values, values * values), axis=0))
-    mean = total / count
-    deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
-    guess = mean + deviation * upper_quantile(wanted.to(tl.float32) / count)
+    mean = total / num_sampled
+    deviation = tl.sqrt(tl.maximum(squares / num_sampled - mean * mean, 0.0))
+    guess = mean + deviation * upper_quantile(tl.minimum(wanted / count.to(tl.float32), 1.0))
     margin = deviation * FIRST_MARGIN
-    first, last = guess - margin, guess + margin
-    return (order_keys(first.to(tl.int32, bitcast=True)),
-            order_keys(last.to(tl.int32, bitcast=True)))  # fmt: skip
+    is_guess = tl.abs(guess) < float("inf")
+    first = tl.where(is_guess, value_key(guess - margin), NO_KEY // 3)
+    last = tl.where(is_guess, value_key(guess + margin), END_KEY // 3)
+    return first, last, deviation
 
 
 @triton.jit
@@ -106,27 +134,53 @@ def key_between(low, high, fraction, IS_BY_VALUE):
 
 
 @triton.jit
-def next_pivots(low, high, num_low, num_high, wanted, guess_by):
-    """Two keys around the wanted-th largest, if keys are evenly spread from low to high."""
+def pivots_between(low, high, num_low, num_high, wanted, is_by_thirds):
+    """Two keys around the wanted-th largest, if counts fall evenly in size from low to high."""
     scale = 1.0 / (num_low - num_high).to(tl.float32)
-    middle = ((num_low - wanted).to(tl.float32) + 0.5) * scale
+    rank = wanted.to(tl.float32) - 0.5
+    num_first, num_last = num_low.to(tl.float32), num_high.to(tl.float32)
+    linear = (num_first - rank) * scale
+    by_size = tl.log2(num_first / rank) / tl.log2(num_first / tl.maximum(num_last, 1.0))
+    middle = tl.where(num_high > 1, by_size, linear)
     margin = MARGIN * tl.sqrt(tl.maximum(middle * (1.0 - middle), 0.25 * scale) * scale)
-    is_guess = guess_by < BY_THIRDS
-    first = tl.where(is_guess, middle - margin, 0.33333334)
-    last = tl.where(is_guess, middle + margin, 0.6666667)
-    is_by_value = guess_by == BY_VALUE
-    return key_between(low, high, first, is_by_value), key_between(low, high, last, is_by_value)
+    first = tl.where(is_by_thirds, 0.33333334, middle - margin)
+    last = tl.where(is_by_thirds, 0.6666667, middle + margin)
+    has_zero = (low <= 0) & (high >= 0) & (not is_by_thirds)
+    return key_between(low, high, first, has_zero), key_between(low, high, last, has_zero)
 
 
 @triton.jit
-def count_at_least(keys, low, high):
-    """How many keys are not below `low`, and not below `high`, which is no less; under 2**16."""
-    packed = tl.sum(tl.where(keys >= high, 65537, tl.where(keys >= low, 1, 0)), axis=0)
+def pivots_beyond(low, high, num_low, num_high, first, last, num_first, num_last, wanted):
+    """Two keys around the wanted-th largest, if counts go on as from `first` to `last`."""
+    is_below = low == NO_KEY
+    start = tl.where(is_below, high, low)
+    num_start = tl.where(is_below, num_high, num_low).to(tl.float32)
+    ratio = tl.maximum(num_first.to(tl.float32), 0.5) / tl.maximum(num_last.to(tl.float32), 0.5)
+    steps = tl.log2(tl.maximum(num_start, 0.5) / wanted) / tl.maximum(tl.log2(ratio), 0.05)
+    way = steps * (last - first + 1).to(tl.float32)
+    down = NO_KEY - start.to(tl.float32)
+    up = END_KEY - start.to(tl.float32)
+    near = start + tl.minimum(tl.maximum(way * NEAR, down), up).to(tl.int32)
+    far = start + tl.minimum(tl.maximum(way * FAR, down), up).to(tl.int32)
+    return tl.minimum(near, far), tl.maximum(near, far)
+
+
+@triton.jit
+def count_at_least(scores, low, high):
+    """How many scores are not below `low`, and not below `high`, which is no less."""
+    packed = tl.sum((scores >= low).to(tl.int32) + tl.where(scores >= high, 65536, 0), axis=0)
     return packed & 0xFFFF, (packed >> 16) & 0xFFFF
 
 
 @triton.jit
-def find_threshold(bits, keys, count, wanted, WIDTH: tl.constexpr):
+def is_between(scores, low, high):
+    """Which scores have keys from low to before high."""
+    floor = tl.where(low == NO_KEY, float("-inf"), key_value(low))
+    return (scores >= floor) & ((high == END_KEY) | (scores < key_value(high)))
+
+
+@triton.jit
+def find_threshold(scores, first, last, count, wanted, WIDTH: tl.constexpr):
     """Keys from `upper` on are among the best, and so many of those from `low` on before it.
 
     The two are one key apart or none, or both what is above NO_KEY where fewer than wanted are.
@@ -134,43 +188,42 @@ def find_threshold(bits, keys, count, wanted, WIDTH: tl.constexpr):
     low, high = tl.full((), NO_KEY, tl.int32), tl.full((), END_KEY, tl.int32)
     num_low = tl.where(count > wanted, tl.full((), WIDTH, tl.int32), wanted)
     num_high = tl.full((), 0, tl.int32)
-    guess_by = tl.full((), BY_VALUE, tl.int32)
-    num_passes = tl.full((), 1, tl.int32)
-    first, last = low, low
-    if count > wanted:
-        first, last = first_pivots(bits, count.to(tl.float32), wanted)
+    num_slow, num_passes = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     while (num_low != wanted) & (low + 1 < high):
-        if (num_passes > 5) & (num_passes % 3 == 0):
-            low = tl.min(tl.where(keys >= low, keys, high), axis=0)
-            high = tl.max(tl.where(keys < high, keys, low), axis=0) + 1
-            guess_by = tl.full((), BY_VALUE, tl.int32)
-        else:
-            first = tl.minimum(tl.maximum(first, low + 1), high - 1)
-            last = tl.minimum(tl.maximum(last, first), high - 1)
-            num_first, num_last = count_at_least(keys, first, last)
-            num_between = num_low - num_high
-            has_first, has_last = num_first >= wanted, num_last >= wanted
-            low = tl.where(has_last, last, tl.where(has_first, first, low))
-            num_low = tl.where(has_last, num_last, tl.where(has_first, num_first, num_low))
-            high = tl.where(has_first, tl.where(has_last, high, last), first)
-            num_high = tl.where(has_first, tl.where(has_last, num_high, num_last), num_first)
-            is_slow = (num_low - num_high) * 4 > num_between
-            guess_by = tl.where(is_slow, (guess_by + 1) % 3, guess_by)
-        first, last = next_pivots(low, high, num_low, num_high, wanted, guess_by)
+        first = tl.minimum(tl.maximum(first, low + 1), high - 1)
+        last = tl.minimum(tl.maximum(last, first), high - 1)
+        num_first, num_last = count_at_least(scores, key_value(first), key_value(last))
+        num_between = num_low - num_high
+        has_first, has_last = num_first >= wanted, num_last >= wanted
+        low = tl.where(has_last, last, tl.where(has_first, first, low))
+        num_low = tl.where(has_last, num_last, tl.where(has_first, num_first, num_low))
+        high = tl.where(has_first, tl.where(has_last, high, last), first)
+        num_high = tl.where(has_first, tl.where(has_last, num_high, num_last), num_first)
+        is_slow = (num_low - num_high) * 4 > num_between
+        num_slow = tl.where(is_slow, num_slow + 1, tl.minimum(num_slow, 0))
         num_passes += 1
+        if (num_low != wanted) & (low + 1 < high):
+            is_open = (low == NO_KEY) | (high == END_KEY)
+            if num_high + 1 == wanted:
+                is_left = is_between(scores, low, high)
+                low = value_key(tl.max(tl.where(is_left, scores, float("-inf")), axis=0))
+                high = low + 1
+            elif is_open & (num_passes < 3):
+                first, last = pivots_beyond(low, high, num_low, num_high, first, last, num_first,
+                                            num_last, wanted)  # fmt: skip
+            elif (num_slow > 1) & (not is_open) & (num_passes < MAX_GUESSES):
+                is_left = is_between(scores, low, high)
+                low = value_key(tl.min(tl.where(is_left, scores, float("inf")), axis=0))
+                high = value_key(tl.max(tl.where(is_left, scores, float("-inf")), axis=0)) + 1
+                num_slow = tl.full((), -1, tl.int32)
+                first, last = low + 1, high - 1
+            else:
+                is_by_thirds = is_open | (num_passes >= MAX_GUESSES)
+                first, last = pivots_between(low, high, num_low, num_high, wanted, is_by_thirds)
     is_exact = num_low == wanted
     upper = tl.maximum(tl.where(is_exact, low, high), NO_KEY + 1)
     num_equal = tl.where(is_exact, 0, wanted - num_high)
     return tl.maximum(low, NO_KEY + 1), upper, num_equal
-
-
-@triton.jit
-def split_quads(x, WIDTH: tl.constexpr):
-    """The first of every four neighbours, the second, the third, the fourth; a thread has all."""
-    even, odd = tl.split(tl.reshape(x, (WIDTH // 4, 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
 
 
 @triton.jit
@@ -187,102 +240,132 @@ def count_before(counts, NUM: tl.constexpr):
 
 
 @triton.jit
-def key_flags(keys, low, upper):
+def score_flags(scores, low, upper):
     """1 for what is above, 65536 for what is equal, 0 for the rest."""
-    return tl.where(keys >= upper, 1, tl.where(keys >= low, 65536, 0))
+    return tl.where(scores >= upper, 1, tl.where(scores >= low, 65536, 0))
 
 
 @triton.jit
-def store_quad(out_ptr, list_ptr, keys, flags, before, num_equal, first, WIDTH: tl.constexpr,
-               HAS_LIST: tl.constexpr):  # fmt: skip
-    """Store the entries of one quarter that are among the best, and their scores in a list."""
+def page_row(block, entry, ENTRIES_PER_BLOCK: tl.constexpr):
+    """The flat row of an entry in a block, int64; -1 without a block."""
+    row = block.to(tl.int64) * ENTRIES_PER_BLOCK + entry % ENTRIES_PER_BLOCK
+    return tl.where(block >= 0, row, -1)
+
+
+@triton.jit
+def store_quarter(list_ptr, rows_ptr, entry, block, flags, before, num_equal,
+                  ENTRIES_PER_BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr):  # fmt: skip
+    """Store those of one quarter that are among the best, and their rows."""
     num_equal_before = before >> 16
     is_best = (flags == 1) | ((flags > 1) & (num_equal_before < num_equal))
     place = (before & 0xFFFF) + tl.minimum(num_equal_before, num_equal)
-    tl.store(out_ptr + place, first + tl.arange(0, WIDTH // 4) * 4, mask=is_best)
-    if HAS_LIST:
-        tl.store(list_ptr + place, key_bits(keys), mask=is_best)
+    tl.store(list_ptr + place, entry, mask=is_best)
+    if HAS_ROWS:
+        tl.store(rows_ptr + place, page_row(block, entry, ENTRIES_PER_BLOCK), mask=is_best)
 
 
 @triton.jit
-def store_best(out_ptr, list_ptr, scores_ptr, first, count, wanted, WIDTH: tl.constexpr,
-               VECTOR: tl.constexpr, HAS_LIST: tl.constexpr):  # fmt: skip
-    """Store which are the best `wanted` of `count` scores, ascending; returns how many."""
-    bits = load_bits(scores_ptr, count, WIDTH, VECTOR)
-    keys = order_keys(bits)
-    low, upper, num_equal = find_threshold(bits, keys, count, wanted, WIDTH)
-    key0, key1, key2, key3 = split_quads(keys, WIDTH)
-    flags0, flags1 = key_flags(key0, low, upper), key_flags(key1, low, upper)
-    flags2, flags3 = key_flags(key2, low, upper), key_flags(key3, low, upper)
+def store_best(list_ptr, rows_ptr, scores, entry, block0, block1, block2, block3, low, upper,
+               num_equal, WIDTH: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
+               HAS_ROWS: tl.constexpr):  # fmt: skip
+    """Store which are the best, ascending; returns how many. `entry` is each quad's first."""
+    low, upper = key_value(low), key_value(upper)
+    scores0, scores1, scores2, scores3 = split_quads(scores, WIDTH)
+    flags0, flags1 = score_flags(scores0, low, upper), score_flags(scores1, low, upper)
+    flags2, flags3 = score_flags(scores2, low, upper), score_flags(scores3, low, upper)
     before0, total = count_before(flags0 + flags1 + flags2 + flags3, WIDTH // 4)
     before1 = before0 + flags0
     before2 = before1 + flags1
     before3 = before2 + flags2
-    store_quad(out_ptr, list_ptr, key0, flags0, before0, num_equal, first, WIDTH, HAS_LIST)
-    store_quad(out_ptr, list_ptr, key1, flags1, before1, num_equal, first + 1, WIDTH, HAS_LIST)
-    store_quad(out_ptr, list_ptr, key2, flags2, before2, num_equal, first + 2, WIDTH, HAS_LIST)
-    store_quad(out_ptr, list_ptr, key3, flags3, before3, num_equal, first + 3, WIDTH, HAS_LIST)
+    store_quarter(list_ptr, rows_ptr, entry, block0, flags0, before0, num_equal,
+                  ENTRIES_PER_BLOCK, HAS_ROWS)  # fmt: skip
+    store_quarter(list_ptr, rows_ptr, entry + 1, block1, flags1, before1, num_equal,
+                  ENTRIES_PER_BLOCK, HAS_ROWS)  # fmt: skip
+    store_quarter(list_ptr, rows_ptr, entry + 2, block2, flags2, before2, num_equal,
+                  ENTRIES_PER_BLOCK, HAS_ROWS)  # fmt: skip
+    store_quarter(list_ptr, rows_ptr, entry + 3, block3, flags3, before3, num_equal,
+                  ENTRIES_PER_BLOCK, HAS_ROWS)  # fmt: skip
     return (total & 0xFFFF) + tl.minimum((total >> 16) & 0xFFFF, num_equal)
 
 
 @triton.jit
-def store_rows(entries_ptr, rows_ptr, slots, pages, list_ptr, num_stored, topk,
-               ENTRIES_PER_BLOCK: tl.constexpr, FROM_LIST: tl.constexpr,
-               BLOCK_K: tl.constexpr):  # fmt: skip
-    """Store entries and their flat rows, then -1; with FROM_LIST slots are places in the list."""
-    lane = tl.arange(0, BLOCK_K)
-    is_stored = lane < num_stored
-    entry = tl.where(is_stored, slots, -1)
-    if FROM_LIST:
-        entry = tl.load(list_ptr + entry, mask=is_stored, other=-1)
-    block = tl.load(pages + entry // ENTRIES_PER_BLOCK, mask=is_stored, other=-1).to(tl.int64)
-    row = block * ENTRIES_PER_BLOCK + entry % ENTRIES_PER_BLOCK
-    tl.store(entries_ptr + lane, entry, mask=lane < topk)
-    tl.store(rows_ptr + lane, tl.where(block >= 0, row, -1), mask=lane < topk)
+def load_members(level_ptr, list_ptr, num_listed, end, WIDTH: tl.constexpr,
+                 VECTOR: tl.constexpr):  # fmt: skip
+    """Bits of the members of listed groups, NaN's from `end` on; and which each quad begins with."""
+    lane = tl.arange(0, WIDTH // GROUP_SIZE)
+    group = tl.load(list_ptr + lane, mask=lane < num_listed, other=0)
+    at = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+    is_listed = (lane < num_listed)[:, None]
+    bits = tl.load(level_ptr + at, mask=is_listed & (at // VECTOR * VECTOR < end), other=NAN_BITS)
+    bits = tl.where(at < end, bits, NAN_BITS)
+    first, _second, _third, _fourth = split_quads(tl.reshape(at, (WIDTH,)), WIDTH)
+    return tl.reshape(bits, (WIDTH,)), first
+
+
+@triton.jit
+def load_blocks(pages, entry, end, ENTRIES_PER_BLOCK: tl.constexpr):
+    """The blocks of each quad's four entries, all one where blocks are cut between quads."""
+    block0 = tl.load(pages + entry // ENTRIES_PER_BLOCK, mask=entry < end, other=-1)
+    if ENTRIES_PER_BLOCK % 4 == 0:
+        return block0, block0, block0, block0
+    else:
+        last = entry + 3
+        block1 = tl.load(pages + (entry + 1) // ENTRIES_PER_BLOCK, mask=entry + 1 < end, other=-1)
+        block2 = tl.load(pages + (entry + 2) // ENTRIES_PER_BLOCK, mask=entry + 2 < end, other=-1)
+        block3 = tl.load(pages + last // ENTRIES_PER_BLOCK, mask=last < end, other=-1)
+        return block0, block1, block2, block3
+
+
+@triton.jit
+def store_tops(tops_ptr, keys, chunk, num_tops, SIZE: tl.constexpr):
+    """Store the bits of the largest key of each of a chunk's groups; returns these keys."""
+    tops = tl.max(tl.reshape(keys, (SIZE, GROUP_SIZE)), axis=1)
+    at = chunk * SIZE + tl.arange(0, SIZE)
+    tl.store(tops_ptr + at, key_bits(tops), mask=at < num_tops)
+    return tops
 
 
 @triton.jit(
-    do_not_specialize=["scores_groups", "list_groups", "first_token", "topk", "num_slots"],
+    do_not_specialize=["scores_groups", "tops_groups", "first_token", "topk", "num_padded"],
     do_not_specialize_on_alignment=["positions_ptr", "request_ids_ptr", "request_slots_ptr"],
 )
-def _part_kernel(
-    scores_ptr, scores_groups, list_ptr, list_groups, first_token, topk, num_slots,
+def _group_kernel(
+    scores_ptr, scores_groups, tops_ptr, tops_groups, first_token, topk, num_padded,
     positions_ptr, request_ids_ptr, request_slots_ptr,
-    RATIO: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    RATIO: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """List the best topk of a part of a token's entries: their scores, then NaN, and which."""
+    """Store the largest score of each group, of each group of groups and so on; NaN for none."""
     if not INTERPRETED:
         gdc_launch_dependents()
         gdc_wait()
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
                                    request_slots_ptr, RATIO)  # fmt: skip
-    first = part * PART
+    first = chunk * CHUNK
     if (count > topk) & (first < count):
         scores_ptr += row * scores_groups * VECTOR + first
-        best_ptr = list_ptr + (row * list_groups * VECTOR + part * topk)
-        num_stored = store_best(best_ptr + num_slots, best_ptr, scores_ptr, first,
-                                tl.minimum(count - first, PART), topk, WIDTH, VECTOR,
-                                True)  # fmt: skip
-        lane = tl.arange(0, BLOCK_K)
-        tl.store(best_ptr + lane, NAN_BITS, mask=(lane >= num_stored) & (lane < topk))
+        tops_ptr += row * tops_groups * VECTOR
+        keys = order_keys(load_bits(scores_ptr, count - first, CHUNK, VECTOR))
+        for level in tl.static_range(LEVELS):
+            num_padded = num_padded // GROUP_SIZE
+            keys = store_tops(tops_ptr, keys, chunk, num_padded, CHUNK // GROUP_SIZE ** (level + 1))
+            tops_ptr += num_padded
 
 
 @triton.jit(
     do_not_specialize=[
-        "scores_groups", "list_groups", "first_token", "topk", "num_slots", "table_stride",
+        "scores_groups", "tops_groups", "first_token", "topk", "num_padded", "max_entries",
+        "table_stride",
     ],
     do_not_specialize_on_alignment=[
         "positions_ptr", "request_ids_ptr", "request_slots_ptr", "block_table_ptr",
     ],
 )  # fmt: skip
 def _topk_kernel(
-    entry_idx_ptr, rows_ptr, counts_ptr, scores_ptr, scores_groups, list_ptr, list_groups,
-    first_token, topk, num_slots, positions_ptr, request_ids_ptr, request_slots_ptr,
+    entry_idx_ptr, rows_ptr, counts_ptr, scores_ptr, scores_groups, tops_ptr, tops_groups,
+    first_token, topk, num_padded, max_entries, positions_ptr, request_ids_ptr, request_slots_ptr,
     block_table_ptr, table_stride, RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
-    FROM_LIST: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    LEVELS: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Choose a token's entries; where it sees no more than topk, all, and no score is read."""
     if not INTERPRETED:
@@ -290,36 +373,68 @@ def _topk_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
-    slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
-    pages = block_table_ptr + slot * table_stride
-    entries_ptr, out_rows_ptr = entry_idx_ptr + token * topk, rows_ptr + token * topk
-    best_ptr = list_ptr + row * list_groups * VECTOR
-    slots = tl.arange(0, BLOCK_K)
-    if count > topk:
-        if FROM_LIST:
-            num_stored = store_best(entries_ptr, entries_ptr, best_ptr, 0,
-                                    tl.cdiv(count, PART) * topk, topk, WIDTH, VECTOR,
+    request = tl.load(request_ids_ptr + token)
+    num_seen = tl.minimum((tl.load(positions_ptr + token) + 1) // RATIO, max_entries)
+    entries_ptr, rows_ptr = entry_idx_ptr + token * topk, rows_ptr + token * topk
+    lane = tl.arange(0, BLOCK_K)
+    if num_seen > topk:
+        scores_ptr += row * scores_groups * VECTOR
+        SHRINK: tl.constexpr = GROUP_SIZE**LEVELS
+        count = tl.cdiv(num_seen, SHRINK)
+        level_ptr = scores_ptr
+        if LEVELS > 0:
+            level_ptr = tops_ptr + row * tops_groups * VECTOR
+            for level in tl.static_range(1, LEVELS):
+                level_ptr += num_padded // GROUP_SIZE**level
+        bits = load_bits(level_ptr, count, WIDTH, VECTOR)
+        slot = tl.load(request_slots_ptr + request).to(tl.int64)
+        pages = block_table_ptr + slot * table_stride
+        entry = tl.arange(0, WIDTH // 4) * 4
+        scores = bits.to(tl.float32, bitcast=True)
+        first, last, deviation = first_pivots(scores, count, topk, WIDTH)
+        for level in tl.static_range(LEVELS):
+            low, upper, num_equal = find_threshold(scores, first, last, count, topk, WIDTH)
+            num_listed = store_best(entries_ptr, rows_ptr, scores, entry, entry, entry, entry,
+                                    entry, low, upper, num_equal, WIDTH, ENTRIES_PER_BLOCK,
                                     False)  # fmt: skip
-        else:
-            scores_ptr += row * scores_groups * VECTOR
-            num_stored = store_best(entries_ptr, entries_ptr, scores_ptr, 0, count, topk, WIDTH,
-                                    VECTOR, False)  # fmt: skip
-        tl.debug_barrier()
-        slots = tl.load(entries_ptr + slots, mask=slots < num_stored, other=0)
-        tl.debug_barrier()
-        store_rows(entries_ptr, out_rows_ptr, slots, pages, best_ptr + num_slots, num_stored, topk,
-                   ENTRIES_PER_BLOCK, FROM_LIST, BLOCK_K)  # fmt: skip
+            first, last = low, value_key(key_value(low) + STEP * deviation)
+            if level == LEVELS - 1:
+                level_ptr = scores_ptr
+            else:
+                level_ptr -= num_padded // GROUP_SIZE ** (LEVELS - 1 - level)
+            tl.debug_barrier()
+            count = num_listed * GROUP_SIZE
+            end = tl.cdiv(num_seen, GROUP_SIZE ** (LEVELS - 1 - level))
+            bits, entry = load_members(level_ptr, entries_ptr, num_listed, end, WIDTH, VECTOR)
+            tl.debug_barrier()
+            scores = bits.to(tl.float32, bitcast=True)
+            if low == NO_KEY + 1:
+                first, last, deviation = first_pivots(scores, count, topk, WIDTH)
+        end = tl.where(slot >= 0, num_seen, 0)
+        block0, block1, block2, block3 = load_blocks(pages, entry, end, ENTRIES_PER_BLOCK)
+        low, upper, num_equal = find_threshold(scores, first, last, count, topk, WIDTH)
+        low, upper = tl.where(slot >= 0, low, END_KEY), tl.where(slot >= 0, upper, END_KEY)
+        num_stored = store_best(entries_ptr, rows_ptr, scores, entry, block0, block1, block2,
+                                block3, low, upper, num_equal, WIDTH, ENTRIES_PER_BLOCK,
+                                True)  # fmt: skip
+        is_empty = (lane >= num_stored) & (lane < topk)
+        tl.store(entries_ptr + lane, -1, mask=is_empty)
+        tl.store(rows_ptr + lane, tl.full((BLOCK_K,), -1, tl.int64), mask=is_empty)
         tl.store(counts_ptr + token, num_stored)
     else:
-        store_rows(entries_ptr, out_rows_ptr, slots, pages, best_ptr, count, topk,
-                   ENTRIES_PER_BLOCK, False, BLOCK_K)  # fmt: skip
+        slot = tl.load(request_slots_ptr + request).to(tl.int64)
+        count = tl.where(slot >= 0, num_seen, 0)
+        pages = block_table_ptr + slot * table_stride
+        block = tl.load(pages + lane // ENTRIES_PER_BLOCK, mask=lane < count, other=-1)
+        tl.store(entries_ptr + lane, tl.where(lane < count, lane, -1), mask=lane < topk)
+        tl.store(rows_ptr + lane, page_row(block, lane, ENTRIES_PER_BLOCK), mask=lane < topk)
         tl.store(counts_ptr + token, count)
 
 
 def choose_best(
     chosen: Selection,
     scores: Tensor,
-    candidates: Tensor,
+    group_tops: Tensor,
     tokens: TokenMap,
     *,
     first_token: int,
@@ -334,54 +449,49 @@ def choose_best(
         chosen: Of all tokens.
         scores: `[num_tokens, at least max_entries]` fp32, rows of these tokens, contiguous.
             Nothing is read of a token that sees no more than topk entries.
-        candidates: `[num_tokens, at least 2 × num_parts × topk]` int32, scratch for more than one
-            part.
+        group_tops: `[num_tokens, at least num_group_tops]` int32, scratch for rows that do not
+            fit a program.
     """
     topk = chosen.entry_idx.shape[1]
-    parts = num_parts(max_entries) if max_entries > topk else 1
-    strides = (scores.stride(0), candidates.stride(0) if parts > 1 else 0)
+    levels, width = program_shape(max_entries, topk=topk)
+    strides = (scores.stride(0), group_tops.stride(0) if levels else 0)
     vector = VECTOR if not any(stride % VECTOR for stride in strides) else 1
     shared: dict[str, Any] = {
         "scores_ptr": scores.view(chosen.entry_idx.dtype), "scores_groups": strides[0] // vector,
-        "list_ptr": candidates, "list_groups": strides[1] // vector,
-        "first_token": first_token, "topk": topk, "num_slots": parts * topk,
+        "tops_ptr": group_tops, "tops_groups": strides[1] // vector,
+        "first_token": first_token, "topk": topk,
+        "num_padded": padded_entries(max_entries, levels=levels),
         "positions_ptr": tokens.positions,
         "request_ids_ptr": tokens.request_ids, "request_slots_ptr": tokens.request_slots,
-        "RATIO": ratio, "PART": PART_ENTRIES, "VECTOR": vector,
-        "BLOCK_K": triton.next_power_of_2(topk), "launch_pdl": LAUNCH_EARLY,
+        "RATIO": ratio, "LEVELS": levels, "VECTOR": vector, "launch_pdl": LAUNCH_EARLY,
     }  # fmt: skip
-    part_width, row_width = program_widths(max_entries, topk=topk)
-    if parts > 1:
-        _part_kernel[(num_tokens, parts)](**shared, **_program_size(part_width))
+    if levels:
+        grid = (num_tokens, triton.cdiv(max_entries, CHUNK))
+        _group_kernel[grid](**shared, CHUNK=CHUNK, num_warps=CHUNK_WARPS)
     _topk_kernel[(num_tokens,)](
         **shared, entry_idx_ptr=chosen.entry_idx, rows_ptr=chosen.rows, counts_ptr=chosen.counts,
+        max_entries=max_entries,
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
-        ENTRIES_PER_BLOCK=entries_per_block, FROM_LIST=parts > 1,
-        **_program_size(row_width),
+        ENTRIES_PER_BLOCK=entries_per_block, WIDTH=width,
+        BLOCK_K=triton.next_power_of_2(topk),
+        num_warps=max(1, min(MAX_WARPS, width // (32 * KEYS_PER_THREAD))),
     )  # fmt: skip
 
 
-def program_widths(max_entries: int, *, topk: int) -> tuple[int, int]:
-    """How many keys a program of each launch holds, for the parts and for the row; 0 for none."""
-    parts = num_parts(max_entries) if max_entries > topk else 1
-    if parts == 1:
-        return 0, _width_of(max_entries if max_entries > topk else 1)
-    return _width_of(PART_ENTRIES), _width_of(parts * topk)
+def program_shape(max_entries: int, *, topk: int) -> tuple[int, int]:
+    """Levels of groups above the scores, and how many scores a program holds."""
+    if max_entries <= topk:
+        return 0, MIN_WIDTH
+    levels = group_levels(max_entries, topk=topk)
+    if levels:
+        return levels, narrow_width(topk)
+    return 0, max(MIN_WIDTH, triton.next_power_of_2(max_entries))
 
 
 def distinct_sizes(longest: int, *, topk: int) -> list[int]:
     """The fewest entries for every choice of programs, up to the longest row."""
-    sizes = {1, topk + 1, *(width + 1 for width in WIDTHS), *range(1, longest + 1, PART_ENTRIES)}
+    powers = [2**n + 1 for n in range(longest.bit_length())]
     fewest: dict[object, int] = {}
-    for size in sorted(size for size in sizes if size <= longest):
-        fewest.setdefault((size > topk, program_widths(size, topk=topk)), size)
+    for size in sorted(size for size in {1, topk + 1, *powers} if size <= longest):
+        fewest.setdefault((size > topk, program_shape(size, topk=topk)), size)
     return list(fewest.values())
-
-
-def _width_of(num_keys: int) -> int:
-    return next(width for width in WIDTHS if width >= num_keys)
-
-
-def _program_size(width: int) -> dict[str, int]:
-    num_warps = max(1, min(MAX_WARPS, width // (32 * KEYS_PER_THREAD)))
-    return {"WIDTH": width, "num_warps": num_warps}
