@@ -7,14 +7,25 @@ const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 /* The arithmetic of dsv4.cache.capacity: payload and allocated bytes of every component. */
 
+function groupTops(entries, topk) {
+  const { wholeEntries, narrowEntries, group } = data.constants;
+  const width = Math.max(narrowEntries, group * powerOfTwo(topk));
+  let levels = 0;
+  for (let count = entries; count > (levels ? width : Math.max(width, wholeEntries)); levels++) {
+    count = Math.ceil(count / group);
+  }
+  const padded = roundUp(entries, group ** (levels + 1));
+  return sum(Array.from({ length: levels }, (_, level) => padded / group ** (level + 1)));
+}
+
 function indexScratch(model, choice) {
-  const { scratchLimit, partEntries, minHeads, queryBytes, byteAlign } = data.constants;
+  const { scratchLimit, minHeads, queryBytes, byteAlign } = data.constants;
   const entries = Math.floor(choice.context / 4);
   if (!choice.layers.csa || entries <= model.topk) return { row: 0, bytes: 0 };
   const heads = Math.max(minHeads, powerOfTwo(model.indexHeads));
-  const parts = Math.ceil(entries / partEntries);
-  const row = heads * powerOfTwo(model.indexDim) * (queryBytes[choice.index] ?? 2) + heads * 4
-    + roundUp(entries * 4, byteAlign) + (parts > 1 ? roundUp(parts * model.topk * 4, byteAlign) : 0);
+  const width = powerOfTwo(model.indexDim), rests = choice.index === "mxfp4" ? width / 32 : 0;
+  const row = heads * width * (queryBytes[choice.index] ?? 2) + heads * 4 * (1 + rests)
+    + roundUp(entries * 4, byteAlign) + roundUp(groupTops(entries, model.topk) * 4, byteAlign);
   const rows = Math.max(1, Math.min(choice.chunk, Math.floor(scratchLimit / row)));
   return { row, bytes: row * rows };
 }

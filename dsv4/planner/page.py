@@ -14,7 +14,14 @@ from typing import Any
 from dsv4.cache.capacity import HEAD_BLOCK, SPLIT_PROGRAMS, Capacity
 from dsv4.config import TAIL_DTYPES, CacheConfig
 from dsv4.formats import BYTE_ALIGN, INDEX_FORMATS, KV_FORMATS
-from dsv4.kernels.index_scratch import MIN_HEADS, PART_ENTRIES, QUERY_BYTES, SCRATCH_LIMIT
+from dsv4.kernels.index_scratch import (
+    GROUP,
+    MIN_HEADS,
+    NARROW_ENTRIES,
+    QUERY_BYTES,
+    SCRATCH_LIMIT,
+    WHOLE_ENTRIES,
+)
 from dsv4.planner.gpus import GPU_BYTES
 from dsv4.planner.memory_plan import REQUEST_COMPONENTS, TOKEN_COMPONENTS, MemoryPlan
 from dsv4.planner.plot import COLORS
@@ -75,7 +82,9 @@ def _fill(data: str) -> str:
 def _constants() -> dict[str, Any]:
     return {
         "scratchLimit": SCRATCH_LIMIT,
-        "partEntries": PART_ENTRIES,
+        "wholeEntries": WHOLE_ENTRIES,
+        "narrowEntries": NARROW_ENTRIES,
+        "group": GROUP,
         "minHeads": MIN_HEADS,
         "queryBytes": QUERY_BYTES,
         "headBlock": HEAD_BLOCK,

@@ -134,6 +134,11 @@ def test_levels():
     assert index_scratch.num_group_tops(262144, topk=512) == 32768 + 4096
 
 
+def test_blocks_of_whole_quads(topk, monkeypatch):
+    monkeypatch.setitem(globals(), "PER_BLOCK", 12)
+    assert_chosen(normal(2, 1101), [1101, 999], topk)
+
+
 def test_random_bits(topk):
     bits = torch.randint(-(2**31), 2**31, (4, 1333), generator=torch.Generator().manual_seed(0))
     assert_chosen(bits.int().view(torch.float32), [1333, 200, 97, 96], topk)

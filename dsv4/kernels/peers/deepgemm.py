@@ -104,7 +104,7 @@ def select_entries(
         )  # fmt: skip
         scores = score_entries(logits, inputs, max_entries=max_entries)
         choose_best(
-            chosen, scores, scratch.candidates, tokens, first_token=first, num_tokens=count,
+            chosen, scores, scratch.group_tops, tokens, first_token=first, num_tokens=count,
             max_entries=max_entries, ratio=layout.ratio,
             entries_per_block=layout.entries_per_block,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from dsv4.kernels.triton.primitives import INTERPRETED
 
 MIN_WIDTH = 1024  # scores of a program
 KEYS_PER_THREAD = 32
-MAX_WARPS = 16
+MIN_WARPS, MAX_WARPS = 8, 16
 VECTOR = 4  # neighbours that a thread reads at once
 CHUNK = 4096  # scores of which a program makes the largest of groups
 CHUNK_WARPS = 4
@@ -134,14 +134,18 @@ def key_between(low, high, fraction, IS_BY_VALUE):
 
 
 @triton.jit
+def log_ratio(a, b):
+    """About a third of log(a / b), in few operations; 1 at most."""
+    return (a * a - b * b) / (a * a + 4.0 * a * b + b * b)
+
+
+@triton.jit
 def pivots_between(low, high, num_low, num_high, wanted, is_by_thirds):
     """Two keys around the wanted-th largest, if counts fall evenly in size from low to high."""
     scale = 1.0 / (num_low - num_high).to(tl.float32)
     rank = wanted.to(tl.float32) - 0.5
-    num_first, num_last = num_low.to(tl.float32), num_high.to(tl.float32)
-    linear = (num_first - rank) * scale
-    by_size = tl.log2(num_first / rank) / tl.log2(num_first / tl.maximum(num_last, 1.0))
-    middle = tl.where(num_high > 1, by_size, linear)
+    most, fewest = num_low.to(tl.float32), num_high.to(tl.float32)
+    middle = log_ratio(most, rank) / log_ratio(most, fewest)
     margin = MARGIN * tl.sqrt(tl.maximum(middle * (1.0 - middle), 0.25 * scale) * scale)
     first = tl.where(is_by_thirds, 0.33333334, middle - margin)
     last = tl.where(is_by_thirds, 0.6666667, middle + margin)
@@ -168,7 +172,7 @@ def pivots_beyond(low, high, num_low, num_high, first, last, num_first, num_last
 @triton.jit
 def count_at_least(scores, low, high):
     """How many scores are not below `low`, and not below `high`, which is no less."""
-    packed = tl.sum((scores >= low).to(tl.int32) + tl.where(scores >= high, 65536, 0), axis=0)
+    packed = tl.sum(tl.where(scores >= high, 65537, tl.where(scores >= low, 1, 0)), axis=0)
     return packed & 0xFFFF, (packed >> 16) & 0xFFFF
 
 
@@ -253,15 +257,15 @@ def page_row(block, entry, ENTRIES_PER_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_quarter(list_ptr, rows_ptr, entry, block, flags, before, num_equal,
-                  ENTRIES_PER_BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr):  # fmt: skip
+def store_quarter(list_ptr, rows_ptr, entry, row, flags, before, num_equal,
+                  HAS_ROWS: tl.constexpr):  # fmt: skip
     """Store those of one quarter that are among the best, and their rows."""
     num_equal_before = before >> 16
     is_best = (flags == 1) | ((flags > 1) & (num_equal_before < num_equal))
     place = (before & 0xFFFF) + tl.minimum(num_equal_before, num_equal)
     tl.store(list_ptr + place, entry, mask=is_best)
     if HAS_ROWS:
-        tl.store(rows_ptr + place, page_row(block, entry, ENTRIES_PER_BLOCK), mask=is_best)
+        tl.store(rows_ptr + place, row, mask=is_best)
 
 
 @triton.jit
@@ -277,21 +281,26 @@ def store_best(list_ptr, rows_ptr, scores, entry, block0, block1, block2, block3
     before1 = before0 + flags0
     before2 = before1 + flags1
     before3 = before2 + flags2
-    store_quarter(list_ptr, rows_ptr, entry, block0, flags0, before0, num_equal,
-                  ENTRIES_PER_BLOCK, HAS_ROWS)  # fmt: skip
-    store_quarter(list_ptr, rows_ptr, entry + 1, block1, flags1, before1, num_equal,
-                  ENTRIES_PER_BLOCK, HAS_ROWS)  # fmt: skip
-    store_quarter(list_ptr, rows_ptr, entry + 2, block2, flags2, before2, num_equal,
-                  ENTRIES_PER_BLOCK, HAS_ROWS)  # fmt: skip
-    store_quarter(list_ptr, rows_ptr, entry + 3, block3, flags3, before3, num_equal,
-                  ENTRIES_PER_BLOCK, HAS_ROWS)  # fmt: skip
+    row0 = page_row(block0, entry, ENTRIES_PER_BLOCK)
+    if ENTRIES_PER_BLOCK % 4 == 0:
+        row1 = tl.where(block0 >= 0, row0 + 1, -1)
+        row2 = tl.where(block0 >= 0, row0 + 2, -1)
+        row3 = tl.where(block0 >= 0, row0 + 3, -1)
+    else:
+        row1 = page_row(block1, entry + 1, ENTRIES_PER_BLOCK)
+        row2 = page_row(block2, entry + 2, ENTRIES_PER_BLOCK)
+        row3 = page_row(block3, entry + 3, ENTRIES_PER_BLOCK)
+    store_quarter(list_ptr, rows_ptr, entry, row0, flags0, before0, num_equal, HAS_ROWS)
+    store_quarter(list_ptr, rows_ptr, entry + 1, row1, flags1, before1, num_equal, HAS_ROWS)
+    store_quarter(list_ptr, rows_ptr, entry + 2, row2, flags2, before2, num_equal, HAS_ROWS)
+    store_quarter(list_ptr, rows_ptr, entry + 3, row3, flags3, before3, num_equal, HAS_ROWS)
     return (total & 0xFFFF) + tl.minimum((total >> 16) & 0xFFFF, num_equal)
 
 
 @triton.jit
 def load_members(level_ptr, list_ptr, num_listed, end, WIDTH: tl.constexpr,
                  VECTOR: tl.constexpr):  # fmt: skip
-    """Bits of the members of listed groups, NaN's from `end` on; and which each quad begins with."""
+    """Bits of the members of listed groups, NaN's from `end` on; and each quad's first member."""
     lane = tl.arange(0, WIDTH // GROUP_SIZE)
     group = tl.load(list_ptr + lane, mask=lane < num_listed, other=0)
     at = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
@@ -474,7 +483,7 @@ def choose_best(
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         ENTRIES_PER_BLOCK=entries_per_block, WIDTH=width,
         BLOCK_K=triton.next_power_of_2(topk),
-        num_warps=max(1, min(MAX_WARPS, width // (32 * KEYS_PER_THREAD))),
+        num_warps=max(MIN_WARPS, min(MAX_WARPS, width // (32 * KEYS_PER_THREAD))),
     )  # fmt: skip
 
 
