@@ -2,13 +2,17 @@
 
 from dsv4.cache.block_allocator import BlockAllocator
 from dsv4.cache.captured_forward import CapturedForward
+from dsv4.cache.checkpoints import CheckpointPolicy
 from dsv4.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, SWAView
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.paged_cache import PagedKVPool
 from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prefix_cache import PrefixHit
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.cache.schema import LayerCacheSchema
 from dsv4.cache.state_cache import StateCachePool
+from dsv4.cache.stats import CacheStats
+from dsv4.cache.swap import SwappedRequest
 from dsv4.cache.warm_up import warm_up
 from dsv4.config import CacheConfig, YarnScaling
 from dsv4.errors import IntegrityError, NoFreeSlotError, OutOfBlocksError, TornForwardError
@@ -23,7 +27,9 @@ __all__ = [
     "AttentionType",
     "BlockAllocator",
     "CacheConfig",
+    "CacheStats",
     "CapturedForward",
+    "CheckpointPolicy",
     "ClassicalView",
     "CompressorWeights",
     "ForwardPlan",
@@ -36,9 +42,11 @@ __all__ = [
     "NoFreeSlotError",
     "OutOfBlocksError",
     "PagedKVPool",
+    "PrefixHit",
     "SWAView",
     "Selection",
     "StateCachePool",
+    "SwappedRequest",
     "TornForwardError",
     "YarnScaling",
     "__version__",

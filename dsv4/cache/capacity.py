@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4.cache.layout import RunLayout, block_layout, slot_layout
+from dsv4.cache.layout import RunLayout, block_layout, checkpoint_bytes, slot_layout
 from dsv4.cache.schema import LayerCacheSchema, build_schemas
 from dsv4.config import CacheConfig
 from dsv4.formats import BYTE_ALIGN
@@ -45,6 +45,9 @@ class Capacity:
         num_blocks: Blocks of `config.block_tokens` tokens, shared by all requests.
         max_forward_tokens: Tokens of one forward.
         max_request_tokens: Tokens of one request.
+        num_checkpoints: Block boundaries at which the prefix cache can resume a request.
+        host_blocks, host_slots: Blocks and slots in host memory, for requests that are swapped out
+            and, the blocks, for what the prefix cache evicts.
     """
 
     config: CacheConfig
@@ -52,11 +55,15 @@ class Capacity:
     num_blocks: int
     max_forward_tokens: int
     max_request_tokens: int
+    num_checkpoints: int = 0
+    host_blocks: int = 0
+    host_slots: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (
             ("max_requests", 1), ("num_blocks", 0), ("max_forward_tokens", 1),
-            ("max_request_tokens", 1),
+            ("max_request_tokens", 1), ("num_checkpoints", 0), ("host_blocks", 0),
+            ("host_slots", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -65,6 +72,11 @@ class Capacity:
             raise ValueError(
                 f"Invalid max_request_tokens: expected at most {self.config.max_position} "
                 f"(max_position), got {self.max_request_tokens}"
+            )
+        if self.num_checkpoints and not self.config.smallest_ratio:
+            raise ValueError(
+                "Invalid num_checkpoints: expected 0 for a model without compressed layers, "
+                f"got {self.num_checkpoints}"
             )
 
     @property
@@ -129,13 +141,21 @@ class Capacity:
         return self.max_requests + self.max_forward_tokens // self.config.block_tokens + 1
 
     @property
+    def max_captures(self) -> int:
+        """Block boundaries inside chunks that one forward can checkpoint."""
+        boundaries = self.max_requests + self.max_forward_tokens // self.config.block_tokens
+        return min(self.num_checkpoints, boundaries)
+
+    @property
     def plan_elements(self) -> int:
         """int32 elements of a plan's buffers.
 
-        10 per request, 5 of the row that is always padding, 2 per token, 3 per table update.
+        10 per request, 5 of the row that is always padding, 2 per token, 3 per table update,
+        3 per capture.
         """
         rows = 10 * self.max_requests + 5
-        return rows + 2 * self.max_forward_tokens + 3 * self.max_table_updates
+        noted = 3 * (self.max_table_updates + self.max_captures)
+        return rows + 2 * self.max_forward_tokens + noted
 
     def memory(self) -> dict[str, ComponentBytes]:
         """Bytes of every tensor a manager of these sizes owns, by component."""
@@ -145,7 +165,30 @@ class Capacity:
             **self._block_components(schemas, block_layout(schemas, page_align=align)),
             **self._slot_components(schemas, slot_layout(schemas, page_align=align)),
             **self._shared_components(),
+            "checkpoints": self._checkpoints(schemas),
         }
+
+    def host_memory(self) -> dict[str, ComponentBytes]:
+        """Bytes that a manager of these sizes keeps in host memory for blocks and slots."""
+        schemas = build_schemas(self.config)
+        align = self.config.page_align
+        runs = {
+            "host_blocks": (self.host_blocks, block_layout(schemas, page_align=align)),
+            "host_slots": (self.host_slots, slot_layout(schemas, page_align=align)),
+        }
+        return {
+            name: self._times(count, layout.num_bytes - layout.padding, layout.num_bytes)
+            for name, (count, layout) in runs.items()
+        }
+
+    def _checkpoints(self, schemas: tuple[LayerCacheSchema, ...]) -> ComponentBytes:
+        """Of a ring or a tail a boundary needs a window of rows; the front of a slot has more."""
+        window = self.config.sliding_window
+        tail_rows = [(s, s.tail_buffer_size_b) for s in schemas if s.tail_buffer_size_b]
+        payload = sum(window * s.kv_row.row_bytes for s in schemas) + sum(
+            (s.tail_bytes + s.index_tail_bytes) * rows // s.tail_rows for s, rows in tail_rows
+        )
+        return self._times(self.num_checkpoints, payload, checkpoint_bytes(schemas))
 
     def _block_components(
         self, schemas: tuple[LayerCacheSchema, ...], layout: RunLayout

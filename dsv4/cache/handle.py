@@ -15,6 +15,7 @@ from dsv4.config import CacheConfig
 from dsv4.kernels import (
     AttentionResult,
     CompressorWeights,
+    EntryInputs,
     Gathered,
     LayerMemory,
     LayerProjections,
@@ -208,8 +209,15 @@ class LayerCacheHandle:
         """
         self._check_compression(kv, gate, weights, index_kv, index_gate, index_weights)
         memory, tokens, rope, config = self.memory, self.tokens, self.rope, self.config
+        writes = LayerWrites(
+            entries=EntryInputs(kv, gate, weights),
+            index_keys=None
+            if index_kv is None or index_gate is None or index_weights is None
+            else EntryInputs(index_kv, index_gate, index_weights),
+        )
 
         def flush() -> None:
+            self._capture_tails(writes)
             if index_kv is None or index_gate is None or index_weights is None:
                 maybe_flush_hca(
                     kv, gate, weights, memory, tokens, rope, config=config, backend=self.backend
@@ -334,15 +342,24 @@ class LayerCacheHandle:
         tokens = self.tokens
 
         def write() -> None:
+            self._capture_tails(writes)
             ops.write_layer(
                 writes, self.memory, tokens, self.rope,
                 eps=self.config.rms_norm_eps,
                 has_hadamard=self.config.index_hadamard,
                 backend=self.backend,
             )  # fmt: skip
+            if self.plan.captures is not None:
+                ops.capture_window(self.plan.captures, self.memory, tokens, backend=self.backend)
 
         has_entries = writes.entries is not None
         self.plan.run_write(self.progress, write, window=True, entries=has_entries)
+
+    def _capture_tails(self, writes: LayerWrites) -> None:
+        """Before the write: it may overwrite rows that a boundary early in a chunk needs."""
+        captures = self.plan.captures
+        if captures is not None and writes.index_keys is not None:
+            ops.capture_tails(captures, self.memory, self.tokens, writes, backend=self.backend)
 
     def _lengths(self) -> Tensor:
         """`[batch]` int32, lengths after this forward; 0 for padding."""

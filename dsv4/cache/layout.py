@@ -1,11 +1,15 @@
 """Where each layer's bytes lie inside a block and inside a request's fixed state.
 
     block  | L0 page | L1 page | ... | L0 keys | L2 keys | ... | pad |     × num_blocks
-    slot   | L0 ring | L1 ring | ... | L0 tail | L0 index tail | ... | pad |  × max_requests
+    slot   | rings | CSA tails | index tails | HCA tails | pad |            × max_requests
 
 A block is one run of bytes over all layers, and so is a slot: copying, swapping or sending
 one is a single copy. A layer's pool is a strided view whose stride is the run's size, so the
 run itself is rounded up to `page_align`, as kernels that check the page stride need it.
+
+At a block's end the HCA window is closed and its tail holds nothing that is needed. HCA tails come
+last in a slot, so that all a request needs there beside its blocks, a checkpoint, is the front of
+its slot: one copy too.
 """
 
 from collections.abc import Iterable
@@ -45,16 +49,27 @@ def block_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> R
 
 
 def slot_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> RunLayout:
-    """Fixed state of one request: all window rings, then all tails."""
+    """Fixed state of one request: what a checkpoint holds, then the HCA tails."""
+    hca = ((idx, s) for idx, s in enumerate(schemas) if not s.tail_buffer_size_b)
     return _lay_out(
         len(schemas),
-        [
-            *((idx, "ring", s.ring_bytes) for idx, s in enumerate(schemas)),
-            *((idx, "tail", s.tail_bytes) for idx, s in enumerate(schemas)),
-            *((idx, "index_tail", s.index_tail_bytes) for idx, s in enumerate(schemas)),
-        ],
+        [*_checkpoint_parts(schemas), *((idx, "tail", s.tail_bytes) for idx, s in hca)],
         align=page_align,
     )
+
+
+def checkpoint_bytes(schemas: tuple[LayerCacheSchema, ...]) -> int:
+    """Bytes of a checkpoint, the front of a slot: window rings, CSA tails, index tails."""
+    return sum(size for _, _, size in _checkpoint_parts(schemas))
+
+
+def _checkpoint_parts(schemas: tuple[LayerCacheSchema, ...]) -> list[tuple[int, str, int]]:
+    csa = [(idx, s) for idx, s in enumerate(schemas) if s.tail_buffer_size_b]
+    return [
+        *((idx, "ring", s.ring_bytes) for idx, s in enumerate(schemas)),
+        *((idx, "tail", s.tail_bytes) for idx, s in csa),
+        *((idx, "index_tail", s.index_tail_bytes) for idx, s in csa),
+    ]
 
 
 def layer_layouts(

@@ -9,16 +9,23 @@ from numpy.typing import NDArray
 
 from dsv4.cache.block_allocator import BlockAllocator
 from dsv4.cache.capacity import Capacity, ComponentBytes, blocks_for
+from dsv4.cache.checkpoints import CheckpointPolicy, CheckpointPool
 from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.host_memory import HostMemory
+from dsv4.cache.integrity import check_integrity
 from dsv4.cache.layout import block_layout, layer_layouts, slot_layout
 from dsv4.cache.paged_cache import PagedKVPool
 from dsv4.cache.plan import ForwardPlan, PlanBuffers
+from dsv4.cache.prefix_cache import PrefixCache, PrefixHit, TokenIds
+from dsv4.cache.prefix_tree import PrefixTree
 from dsv4.cache.saved_request import copy_request, read_saved, write_saved
 from dsv4.cache.schema import build_schemas
 from dsv4.cache.staging import IntArray, staging_for
 from dsv4.cache.state_cache import StateCachePool
+from dsv4.cache.stats import CacheStats, collect_stats
+from dsv4.cache.swap import HostPlace, SwappedRequest, release_place, reserve_place
 from dsv4.config import CacheConfig
-from dsv4.errors import IntegrityError, NoFreeSlotError, TornForwardError
+from dsv4.errors import NoFreeSlotError, OutOfBlocksError, TornForwardError
 from dsv4.formats import BYTE_ALIGN
 from dsv4.kernels import LayerMemory, check_backend, default_backend
 from dsv4.kernels.peers.limits import check_attention_backend, check_index_backend
@@ -42,6 +49,11 @@ class KVCacheManager:
         max_request_tokens: The longest request; by default all blocks', or the model's limit.
         batch_invariant: With `triton`, a request's attention has the same bits whatever it is
             batched with. Small batches are slower for it.
+        num_checkpoints: Block boundaries at which requests can be resumed; with any, full blocks
+            stay for later requests with the same beginning, until their memory is needed.
+        checkpoint_policy: At which boundaries checkpoints are taken.
+        host_blocks, host_slots: Blocks and slots in host memory, for requests that are swapped out;
+            blocks evicted from the prefix cache go there too.
 
     Attributes:
         schedule: One `LayerSpec` per layer.
@@ -52,6 +64,7 @@ class KVCacheManager:
         rollback_floor: `[max_requests]`, the shortest length, beside 0, that `truncate` can give
             back: `drafts_per_step` below the longest a request has had.
         block_table: `[max_requests, max_blocks]` int32 on the device, -1 where there is none.
+        prefix: What is known of requests' tokens; None without checkpoints.
     """
 
     def __init__(
@@ -67,6 +80,10 @@ class KVCacheManager:
         max_forward_tokens: int = 8192,
         max_request_tokens: int | None = None,
         batch_invariant: bool = False,
+        num_checkpoints: int = 0,
+        checkpoint_policy: CheckpointPolicy | None = None,
+        host_blocks: int = 0,
+        host_slots: int = 0,
     ) -> None:
         if not isinstance(batch_invariant, bool):
             raise TypeError(
@@ -89,8 +106,9 @@ class KVCacheManager:
             check_index_backend(index_backend, config, self.device)
         self._attention_backend, self._index_backend = attention_backend, index_backend
         self.capacity = Capacity(
-            config, max_requests, num_blocks, max_forward_tokens, max_request_tokens
-        )
+            config, max_requests, num_blocks, max_forward_tokens, max_request_tokens,
+            num_checkpoints, host_blocks, host_slots,
+        )  # fmt: skip
         self.schedule = config.schedule
         self.schemas = build_schemas(config)
         # What a whole forward writes: every layer's window, every compressed layer's entries.
@@ -105,6 +123,26 @@ class KVCacheManager:
         self.rollback_floor: NDArray[np.int64] = np.zeros(max_requests, dtype=np.int64)
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._plan: ForwardPlan | None = None
+        self._is_settled = True
+        self._waiting: set[SwappedRequest] = set()
+        self.host = HostMemory(
+            self.paged.storage, self.state.storage, num_blocks=host_blocks, num_slots=host_slots
+        )
+        self.prefix = self._new_prefix_cache(checkpoint_policy or CheckpointPolicy())
+
+    def _new_prefix_cache(self, policy: CheckpointPolicy) -> PrefixCache | None:
+        if not self.capacity.num_checkpoints:
+            return None
+        tree = PrefixTree(
+            self.allocator, self.checkpoints.owners, self.host.block_owners,
+            copy_to_host=self.host.copy_blocks_out, copy_to_device=self.host.copy_blocks_in,
+        )  # fmt: skip
+        return PrefixCache(
+            self.config, policy, tree,
+            max_requests=self.capacity.max_requests,
+            blocks=self.allocator, checkpoints=self.checkpoints.owners,
+            block_table=self.host_block_table, set_blocks=self.set_blocks,
+        )  # fmt: skip
 
     def _allocate(self) -> None:
         config, capacity, device = self.config, self.capacity, self.device
@@ -119,6 +157,9 @@ class KVCacheManager:
             self.schemas, slot_layout(self.schemas, page_align=align),
             max_requests=capacity.max_requests, device=device,
         )  # fmt: skip
+        self.checkpoints = CheckpointPool(
+            self.schemas, num_checkpoints=capacity.num_checkpoints, device=device
+        )
         shape = (capacity.max_requests, capacity.max_request_blocks)
         self.host_block_table: IntArray = np.full(shape, -1, dtype=np.int32)
         staging = staging_for(device)
@@ -126,7 +167,7 @@ class KVCacheManager:
         self.block_table = table if staging is None else torch.full_like(table, -1, device=device)
         self.plan_buffers = PlanBuffers(
             max_requests=capacity.max_requests, max_tokens=capacity.max_forward_tokens,
-            max_table_updates=capacity.max_table_updates,
+            max_table_updates=capacity.max_table_updates, max_captures=capacity.max_captures,
             host_table=self.host_block_table, table=self.block_table,
             blocks=self.paged.storage, staging=staging,
         )  # fmt: skip
@@ -173,7 +214,57 @@ class KVCacheManager:
         self._check_free_slot()
         slot = self._free_slots.pop()
         self.is_open[slot] = True
+        self.host.finish()
         return slot
+
+    def resume_request(self, token_ids: TokenIds, *, salt: bytes = b"") -> PrefixHit:
+        """Open a request on the longest known beginning of a prompt.
+
+        Blocks and checkpoints of former requests with the same tokens and salt are its first
+        `num_tokens` tokens, with the bytes that a run of its own would have given; the rest, at
+        least one token, is to be run. Its ids are remembered, as far as `note_tokens` extends them
+        later, and its own full blocks will be found by others. It cannot be truncated below
+        `num_tokens`, except to a checkpoint or to 0.
+
+        Args:
+            token_ids: The prompt, 32-bit integers.
+            salt: Whose prompt it is; other salts never share.
+
+        Raises:
+            NoFreeSlotError: Every slot is open. Nothing was changed.
+        """
+        prefix = self._prefix()
+        request = prefix.new_request(token_ids, salt)
+        self._check_free_slot()
+        self.settle()
+        nodes, checkpoint = prefix.find(request, self.acquire_blocks)
+        slot = self.open_request()
+        length = len(nodes) * self.config.block_tokens
+        if nodes:
+            self.checkpoints.load(checkpoint, self.state.storage, slot)
+            blocks = np.array([node.block for node in nodes], dtype=np.int32)
+            self._set_request(slot, blocks, length)
+            self.rollback_floor[slot] = length
+            request.nodes = nodes
+        prefix.track(slot, request)
+        return PrefixHit(slot, length)
+
+    def note_tokens(self, slot: int, token_ids: TokenIds, *, start: int) -> None:
+        """Say which tokens a request has, or is about to get, from position `start` on.
+
+        `start` must be where the known ids end, so that none can be left out: the prompt of
+        `resume_request`, 0 for other requests. `truncate` forgets the ids behind its length. Full
+        blocks are published only as far as ids are known.
+        """
+        self.check_open(slot)
+        self._prefix().note_tokens(slot, token_ids, operator.index(start))
+
+    def _prefix(self) -> PrefixCache:
+        if self.prefix is None:
+            raise ValueError(
+                "This manager has no prefix cache: expected num_checkpoints >= 1, got 0"
+            )
+        return self.prefix
 
     def fork(self, slot: int) -> int:
         """Open a second request with the same tokens and return its slot.
@@ -189,9 +280,10 @@ class KVCacheManager:
         self.check_open(slot)
         self.check_whole(np.array([slot]))
         self._check_free_slot()
+        self.settle()
         num_blocks = int(self.num_slot_blocks[slot])
         num_full = int(self.lengths[slot]) // self.config.block_tokens
-        copies = self.allocator.acquire(max(num_blocks - num_full, 0))
+        copies = self.acquire_blocks(max(num_blocks - num_full, 0))
         shared, copied = np.split(self.host_block_table[slot, :num_blocks].copy(), [num_full])
         self.allocator.share(shared)
         fork = self.open_request()
@@ -200,7 +292,94 @@ class KVCacheManager:
         self.state.storage[fork].copy_(self.state.storage[slot])
         for source, target in zip(copied, copies, strict=True):
             self.paged.storage[target].copy_(self.paged.storage[source])
+        if self.prefix is not None:
+            self._checkpoint_fork(slot)
+            self.prefix.copy(slot, fork)
         return fork
+
+    def _checkpoint_fork(self, slot: int) -> None:
+        """Save the last boundary, if the policy says so and the ring still holds it."""
+        prefix, block_tokens = self._prefix(), self.config.block_tokens
+        boundary = int(self.lengths[slot]) // block_tokens * block_tokens
+        is_held = self.lengths[slot] - boundary <= self.config.drafts_per_step
+        if prefix.policy.at_forks and boundary and is_held and slot in prefix.requests:
+            self._save_checkpoint(slot, boundary)
+
+    def _save_checkpoint(self, slot: int, boundary: int) -> None:
+        checkpoint = self._prefix().take_pending(slot, boundary)
+        if checkpoint is not None:
+            self.checkpoints.save(checkpoint, self.state.storage, slot)
+
+    def swap_out(self, slot: int) -> SwappedRequest:
+        """Move a request to host memory and close its slot; its blocks are free.
+
+        On a GPU the copies run beside what is queued next, which waits for them only where it
+        takes new blocks or slots.
+
+        Raises:
+            NoFreeSlotError, OutOfBlocksError: There is no room on the host. Nothing was changed.
+            TornForwardError: The last forward of the request did not write every layer.
+        """
+        self.check_open(slot)
+        self.check_whole(np.array([slot]))
+        self.settle()
+        blocks = self.host_block_table[slot, : self.num_slot_blocks[slot]].copy()
+        tree = None if self.prefix is None else self.prefix.tree
+        place = reserve_place(self.host, tree, len(blocks))
+        self.host.copy_blocks_out(blocks, place.blocks)
+        self.host.copy_slot_out(slot, place.slot)
+        tracked = None if self.prefix is None else self.prefix.forget(slot)
+        length, floor = int(self.lengths[slot]), int(self.rollback_floor[slot])
+        swapped = SwappedRequest(self, length, floor, place, tracked)
+        self._waiting.add(swapped)
+        self.free_request(slot)
+        return swapped
+
+    def swap_in(self, swapped: SwappedRequest) -> int:
+        """Bring a request back and return its slot, which may be another one.
+
+        Raises:
+            NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
+        """
+        place = swapped.taken_from(self)
+        self._check_free_slot()
+        self.settle()
+        blocks = self.acquire_blocks(len(place.blocks))
+        slot = self.open_request()
+        self.host.copy_blocks_in(place.blocks, blocks)
+        self.host.copy_slot_in(place.slot, slot)
+        self._set_request(slot, blocks, swapped.length)
+        self.rollback_floor[slot] = swapped.rollback_floor
+        if self.prefix is not None and swapped.tracked is not None:
+            self.prefix.track(slot, swapped.tracked)
+        self.drop_swapped(swapped)
+        return slot
+
+    def drop_swapped(self, swapped: SwappedRequest) -> None:
+        """Give up a request that was swapped out, and its room on the host."""
+        release_place(self.host, swapped.taken_from(self))
+        swapped.place = None
+        self._waiting.remove(swapped)
+
+    @property
+    def waiting_places(self) -> list[HostPlace]:
+        """Where the requests lie that are swapped out."""
+        return [each.taken_from(self) for each in self._waiting]
+
+    def acquire_blocks(self, num_blocks: int) -> IntArray:
+        """Take blocks, all or nothing; what only the prefix cache holds makes room."""
+        missing = num_blocks - self.allocator.num_free
+        if missing > 0 and self.prefix is not None:
+            tree = self.prefix.tree
+            if missing > tree.num_evictable:
+                raise OutOfBlocksError(
+                    f"Out of blocks: {num_blocks} needed, {self.allocator.num_free} of "
+                    f"{self.allocator.num_blocks} free and {tree.num_evictable} of the prefix cache"
+                )
+            tree.evict(missing)
+        ids = self.allocator.acquire(num_blocks)
+        self.host.finish()
+        return ids
 
     def save_request(self, slot: int, path: str | os.PathLike[str]) -> None:
         """Write a request to a safetensors file, whole or not at all; waits for the device."""
@@ -236,7 +415,7 @@ class KVCacheManager:
                 f"{self.capacity.max_request_tokens}, got {saved.length} in {os.fspath(path)}"
             )
         self._check_free_slot()
-        blocks = self.allocator.acquire(len(saved.blocks))
+        blocks = self.acquire_blocks(len(saved.blocks))
         slot = self.open_request()
         self._set_request(slot, blocks, saved.length)
         self.rollback_floor[slot] = saved.rollback_floor
@@ -253,8 +432,11 @@ class KVCacheManager:
     def free_request(self, slot: int) -> None:
         """Close a request and give its blocks back."""
         self.check_open(slot)
+        self.settle()
         self._retire_plan_of(slot)
         self._shorten(slot, 0)
+        if self.prefix is not None:
+            self.prefix.forget(slot)
         self.is_open[slot] = False
         self._free_slots.append(slot)
 
@@ -262,8 +444,8 @@ class KVCacheManager:
         """Forget the last tokens of a request, so that `length` remain.
 
         Any length from `rollback_floor[slot]` up can be had at any time and at no cost: no row
-        that it needs has been overwritten. So can 0, after which the request is as good as new.
-        A plan that names the slot is over.
+        that it needs has been overwritten. So can 0, after which the request is as good as new, and
+        a block boundary of which there is a checkpoint. A plan that names the slot is over.
 
         Raises:
             ValueError: The request is shorter, or `length` lies below the floor.
@@ -278,14 +460,33 @@ class KVCacheManager:
             )
         if length:
             self.check_whole(np.array([slot]))
+        self.settle()
+        checkpoint = None
         if 0 < length < floor:
-            raise ValueError(
-                f"Invalid length: slot {slot} can have 0 or {floor} to {longest}, got {length}: "
-                f"rows it needs may be overwritten; the nearest possible lengths are 0 and {floor}"
-            )
+            checkpoint = self._checkpoint_for(slot, length)
         if length < longest:
             self._retire_plan_of(slot)
             self._shorten(slot, length)
+        elif self.prefix is not None:
+            self.prefix.cut(slot, length)
+        if checkpoint is not None:
+            self.checkpoints.load(checkpoint, self.state.storage, slot)
+            self.rollback_floor[slot] = length
+
+    def _checkpoint_for(self, slot: int, length: int) -> int:
+        """The checkpoint of a length below the floor; refuses one that has none."""
+        prefix, floor = self.prefix, int(self.rollback_floor[slot])
+        checkpoint = None if prefix is None else prefix.checkpoint_at(slot, length)
+        if checkpoint is not None:
+            return checkpoint
+        known = [] if prefix is None else prefix.checkpointed_lengths(slot)
+        below = max([0, *(each for each in known if each < length)])
+        above = min([floor, *(each for each in known if each > length)])
+        raise ValueError(
+            f"Invalid length: slot {slot} can have 0, a checkpoint or {floor} to "
+            f"{self.lengths[slot]}, got {length}: rows it needs may be overwritten; the nearest "
+            f"possible lengths are {below} and {above}"
+        )
 
     def _shorten(self, slot: int, length: int) -> None:
         """Give back the blocks that `length` tokens don't need; with 0, the slot is like new."""
@@ -295,6 +496,8 @@ class KVCacheManager:
         self.set_blocks(slot, columns, -1)
         self.num_slot_blocks[slot] = kept
         self.lengths[slot] = length
+        if self.prefix is not None:
+            self.prefix.cut(slot, length)
         if not length:
             self.rollback_floor[slot] = 0
             self.is_torn[slot] = False
@@ -353,8 +556,28 @@ class KVCacheManager:
 
     def start_plan(self, plan: ForwardPlan) -> None:
         """Make `plan` the current one; the one before it is over."""
-        self._retire_plan()
+        self.retire_plan()
         self._plan = plan
+        self._is_settled = False
+
+    def settle(self) -> None:
+        """Take in what complete forwards have made final: checkpoints, and full blocks.
+
+        Every method does so that could change or use them.
+        """
+        prefix, plan = self.prefix, self._plan
+        if prefix is None:
+            return
+        if plan is not None and plan.is_complete and not self._is_settled:
+            self._is_settled = True
+            prefix.end_captures(is_done=plan.is_written)
+            is_step = plan.positions_after - plan.positions_before <= self.capacity.max_step_tokens
+            slots = np.where(is_step, plan.request_slots, -1)
+            for slot, boundary in prefix.passed_boundaries(
+                slots, plan.positions_before, plan.positions_after
+            ):
+                self._save_checkpoint(slot, boundary)
+        prefix.publish(self.lengths, self.find_torn(np.arange(self.capacity.max_requests)))
 
     @property
     def has_open_forward(self) -> bool:
@@ -365,14 +588,18 @@ class KVCacheManager:
     def _retire_plan_of(self, slot: int) -> None:
         """End the current plan if it names the slot."""
         if self._plan is not None and slot in self._plan.request_slots:
-            self._retire_plan()
+            self.retire_plan()
 
-    def _retire_plan(self) -> None:
+    def retire_plan(self) -> None:
+        """End the current plan; if it is not complete, its requests are torn."""
         if self._plan is None:
             return
+        self.settle()
         if not self._plan.is_complete:
             slots = self._plan.written_slots
             self.is_torn[slots] = self.is_open[slots]
+            if self.prefix is not None:
+                self.prefix.end_captures(is_done=False)
         self._plan.retire()
         self._plan = None
 
@@ -410,6 +637,15 @@ class KVCacheManager:
         """Bytes by component; the allocated ones add up to those of `tensors()`."""
         return self.capacity.memory()
 
+    def host_memory(self) -> dict[str, ComponentBytes]:
+        """Bytes of blocks and slots on the host, by component."""
+        return self.capacity.host_memory()
+
+    def stats(self) -> CacheStats:
+        """How full the cache is, and what the prefix cache found and evicted."""
+        self.settle()
+        return collect_stats(self)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor the manager owns."""
         rope = {
@@ -428,55 +664,15 @@ class KVCacheManager:
             "index_scratch": self.index_scratch,
             "partials": self.partials,
             "window_workspace": self.workspace_storage,
+            "checkpoints": self.checkpoints.storage,
             **rope,
         }
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the books contradict each other."""
-        self.allocator.check_integrity()
-        problems = []
-        columns = np.arange(self.capacity.max_request_blocks)
-        is_used = columns < self.num_slot_blocks[:, None]
-        table = self.host_block_table
-        if ((table >= 0) != is_used).any():
-            problems.append("a block table row does not match its slot's number of blocks")
-        if (self.num_slot_blocks != self.blocks_for(self.lengths)).any():
-            problems.append("a slot's number of blocks does not match its length")
-        if (table >= self.capacity.num_blocks).any():
-            raise IntegrityError(
-                f"The block table names block {table.max()}; there are {self.capacity.num_blocks}"
-            )
-        owners = np.bincount(table[table >= 0], minlength=self.capacity.num_blocks)
-        if (owners != self.allocator.num_owners).any():
-            block = int(np.flatnonzero(owners != self.allocator.num_owners)[0])
-            problems.append(
-                f"block {block} is in {owners[block]} rows of the block table but has "
-                f"{self.allocator.num_owners[block]} owners"
-            )
-        problems += self._misplaced_blocks()
-        if self.lengths[~self.is_open].any() or self.is_torn[~self.is_open].any():
-            problems.append("a slot that is not open has a length or is torn")
-        if (self.lengths < 0).any():
-            problems.append("a slot has a negative length")
-        if sorted(self._free_slots) != np.flatnonzero(~self.is_open).tolist():
-            problems.append("the free slots are not those that are not open")
-        if not np.array_equal(self._read_device_table(), table):
-            problems.append("the device's block table differs from the host's")
-        if ((self.rollback_floor < 0) | (self.rollback_floor > self.lengths)).any():
-            problems.append("a slot's rollback floor does not lie between 0 and its length")
-        if problems:
-            raise IntegrityError("; ".join(problems))
+        check_integrity(self)
 
-    def _misplaced_blocks(self) -> list[str]:
-        """A shared block holds the same tokens of all its owners, so it has one column."""
-        rows, columns = np.nonzero(self.host_block_table >= 0)
-        ids = self.host_block_table[rows, columns]
-        column_of = np.full(self.capacity.num_blocks, -1)
-        column_of[ids] = columns
-        wrong = ids[column_of[ids] != columns]
-        return [f"block {wrong[0]} is in more than one column"] if wrong.size else []
-
-    def _read_device_table(self) -> IntArray:
+    def read_device_table(self) -> IntArray:
         """The device's block table as the next plan will find it; waits for the device."""
         table: IntArray = self.block_table.cpu().numpy().copy()
         noted = self.plan_buffers.noted_blocks

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from dsv4.cache.staging import IntArray, Staging
-from dsv4.kernels import TokenMap
+from dsv4.kernels import CapturePoints, TokenMap
 
 
 class PlanBuffers:
@@ -24,6 +24,7 @@ class PlanBuffers:
     Args:
         max_requests, max_tokens: The most rows and tokens of a plan.
         max_table_updates: The most elements of the block table that one upload brings.
+        max_captures: The most block boundaries that one forward checkpoints.
         host_table, table: The block table on host and device.
         blocks: The blocks `[num_blocks, block_bytes]`, of which a plan may copy some.
         staging: What carries the buffers to the device; None if that is the same memory.
@@ -35,6 +36,7 @@ class PlanBuffers:
         max_requests: int,
         max_tokens: int,
         max_table_updates: int,
+        max_captures: int,
         host_table: IntArray,
         table: torch.Tensor,
         blocks: torch.Tensor,
@@ -52,6 +54,7 @@ class PlanBuffers:
             "chunk_ids": max_requests,
             "positions": max_tokens,
             "request_ids": max_tokens,
+            "captures": 3 * max_captures,
         }
         self._packed: IntArray = np.zeros(sum(sizes.values()), dtype=np.int32)
         host = torch.from_numpy(self._packed)
@@ -74,6 +77,8 @@ class PlanBuffers:
             self.host.pop("copy_rows").view(np.int64).reshape(2, max_requests),
             self.device.pop("copy_rows").view(torch.int64).view(2, max_requests),
         )
+        self._host_captures = self.host.pop("captures").reshape(max_captures, 3)
+        self._captures = self.device.pop("captures").view(max_captures, 3)
         self._padded_to = 0
         self._padded_sizes = (-1, -1)
         self.pad(0, 0)
@@ -132,6 +137,11 @@ class PlanBuffers:
     def note_copies(self, sources: IntArray, targets: IntArray) -> None:
         """The next upload copies whole blocks, all at once; at most one per request."""
         self._copies.note(sources, targets)
+
+    def note_captures(self, points: list[tuple[int, int, int]]) -> torch.Tensor:
+        """Row, boundary and checkpoint of each capture; where the next upload brings them."""
+        self._host_captures[: len(points)] = points
+        return self._captures[: len(points)]
 
     def upload(self) -> None:
         """Queue the host's values, the block table's changes and copies of blocks."""
@@ -230,6 +240,7 @@ class ForwardPlan:
         num_new_blocks: Blocks this plan allocated, copies of shared ones included.
         has_workspace: Some chunk reads its window from the workspace.
         num_parts: How many layer parts a whole forward writes.
+        captures: Block boundaries inside chunks that the layers checkpoint; None if there are none.
     """
 
     owner: object
@@ -242,6 +253,7 @@ class ForwardPlan:
     num_new_blocks: int
     has_workspace: bool
     num_parts: int
+    captures: CapturePoints | None = None
     _progress: "_Progress" = field(default_factory=lambda: _Progress())
 
     @property
@@ -259,11 +271,14 @@ class ForwardPlan:
     def is_complete(self) -> bool:
         """Every layer has written its window rows and flushed its entries."""
         progress = self._progress
-        if progress.has_failed:
-            return False
-        written = progress.layers.values()
+        return not progress.has_failed and (progress.is_declared_complete or self.is_written)
+
+    @property
+    def is_written(self) -> bool:
+        """Every layer was written by its handle, which also captures."""
+        written = self._progress.layers.values()
         num_written = sum(layer.has_window + layer.has_entries for layer in written)
-        return progress.is_declared_complete or num_written == self.num_parts
+        return not self._progress.has_failed and num_written == self.num_parts
 
     @property
     def has_started(self) -> bool:

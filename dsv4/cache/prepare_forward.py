@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.errors import OutOfBlocksError
+from dsv4.kernels import CapturePoints
 
 Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
 Int64Array = NDArray[np.int64]
@@ -54,11 +55,14 @@ def prepare_forward(
     _check_capacity(manager, slots, after, num_tokens)
 
     real_slots, real_after = slots[real], after[real]
+    manager.settle()
     num_new = _acquire_blocks(manager, real_slots, before[real], real_after)
+    manager.retire_plan()
     manager.lengths[real_slots] = real_after
     floors = real_after - manager.config.drafts_per_step
     manager.rollback_floor[real_slots] = np.maximum(manager.rollback_floor[real_slots], floors)
     workspace_starts = _workspace_starts(manager, slots, counts)
+    captures = _plan_captures(manager, slots, before, after, workspace_starts)
     num_chunks = _fill_buffers(manager, slots, before, after, counts, workspace_starts, num_tokens)
     host = manager.plan_buffers.host
     plan = ForwardPlan(
@@ -74,6 +78,7 @@ def prepare_forward(
         num_new_blocks=num_new,
         has_workspace=num_chunks > 0,
         num_parts=manager.num_parts,
+        captures=captures,
     )
     manager.start_plan(plan)
     return plan
@@ -171,7 +176,7 @@ def _acquire_blocks(
     missing = need[grows] - have[grows]
     num_missing = int(missing.sum())
     try:
-        ids = manager.allocator.acquire(num_missing + len(copies))
+        ids = manager.acquire_blocks(num_missing + len(copies))
     except OutOfBlocksError as error:
         raise OutOfBlocksError(
             f"{error}; in this forward {len(grows)} of {len(slots)} requests grow into new blocks, "
@@ -228,6 +233,25 @@ def _workspace_starts(
         return None
     rows = np.where(is_long, counts + (manager.config.sliding_window - 1), 0)
     return np.where(is_long, np.cumsum(rows) - rows, -1)
+
+
+def _plan_captures(
+    manager: KVCacheManager,
+    slots: Int64Array,
+    before: Int64Array,
+    after: Int64Array,
+    workspace_starts: Int64Array | None,
+) -> CapturePoints | None:
+    """The block boundaries inside chunks that the layers of this forward checkpoint."""
+    if manager.prefix is None or workspace_starts is None:
+        return None
+    chunk_slots = np.where(workspace_starts >= 0, slots, -1)
+    points = manager.prefix.plan_captures(
+        chunk_slots, before, after, max_captures=manager.capacity.max_captures
+    )
+    if not points:
+        return None
+    return CapturePoints(manager.plan_buffers.note_captures(points), manager.checkpoints.storage)
 
 
 def _fill_buffers(

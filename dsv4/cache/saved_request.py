@@ -25,7 +25,7 @@ from dsv4.cache.schema import LayerCacheSchema, build_schemas
 from dsv4.cache.state_cache import StateCachePool
 from dsv4.config import CacheConfig
 
-FORMAT = "dsv4-request-1"
+FORMAT = "dsv4-request-2"
 METADATA_KEY = "request"
 
 

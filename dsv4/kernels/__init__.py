@@ -299,6 +299,17 @@ class LayerWrites(NamedTuple):
         return cls(WindowInputs(inputs.kv, weights.kv_norm), entries, index_keys)
 
 
+class CapturePoints(NamedTuple):
+    """Block boundaries inside chunks, and where a layer's rows at them go.
+
+    points is `[num_captures, 3]` int32: row of the batch, boundary, checkpoint; checkpoints is
+    `[num_checkpoints, checkpoint_bytes]` uint8, each laid out as the front of a slot.
+    """
+
+    points: Tensor
+    checkpoints: Tensor
+
+
 class Selection(NamedTuple):
     """Entries chosen per token, in ascending entry index, then -1.
 
@@ -355,6 +366,14 @@ class Backend(Protocol):
     ) -> Gathered: ...
 
     def gather_swa_kv(self, memory: LayerMemory, tokens: TokenMap) -> Gathered: ...
+
+    def capture_window(
+        self, captures: CapturePoints, memory: LayerMemory, tokens: TokenMap
+    ) -> None: ...
+
+    def capture_tails(
+        self, captures: CapturePoints, memory: LayerMemory, tokens: TokenMap, writes: LayerWrites
+    ) -> None: ...
 
 
 def default_backend(device: torch.device) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4.kernels import (
     AttentionResult,
+    CapturePoints,
     CompressorWeights,
     EntryInputs,
     Gathered,
@@ -36,6 +37,7 @@ _WRITTEN = (
     "Tensor(e!) arrivals, Tensor index_scratch, Tensor partials, Tensor? global_scale, str layout"
 )
 _INDEXED = _READ.replace("Tensor index_scratch", "Tensor(a!) index_scratch")
+_CAPTURED = "Tensor points, Tensor(a!) checkpoints"
 _TOKENS = "Tensor[] tokens, SymInt max_step"
 _ROPE = "Tensor cos, Tensor sin"
 
@@ -120,6 +122,27 @@ def gather_swa_kv(memory: LayerMemory, tokens: TokenMap, *, backend: str) -> Gat
     return Gathered(*gathered)
 
 
+def capture_window(
+    captures: CapturePoints, memory: LayerMemory, tokens: TokenMap, *, backend: str
+) -> None:
+    """Copy window rows at block boundaries to checkpoints."""
+    torch.ops.dsv4.capture_window.default(backend, *captures, *_flat(memory), *_flat_tokens(tokens))
+
+
+def capture_tails(
+    captures: CapturePoints,
+    memory: LayerMemory,
+    tokens: TokenMap,
+    writes: LayerWrites,
+    *,
+    backend: str,
+) -> None:
+    """Store tail rows at block boundaries in checkpoints."""
+    torch.ops.dsv4.capture_tails.default(
+        backend, *captures, *_flat(memory), *_flat_tokens(tokens), _flat_writes(writes)
+    )
+
+
 def _flat(memory: LayerMemory) -> tuple[Any, ...]:
     return *memory[:-1], memory.layout.key
 
@@ -142,6 +165,8 @@ def _structs(flat: dict[str, Any]) -> dict[str, Any]:
     flat["memory"] = LayerMemory._make([flat.pop(name) for name in LayerMemory._fields])
     if "tokens" in flat:
         flat["tokens"] = TokenMap._make([*flat["tokens"], flat.pop("max_step")])
+    if "points" in flat:
+        flat["captures"] = CapturePoints(flat.pop("points"), flat.pop("checkpoints"))
     if "cos" in flat:
         flat["rope"] = RopeTable(flat.pop("cos"), flat.pop("sin"))
     if "writes" in flat:
@@ -245,3 +270,7 @@ _register(
     outputs=2,
 )
 _register("gather_swa_kv", f"{_READ}, {_TOKENS}", _fake_gather_swa, outputs=2)
+_register("capture_window", f"{_CAPTURED}, {_READ}, {_TOKENS}", _fake_write, outputs=0)
+_register(
+    "capture_tails", f"{_CAPTURED}, {_READ}, {_TOKENS}, Tensor?[] writes", _fake_write, outputs=0
+)

@@ -18,7 +18,7 @@ COMPONENTS = [
     "csa_entries", "index_keys", "hca_entries", "block_padding",
     "window", "csa_tails", "index_tails", "hca_tails", "slot_padding",
     "block_table", "plan_buffers", "pooling_scratch", "index_scratch", "attention_partials",
-    "window_workspace", "rope_tables", "index_global_scale",
+    "window_workspace", "rope_tables", "index_global_scale", "checkpoints",
 ]  # fmt: skip
 
 
@@ -228,7 +228,15 @@ def test_workspace_holds_the_worst_split_of_a_forward(tokens, drafts, max_reques
 @pytest.mark.parametrize("value", [-1, 1.5, "3", None], ids=repr)
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("max_requests", 1), ("num_blocks", 0), ("max_forward_tokens", 1), ("max_request_tokens", 1)],
+    [
+        ("max_requests", 1),
+        ("num_blocks", 0),
+        ("max_forward_tokens", 1),
+        ("max_request_tokens", 1),
+        ("num_checkpoints", 0),
+        ("host_blocks", 0),
+        ("host_slots", 0),
+    ],
 )
 def test_refuses_bad_sizes(name, least, value):
     with pytest.raises(ValueError, match=f"Invalid {name}: expected an integer >= {least}, got"):
@@ -282,6 +290,9 @@ def random_case(seed: int) -> tuple[CacheConfig, dict[str, int]]:
         "num_blocks": choose.randint(1, 5),
         "max_forward_tokens": choose.choice([1, 2, 61, 200]),
         "max_request_tokens": choose.choice([1, 61, 300, 1000]),
+        "num_checkpoints": choose.randint(0, 3) if any(ratios) else 0,
+        "host_blocks": choose.randint(0, 3),
+        "host_slots": choose.randint(0, 3),
     }
     return config, sizes
 
@@ -289,8 +300,11 @@ def random_case(seed: int) -> tuple[CacheConfig, dict[str, int]]:
 @pytest.mark.parametrize("seed", range(24))
 def test_allocated_bytes_are_those_of_the_tensors(seed):
     config, sizes = random_case(seed)
-    memory = Capacity(config, **sizes).memory()
-    tensors = KVCacheManager(config, **sizes).tensors()
+    memory, manager = Capacity(config, **sizes).memory(), KVCacheManager(config, **sizes)
+    host = manager.host_memory()
+    assert host["host_blocks"].allocated == manager.host.blocks.nbytes
+    assert host["host_slots"].allocated == manager.host.slots.nbytes
+    tensors = manager.tensors()
     assert sum(part.allocated for part in memory.values()) == sum(
         tensor.nbytes for tensor in tensors.values()
     )
@@ -303,11 +317,32 @@ def test_allocated_bytes_are_those_of_the_tensors(seed):
         "window", "csa_tails", "index_tails", "hca_tails", "slot_padding"
     )
     for name in (
-        "block_table", "plan_buffers", "index_scratch", "attention_partials", "index_global_scale"
+        "block_table", "plan_buffers", "index_scratch", "index_global_scale", "checkpoints"
     ):  # fmt: skip
         assert tensors[name].nbytes == allocated(name)
+    assert tensors["partials"].nbytes == allocated("attention_partials")
     rope = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("rope_"))
     assert rope == allocated("rope_tables")
+
+
+def test_a_checkpoint_of_flash():
+    memory = capacity_of(CacheConfig.v4_flash(), num_checkpoints=1).memory()["checkpoints"]
+    assert memory.payload == 43 * 128 * 584 + 21 * 4 * 2 * (1024 + 256) * 4
+    assert memory.allocated == 43 * 74880 + 21 * 8 * 2 * (1024 + 256) * 4
+
+
+def test_captures_of_a_forward_are_bounded():
+    config = CacheConfig.tiny(block_tokens=128)
+    sizes = {"max_requests": 3, "max_forward_tokens": 300}
+    assert capacity_of(config, **sizes, num_checkpoints=9).max_captures == 3 + 300 // 128
+    assert capacity_of(config, **sizes, num_checkpoints=2).max_captures == 2
+    plain, some = (capacity_of(config, **sizes, num_checkpoints=n) for n in (0, 2))
+    assert some.plan_elements == plain.plan_elements + 3 * 2
+
+
+def test_checkpoints_need_compressed_layers():
+    with pytest.raises(ValueError, match="without compressed layers, got 1"):
+        capacity_of(CacheConfig(compress_ratios=(0, 0)), num_checkpoints=1)
 
 
 def test_random_cases_cover_every_choice():

@@ -136,14 +136,15 @@ BLOCK_BYTES, BLOCK_PADDING = 149 * 576, 149 * 576 - (2 * (37440 + 4352) + 1728)
 # gate in fp32: 8 rows of 2 × 1024 for CSA, 128 of 2 × 512 for HCA, 8 of 2 × 256 for the indexer.
 RING = 74880
 TAILS = 4 * RING
-INDEX_TAILS = TAILS + 65536 + 524288 + 65536
+INDEX_TAILS = TAILS + 2 * 65536
+HCA_TAILS = INDEX_TAILS + 2 * 16384
 SLOT_OFFSETS = [
     {"ring": 0},
     {"ring": RING, "tail": TAILS, "index_tail": INDEX_TAILS},
-    {"ring": 2 * RING, "tail": TAILS + 65536},
-    {"ring": 3 * RING, "tail": TAILS + 65536 + 524288, "index_tail": INDEX_TAILS + 16384},
+    {"ring": 2 * RING, "tail": HCA_TAILS},
+    {"ring": 3 * RING, "tail": TAILS + 65536, "index_tail": INDEX_TAILS + 16384},
 ]
-SLOT_BYTES, SLOT_PADDING = 1715 * 576, 1715 * 576 - (INDEX_TAILS + 2 * 16384)
+SLOT_BYTES, SLOT_PADDING = 1715 * 576, 1715 * 576 - (HCA_TAILS + 524288)
 
 
 def test_the_v4_runs_by_hand():

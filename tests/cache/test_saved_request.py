@@ -203,7 +203,7 @@ def rewritten(path, **changes):
         ({"length": "300"}, "expected 3 blocks and a floor from 0 to 300, got 2 and 132"),
         ({"rollback_floor": "133"}, "expected 2 blocks and a floor from 0 to 132, got 2 and 133"),
         ({"rollback_floor": "-1"}, "got 2 and -1"),
-        ({"format": "dsv4-request-2"}, "expected format dsv4-request-1, .* got dsv4-request-2"),
+        ({"format": "dsv4-request-1"}, "expected format dsv4-request-2, .* got dsv4-request-1"),
     ],
 )
 def test_books_that_cannot_be_are_refused(path, changes, match):

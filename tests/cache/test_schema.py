@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4.cache.layout import block_layout, slot_layout
+from dsv4.cache.layout import block_layout, checkpoint_bytes, slot_layout
 from dsv4.cache.schema import LayerCacheSchema, build_schema, build_schemas
 from dsv4.config import CacheConfig
 from dsv4.model.layer_schedule import AttentionType, LayerSpec
@@ -117,10 +117,12 @@ def test_slot_parts_follow_each_other(page_align):
     layout = slot_layout(schemas, page_align=page_align)
     parts = [
         *((idx, "ring", schemas[idx].ring_bytes) for idx in range(4)),
-        *((idx, "tail", schemas[idx].tail_bytes) for idx in (1, 2, 3)),
+        *((idx, "tail", schemas[idx].tail_bytes) for idx in (1, 3)),
         *((idx, "index_tail", schemas[idx].index_tail_bytes) for idx in (1, 3)),
+        (2, "tail", schemas[2].tail_bytes),
     ]
     check_run(layout, parts, page_align)
+    assert checkpoint_bytes(schemas) == layout.offsets[2]["tail"]
 
 
 def check_run(layout, parts, page_align):
