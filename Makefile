@@ -4,7 +4,10 @@ BIN := $(VENV)/bin
 # The oldest transformers that is supported, beside the newest in requirements.txt.
 OLDEST := transformers==5.17.0
 
-.PHONY: demo test lint unit oldest slow bench docs sanitize clean
+# How long `make soak` runs.
+MINUTES ?= 10
+
+.PHONY: demo test lint unit oldest slow soak bench docs sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dsv4 demo
@@ -24,6 +27,9 @@ oldest: $(VENV)/.oldest
 
 slow: $(VENV)/.installed
 	$(BIN)/pytest -n 2 -m slow
+
+soak: $(VENV)/.installed
+	$(BIN)/python -m tests.cache.soak --minutes $(MINUTES)
 
 bench: $(VENV)/.installed
 	$(BIN)/dsv4 bench plan

@@ -109,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--steps", type=positive, default=400)
     plan.add_argument("--json", action="store_true", help="print one JSON object only")
     plan.set_defaults(run=_bench_plan)
+    prefix = benches.add_parser("prefix", help="host time of a prefix hit and of a block's hash")
+    prefix.add_argument("--tokens", type=positive, default=100_000)
+    prefix.add_argument("--rounds", type=positive, default=50)
+    prefix.add_argument("--json", action="store_true", help="print one JSON object only")
+    prefix.set_defaults(run=_bench_prefix)
     write = benches.add_parser("write", help="the write path of a layer, on a GPU")
     write.add_argument("--json", action="store_true", help="print one JSON object only")
     write.set_defaults(run=_bench_write)
@@ -480,6 +485,23 @@ def _bench_plan(options: argparse.Namespace) -> int:
         for name, median in result["median_us"].items():
             table.add_row(name, f"{median:.1f}", f"{result['p90_us'][name]:.1f}")
         make_console().print(table)
+    print(json.dumps(result))
+    return 0
+
+
+def _bench_prefix(options: argparse.Namespace) -> int:
+    from dsv4.bench.prefix import bench_prefix
+
+    result = bench_prefix(num_tokens=options.tokens, num_rounds=options.rounds)
+    if not options.json:
+        table = Table(title=f"A prefix hit of {result['num_hit_tokens']:,} tokens of V4-Flash")
+        for column in ("", "best us", "median us", "90th percentile us", "target us"):
+            table.add_column(column, justify="right")
+        for name in result["median_us"]:
+            target = result["target_us"].get(name)
+            cells = (f"{result[key][name]:.1f}" for key in ("best_us", "median_us", "p90_us"))
+            table.add_row(name.replace("_", " "), *cells, f"{target:.0f}" if target else "")
+        Console().print(table)
     print(json.dumps(result))
     return 0
 

@@ -26,7 +26,7 @@ def check_integrity(manager: "KVCacheManager") -> None:
         )
     if manager.prefix is not None:
         manager.prefix.tree.check_integrity()
-    problems = [*_slot_problems(manager), *_block_problems(manager), *_owner_problems(manager)]
+    problems = [*_block_problems(manager), *_owner_problems(manager), *_slot_problems(manager)]
     if problems:
         raise IntegrityError("; ".join(problems))
 

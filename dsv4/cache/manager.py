@@ -482,10 +482,11 @@ class KVCacheManager:
         known = [] if prefix is None else prefix.checkpointed_lengths(slot)
         below = max([0, *(each for each in known if each < length)])
         above = min([floor, *(each for each in known if each > length)])
+        exact = ", ".join(map(str, [0, *known]))
         raise ValueError(
-            f"Invalid length: slot {slot} can have 0, a checkpoint or {floor} to "
-            f"{self.lengths[slot]}, got {length}: rows it needs may be overwritten; the nearest "
-            f"possible lengths are {below} and {above}"
+            f"Invalid length: slot {slot} can have {exact} or {floor} to {self.lengths[slot]}, got "
+            f"{length}: rows it needs may be overwritten; the nearest possible lengths are "
+            f"{below} and {above}"
         )
 
     def _shorten(self, slot: int, length: int) -> None:

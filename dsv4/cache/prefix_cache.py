@@ -5,8 +5,9 @@ of them can be rejected any more, and decides where checkpoints are taken. The t
 blocks is `prefix_tree`'s, the bytes are the pools'.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from dsv4.cache.block_allocator import BlockAllocator
 from dsv4.cache.checkpoints import CheckpointPolicy
-from dsv4.cache.prefix_tree import PrefixNode, PrefixTree, next_digest, root_digest
+from dsv4.cache.prefix_tree import PrefixNode, PrefixTree, hash_blocks, root_digest
 from dsv4.config import CacheConfig
 from dsv4.errors import OutOfBlocksError
 
@@ -69,14 +70,14 @@ class TrackedRequest:
     nodes: list[PrefixNode] = field(default_factory=list)
     pending: dict[int, int] = field(default_factory=dict)
 
-    def digest(self, block_idx: int, block_tokens: int) -> bytes:
-        """The hash of a block, all of whose ids are known."""
-        digests = self.digests
-        while len(digests) <= block_idx:
-            start = len(digests) * block_tokens
-            previous = digests[-1] if digests else self.root
-            digests.append(next_digest(previous, self.ids[start : start + block_tokens].data))
-        return digests[block_idx]
+    def new_digests(self, block_tokens: int) -> Iterator[bytes]:
+        """Hash the full blocks that have no hash yet, one by one as they are asked for."""
+        width = block_tokens * ID_DTYPE.itemsize
+        known = self.ids[: self.num_known].data.cast("B")
+        previous = self.digests[-1] if self.digests else self.root
+        for digest in hash_blocks(previous, known[len(self.digests) * width :], width):
+            self.digests.append(digest)
+            yield digest
 
     def extend(self, ids: IntArray) -> None:
         """Add ids behind the known ones."""
@@ -309,8 +310,9 @@ class PrefixCache:
     def _known_path(self, request: TrackedRequest) -> list[PrefixNode]:
         """The nodes of a prompt's first blocks, one token of the prompt left over."""
         path, block_tokens = [], self._config.block_tokens
-        for block_idx in range((request.num_known - 1) // block_tokens):
-            node = self.tree.nodes.get(request.digest(block_idx, block_tokens))
+        num_blocks = max(0, (request.num_known - 1) // block_tokens)
+        for digest in islice(request.new_digests(block_tokens), num_blocks):
+            node = self.tree.nodes.get(digest)
             if node is None:
                 break
             path.append(node)
@@ -345,7 +347,11 @@ class PrefixCache:
         request, block_tokens = self.requests[slot], self._config.block_tokens
         first = len(request.nodes)
         columns = np.arange(first, num_final)
-        digests = [request.digest(block_idx, block_tokens) for block_idx in columns.tolist()]
+        for _ in islice(
+            request.new_digests(block_tokens), max(0, num_final - len(request.digests))
+        ):
+            pass
+        digests = request.digests[first:num_final]
         mine = self._block_table[slot, first:num_final].copy()
         parent = request.nodes[-1] if request.nodes else None
         nodes = self.tree.add(digests, parent, mine)

@@ -8,7 +8,7 @@ a block uses all before it: so what nobody uses can always be evicted from the l
 import hashlib
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,11 +28,12 @@ def root_digest(meaning: str, salt: bytes) -> bytes:
     return hashlib.blake2b(text + salt, digest_size=DIGEST_BYTES).digest()
 
 
-def next_digest(previous: bytes, token_ids: bytes | memoryview) -> bytes:
-    """The hash of a block: of the one before it and its own ids, little-endian int32."""
-    digest = hashlib.blake2b(previous, digest_size=DIGEST_BYTES)
-    digest.update(token_ids)
-    return digest.digest()
+def hash_blocks(previous: bytes, token_ids: memoryview, block_bytes: int) -> Iterator[bytes]:
+    """The hashes of full blocks: each of the one before it and its own ids, little-endian int32."""
+    for end in range(block_bytes, len(token_ids) + 1, block_bytes):
+        hashed = previous + token_ids[end - block_bytes : end]
+        previous = hashlib.blake2b(hashed, digest_size=DIGEST_BYTES).digest()
+        yield previous
 
 
 @dataclass(eq=False, slots=True)

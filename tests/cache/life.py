@@ -1,0 +1,435 @@
+"""A random life of requests: any order of steps, compared with an uncached model after each.
+
+A token's projections depend on its id and position alone, so that every sequence of ids has an
+oracle, however its request came by them.
+"""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dsv4 import CacheConfig, CheckpointPolicy, KVCacheManager
+from dsv4.errors import NoFreeSlotError, OutOfBlocksError
+from dsv4.kernels.reference.dense import dense_layer
+from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
+
+DRAFTS = 3
+BASE = {"num_query_heads": 1, "head_dim": 80, "rope_dim": 16, "index_num_heads": 16,
+        "index_head_dim": 32, "drafts_per_step": DRAFTS}  # fmt: skip
+
+
+class World:
+    """A model, what its layers make of each token, and the sizes of a manager of it."""
+
+    def __init__(self, config, *, max_tokens, num_blocks):
+        self.config = config
+        self.max_tokens = max_tokens
+        self.num_blocks = num_blocks
+        self.max_requests = 4
+        self.weights = model_weights(config, seed=0)
+        self.by_id = [model_projections(config, max_tokens, seed=100 * each) for each in (1, 2)]
+        self.projections_of = functools.lru_cache(maxsize=256)(self._projections_of)
+        self.oracle_of = functools.lru_cache(maxsize=256)(self._oracle_of)
+
+    def new_manager(self, **sizes):
+        defaults = {
+            "max_requests": self.max_requests, "num_blocks": self.num_blocks,
+            "max_forward_tokens": 512, "max_request_tokens": self.max_tokens,
+        }  # fmt: skip
+        return KVCacheManager(self.config, **{**defaults, **sizes})
+
+    @functools.cached_property
+    def rope_tables(self):
+        return self.new_manager().rope_tables
+
+    def _projections_of(self, tokens):
+        ids = torch.frombuffer(bytearray(tokens), dtype=torch.uint8)
+        return [mix(*layers, ids) for layers in zip(*self.by_id, strict=True)]
+
+    def _oracle_of(self, tokens):
+        inputs = self.projections_of(tokens)
+        return [
+            dense_layer(
+                layer.attention_type, projections, weights, self.rope_tables[layer.rope_base],
+                self.config,
+            )
+            for layer, projections, weights in zip(
+                self.config.schedule, inputs, self.weights, strict=True
+            )
+        ]  # fmt: skip
+
+
+def mix(first, second, ids):
+    """Projections, tensor by tensor, of a sequence of the ids 0 and 1."""
+    if first is None:
+        return None
+    if isinstance(first, tuple):
+        return type(first)(*(mix(a, b, ids) for a, b in zip(first, second, strict=True)))
+    n = len(ids)
+    return torch.where(ids.view(n, *[1] * (first.dim() - 1)) > 0, second[:n], first[:n])
+
+
+# All three kinds of layers; a block is as short as HCA allows.
+WHOLE = World(
+    CacheConfig.tiny(**BASE, compress_ratios=(0, 4, 128), block_tokens=128),
+    max_tokens=420, num_blocks=7,
+)  # fmt: skip
+# Blocks of two CSA entries and a window of 8 tokens: many boundaries in few tokens.
+SHORT = World(
+    CacheConfig.tiny(**BASE, compress_ratios=(0, 4), block_tokens=8, sliding_window=8,
+                     index_topk=4),
+    max_tokens=40, num_blocks=9,
+)  # fmt: skip
+
+
+def assert_stores(world, manager, slot, tokens):
+    """All that the request can still read is the oracle's, byte for byte."""
+    length, config = len(tokens), world.config
+    assert manager.lengths[slot] == length
+    if not length:
+        return
+    oracle = world.oracle_of(tokens)
+    for idx, (schema, expected) in enumerate(zip(manager.schemas, oracle, strict=True)):
+        state, pages = manager.state.layer(idx), manager.paged.layer(idx)
+        window = np.arange(max(0, length - config.sliding_window), length)
+        assert_rows(state.ring, slot, window % schema.ring_rows, expected.window, window)
+        if pages is None:
+            continue
+        start = max(0, length // schema.ratio * schema.ratio - schema.tail_buffer_size_b)
+        positions = np.arange(start, length)
+        rows = positions % schema.tail_rows
+        for tail, stored in (
+            (state.tail, expected.tails), (state.index_tail, expected.index_tails),
+        ):  # fmt: skip
+            for part in range(2 if tail is not None else 0):
+                assert torch.equal(tail[slot, rows, part], stored[part][positions])
+        entries = np.arange(length // schema.ratio)
+        blocks = manager.host_block_table[slot, entries // schema.entries_per_block]
+        rows = entries % schema.entries_per_block
+        assert_rows(pages.entries, blocks, rows, expected.entries, entries)
+        if pages.index_keys is not None:
+            assert_rows(pages.index_keys, blocks, rows, expected.index_keys, entries)
+
+
+def assert_rows(pages, page, rows, expected, numbers):
+    assert torch.equal(pages.data[page, rows], expected.data[numbers])
+    assert torch.equal(pages.scales[page, rows], expected.scales[numbers])
+
+
+def books(manager):
+    return (
+        manager.lengths.tolist(), manager.rollback_floor.tolist(), manager.is_open.tolist(),
+        manager.host_block_table.tolist(), manager.allocator.num_owners.tolist(),
+        manager.is_torn.tolist(), manager.host.block_owners.num_owners.tolist(),
+        manager.host.slot_owners.num_owners.tolist(),
+        manager.checkpoints.owners.num_owners.tolist(),
+    )  # fmt: skip
+
+
+choices = st.integers(0, 3)
+seeds = st.integers(0, 3)
+
+
+class Life(RuleBasedStateMachine):
+    """A manager and what it should hold.
+
+    tokens and floors are those of each open request, known the ids that the manager was told of it
+    (None for a request that it doesn't track), waiting the requests that are swapped out, and seen
+    sequences that a prompt may begin with.
+    """
+
+    world = SHORT
+    num_steps = 0
+
+    @initialize(
+        every_blocks=st.integers(0, 2), num_checkpoints=st.integers(1, 5),
+        host_blocks=st.sampled_from([0, 3, 12]),
+    )  # fmt: skip
+    def start(self, every_blocks=1, num_checkpoints=4, host_blocks=3):
+        self.manager = self.world.new_manager(
+            num_checkpoints=num_checkpoints, host_blocks=host_blocks, host_slots=2,
+            checkpoint_policy=CheckpointPolicy(every_blocks=every_blocks),
+        )  # fmt: skip
+        poison(self.manager)
+        for storage in (self.manager.checkpoints.storage, self.manager.host.blocks,
+                        self.manager.host.slots):  # fmt: skip
+            storage.fill_(0xFF)
+        self.tokens, self.floors, self.known = {}, {}, {}
+        self.waiting, self.seen, self.saved = [], [], []
+        self.folder = tempfile.TemporaryDirectory()
+
+    def slot(self, choice):
+        return sorted(self.tokens)[choice % len(self.tokens)]
+
+    def count(self, share):
+        """A number of tokens: few, about a block, or many."""
+        block = self.world.config.block_tokens
+        sizes = [*range(1, 6), block - 1, block, block + 2, 2 * block, 2 * block + 3]
+        return sizes[share % len(sizes)]
+
+    def grow(self, counts_of, seed, *, is_noted=True):
+        """Feed new tokens to requests in one forward; False if they don't fit."""
+        rng, manager, grown = np.random.default_rng(seed), self.manager, {}
+        for slot, count in counts_of.items():
+            old, known = self.tokens[slot], self.known[slot] or b""
+            count = min(count, self.world.max_tokens - len(old))
+            fresh = rng.integers(0, 2, count, dtype=np.uint8).tobytes()
+            new = old + known[len(old) : len(old) + count]
+            grown[slot] = new + fresh[len(new) - len(old) :]
+        rows = [
+            Row(slot, self.world.projections_of(new) if new else self.world.by_id[0],
+                len(self.tokens[slot]), len(new))
+            for slot, new in grown.items()
+        ]  # fmt: skip
+        manager.settle()
+        before = books(manager)
+        try:
+            results = run_forward(manager, self.world.weights, rows)
+        except OutOfBlocksError:
+            assert books(manager) == before
+            return False
+        self.check_outputs(results, rows, grown)
+        for slot, new in grown.items():
+            self.tokens[slot] = new
+            self.floors[slot] = max(self.floors[slot], len(new) - DRAFTS)
+            if is_noted:
+                self.note(slot)
+        return True
+
+    def note(self, slot):
+        """Tell the manager all ids of a request that it doesn't know yet."""
+        known = self.known[slot] or b""
+        missing = self.tokens[slot][len(known) :]
+        if missing:
+            self.manager.note_tokens(slot, list(missing), start=len(known))
+            self.known[slot] = known + missing
+
+    def check_outputs(self, results, rows, grown):
+        for idx, result in enumerate(results):
+            sizes = [row.after - row.before for row in rows]
+            for row, output in zip(rows, result.output.split(sizes), strict=True):
+                if row.after > row.before:
+                    expected = self.world.oracle_of(grown[row.slot])[idx].output[row.before :]
+                    error = (output - expected).abs().max()
+                    assert error <= 1e-6 * max(1.0, expected.abs().max())
+
+    def add(self, slot, tokens, floor, known):
+        self.tokens[slot], self.floors[slot], self.known[slot] = tokens, floor, known
+
+    def remove(self, slot):
+        self.seen = [*self.seen, self.tokens[slot]][-6:]
+        del self.tokens[slot], self.floors[slot], self.known[slot]
+
+    @rule()
+    def open(self):
+        slot = self.open_another(self.manager.open_request)
+        if slot is not None:
+            self.add(slot, b"", 0, None)
+
+    @rule(choice=st.integers(0, 9), kept=st.integers(0, 40), more=st.integers(0, 9), seed=seeds)
+    def resume(self, choice, kept, more, seed):
+        """A prompt that begins like a sequence that was there, or like none."""
+        source = [b"", *self.seen, *self.tokens.values()]
+        beginning = source[choice % len(source)]
+        share = kept * len(beginning) // 40
+        fresh = np.random.default_rng(seed).integers(0, 2, self.count(more), dtype=np.uint8)
+        prompt = (beginning[:share] + fresh.tobytes())[: self.world.max_tokens]
+        hit = None
+
+        def make():
+            nonlocal hit
+            hit = self.manager.resume_request(list(prompt))
+            return hit.slot
+
+        slot = self.open_another(make)
+        if slot is None:
+            return
+        assert hit.num_tokens % self.world.config.block_tokens == 0
+        assert hit.num_tokens < len(prompt)
+        self.add(slot, prompt[: hit.num_tokens], hit.num_tokens, prompt)
+
+    @precondition(lambda self: self.tokens)
+    @rule(choice=choices, share=st.integers(0, 9), seed=seeds, is_noted=st.booleans())
+    def prefill(self, choice, share, seed, is_noted):
+        self.grow({self.slot(choice): self.count(share)}, seed, is_noted=is_noted)
+
+    @precondition(lambda self: self.tokens)
+    @rule(choice=choices, offset=st.integers(0, 5), seed=seeds)
+    def prefill_to_a_boundary(self, choice, offset, seed):
+        slot = self.slot(choice)
+        self.grow({slot: self.to_boundary(slot) + offset}, seed)
+
+    def to_boundary(self, slot):
+        return -len(self.tokens[slot]) % self.world.config.block_tokens
+
+    @precondition(lambda self: self.tokens)
+    @rule(seed=seeds, drafts=st.lists(st.integers(0, DRAFTS), min_size=4, max_size=4))
+    def decode_all(self, seed, drafts):
+        self.grow({slot: 1 + drafts[slot] for slot in sorted(self.tokens, reverse=True)}, seed)
+
+    @precondition(lambda self: self.tokens)
+    @rule(choice=choices, rejected=st.integers(0, DRAFTS), seed=seeds)
+    def verify(self, choice, rejected, seed):
+        slot = self.slot(choice)
+        before = len(self.tokens[slot])
+        if self.grow({slot: 1 + DRAFTS}, seed):
+            self.shorten(slot, max(before, len(self.tokens[slot]) - rejected))
+
+    @precondition(lambda self: self.tokens)
+    @rule(choice=choices, forgotten=st.integers(0, 6), to_zero=st.booleans())
+    def truncate(self, choice, forgotten, to_zero):
+        slot = self.slot(choice)
+        length = len(self.tokens[slot]) - forgotten
+        self.shorten(slot, 0 if to_zero and forgotten == 6 else max(length, 0))
+
+    @precondition(lambda self: self.tokens)
+    @rule(choice=choices, blocks_back=st.integers(0, 3))
+    def truncate_to_a_boundary(self, choice, blocks_back):
+        slot, block = self.slot(choice), self.world.config.block_tokens
+        self.shorten(slot, max(0, len(self.tokens[slot]) // block - blocks_back) * block)
+
+    def shorten(self, slot, length):
+        manager, floor = self.manager, self.floors[slot]
+        manager.settle()
+        lengths = manager.prefix.checkpointed_lengths(slot)
+        if 0 < length < floor and length not in lengths:
+            below = max([0, *(each for each in lengths if each < length)])
+            above = min([floor, *(each for each in lengths if each > length)])
+            before = books(manager)
+            with pytest.raises(ValueError, match=f"are {below} and {above}$"):
+                manager.truncate(slot, length)
+            assert books(manager) == before
+            return
+        manager.truncate(slot, length)
+        self.tokens[slot] = self.tokens[slot][:length]
+        self.floors[slot] = min(floor, length)
+        if self.known[slot] is not None:
+            self.known[slot] = self.known[slot][:length]
+
+    @precondition(lambda self: self.tokens)
+    @rule(choice=choices)
+    def fork(self, choice):
+        slot = self.slot(choice)
+        fork = self.open_another(lambda: self.manager.fork(slot))
+        if fork is not None:
+            self.add(fork, self.tokens[slot], self.floors[slot], self.known[slot])
+
+    @precondition(lambda self: self.tokens)
+    @rule(choice=choices, past=st.integers(0, 2), together=st.booleans())
+    def fork_and_go_back_into_a_shared_block(self, choice, past, together):
+        slot = self.slot(choice)
+        if not self.grow({slot: self.to_boundary(slot) + past}, seed=0):
+            return
+        fork = self.open_another(lambda: self.manager.fork(slot))
+        if fork is None:
+            return
+        self.add(fork, self.tokens[slot], self.floors[slot], self.known[slot])
+        for each in (slot, fork):
+            self.shorten(each, max(0, len(self.tokens[each]) - past - 1))
+        self.grow({fork: 2, slot: 2} if together else {fork: 2}, seed=1)
+
+    @precondition(lambda self: self.tokens)
+    @rule(choice=choices)
+    def free(self, choice):
+        slot = self.slot(choice)
+        self.manager.free_request(slot)
+        self.remove(slot)
+
+    @precondition(lambda self: self.tokens)
+    @rule(choice=choices)
+    def swap_out(self, choice):
+        slot = self.slot(choice)
+        self.manager.settle()
+        before = books(self.manager)
+        try:
+            swapped = self.manager.swap_out(slot)
+        except (NoFreeSlotError, OutOfBlocksError) as error:
+            assert isinstance(error, OutOfBlocksError) or len(self.waiting) == 2
+            assert books(self.manager) == before
+            return
+        held = self.tokens[slot], self.floors[slot], self.known[slot]
+        self.waiting.append((swapped, held))
+        self.remove(slot)
+
+    @precondition(lambda self: self.waiting)
+    @rule(choice=choices, is_dropped=st.booleans())
+    def swap_in(self, choice, is_dropped):
+        place = choice % len(self.waiting)
+        swapped, held = self.waiting[place]
+        if is_dropped and choice == 3:
+            self.manager.drop_swapped(swapped)
+            self.waiting.pop(place)
+            return
+        slot = self.open_another(lambda: self.manager.swap_in(swapped))
+        if slot is not None:
+            self.waiting.pop(place)
+            self.add(slot, *held)
+
+    @precondition(lambda self: self.tokens and len(self.saved) < 3)
+    @rule(choice=choices)
+    def save(self, choice):
+        slot = self.slot(choice)
+        path = Path(self.folder.name) / str(len(self.saved))
+        self.manager.save_request(slot, path)
+        self.saved.append((path, self.tokens[slot]))
+
+    @precondition(lambda self: self.saved)
+    @rule(choice=choices)
+    def load(self, choice):
+        path, tokens = self.saved[choice % len(self.saved)]
+        slot = self.open_another(lambda: self.manager.load_request(path))
+        if slot is not None:
+            self.add(slot, tokens, len(tokens), None)
+
+    def open_another(self, make):
+        self.manager.settle()
+        before = books(self.manager)
+        try:
+            slot = make()
+        except (NoFreeSlotError, OutOfBlocksError) as error:
+            is_full = len(self.tokens) == self.world.max_requests
+            assert isinstance(error, OutOfBlocksError) or is_full
+            assert books(self.manager) == before
+            return None
+        assert slot not in self.tokens
+        return slot
+
+    @invariant()
+    def every_request_is_right(self):
+        type(self).num_steps += 1
+        self.manager.check_integrity()
+        for slot, tokens in self.tokens.items():
+            assert_stores(self.world, self.manager, slot, tokens)
+            assert self.manager.rollback_floor[slot] == self.floors[slot]
+
+    def teardown(self):
+        if not hasattr(self, "manager"):
+            return
+        manager = self.manager
+        for slot in self.tokens:
+            manager.free_request(slot)
+        for swapped, _ in self.waiting:
+            manager.drop_swapped(swapped)
+        manager.check_integrity()
+        tree = manager.prefix.tree
+        tree.evict(tree.num_evictable)
+        tree.make_host_room(manager.capacity.host_blocks)
+        manager.check_integrity()
+        assert not tree.nodes
+        assert manager.allocator.num_free == self.world.num_blocks
+        assert manager.allocator.num_shares == 0
+        owners = (manager.checkpoints.owners, manager.host.block_owners, manager.host.slot_owners)
+        assert all(each.num_free == each.num_blocks for each in owners)
+        self.folder.cleanup()
+
+
+class WholeLife(Life):
+    """The same with HCA layers, whose blocks are longer."""
+
+    world = WHOLE

@@ -1,0 +1,207 @@
+"""Swapping: a request comes back from the host as if it had never been away."""
+
+import pytest
+import torch
+
+from dsv4 import CacheConfig, CheckpointPolicy, prepare_forward
+from dsv4.cache.host_memory import _runs
+from dsv4.errors import NoFreeSlotError, OutOfBlocksError, TornForwardError
+from tests.cache.test_prefix_cache import (
+    GPU,
+    IDS,
+    VERIFY,
+    assert_like_a_cold_run,
+    assert_same,
+    feed,
+    live_bytes,
+    make_manager,
+)
+
+BLOCKS = 4
+
+
+def swap_manager(**sizes):
+    defaults = {"num_checkpoints": 0, "num_blocks": BLOCKS, "host_blocks": 8, "host_slots": 2}
+    manager = make_manager(VERIFY, **{**defaults, **sizes})
+    manager.host.blocks.fill_(0xFF)
+    manager.host.slots.fill_(0xFF)
+    return manager
+
+
+def books(manager):
+    return (
+        manager.lengths.tolist(), manager.is_open.tolist(), manager.host_block_table.tolist(),
+        manager.allocator.num_free, manager.host.block_owners.num_free,
+        manager.host.slot_owners.num_free,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("length", [1, 127, 128, 131, 400])
+def test_a_request_comes_back_as_it_was(length, device):
+    manager = swap_manager(device=device)
+    slot = manager.open_request()
+    feed(manager, slot, length)
+    before = live_bytes(manager, slot)
+    swapped = manager.swap_out(slot)
+    assert not manager.is_open[slot] and manager.allocator.num_free == BLOCKS
+    others = [manager.open_request() for _ in range(2)]
+    for other in others:
+        feed(manager, other, 256)  # every block and the slot are written by somebody else
+    with pytest.raises(OutOfBlocksError) if length >= 4 else pytest.raises(AssertionError):
+        manager.swap_in(swapped)
+        raise AssertionError("a request without blocks needs none")
+    if length < 4:
+        return
+    for other in others:
+        manager.free_request(other)
+    slot = manager.swap_in(swapped)
+    assert_same(live_bytes(manager, slot), before)
+    assert_like_a_cold_run(manager, slot, after=length + 20)
+    assert manager.host.block_owners.num_free == 8 and manager.host.slot_owners.num_free == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_copies_do_not_disturb_who_comes_next(device):
+    manager = swap_manager(device=device)
+    first = manager.open_request()
+    feed(manager, first, 400)
+    before = live_bytes(manager, first)
+    for _ in range(3):
+        swapped = manager.swap_out(first)
+        other = manager.open_request()
+        feed(manager, other, 500)
+        manager.free_request(other)
+        first = manager.swap_in(swapped)
+        assert_same(live_bytes(manager, first), before)
+    if device == "cuda":
+        assert manager.host.blocks.is_pinned() and manager.host.slots.is_pinned()
+    block_bytes, slot_bytes = manager.paged.storage.shape[1], manager.state.storage.shape[1]
+    stats = manager.stats()
+    assert stats.bytes_to_host == stats.bytes_from_host == 3 * (4 * block_bytes + slot_bytes)
+
+
+def test_the_floor_and_the_tokens_come_back_too():
+    manager = swap_manager(num_checkpoints=2, num_blocks=8)
+    slot, _ = manager.resume_request(IDS[:200])
+    feed(manager, slot, 200)
+    swapped = manager.swap_out(slot)
+    assert manager.stats().num_swapped_requests == 1
+    slot = manager.swap_in(swapped)
+    assert manager.rollback_floor[slot] == 197
+    manager.truncate(slot, 197)
+    assert_like_a_cold_run(manager, slot, after=260)
+    manager.note_tokens(slot, IDS[197:300], start=197)
+    feed(manager, slot, 300)
+    manager.free_request(slot)
+    assert manager.stats().num_prefix_blocks == 2
+    assert manager.resume_request(IDS[:300]).num_tokens == 128
+
+
+def test_a_request_that_comes_back_shares_again():
+    manager = swap_manager(num_checkpoints=2, num_blocks=8)
+    slot, _ = manager.resume_request(IDS[:300])
+    feed(manager, slot, 300)
+    swapped = manager.swap_out(slot)
+    assert manager.stats().num_prefix_blocks == 2
+    slot = manager.swap_in(swapped)
+    assert manager.allocator.num_free == 8 - 2 - 3
+    assert manager.stats().num_free_blocks == 8 - 3
+    assert_like_a_cold_run(manager, slot, after=400)
+
+
+def test_a_fork_keeps_what_was_shared():
+    manager = swap_manager(num_blocks=8)
+    slot = manager.open_request()
+    feed(manager, slot, 300)
+    fork = manager.fork(slot)
+    swapped = manager.swap_out(slot)
+    assert_like_a_cold_run(manager, fork, after=320)
+    slot = manager.swap_in(swapped)
+    assert_like_a_cold_run(manager, slot, after=320)
+
+
+def test_swapped_requests_push_evicted_blocks_from_the_host():
+    manager = swap_manager(num_checkpoints=2, host_blocks=4)
+    slot, _ = manager.resume_request(IDS[:300])
+    feed(manager, slot, 300)
+    manager.free_request(slot)
+    slot = manager.open_request()
+    feed(manager, slot, 400)
+    assert manager.stats().num_prefix_host_blocks == 2
+    swapped = manager.swap_out(slot)
+    assert manager.stats().num_prefix_host_blocks == 0
+    manager.check_integrity()
+    manager.drop_swapped(swapped)
+    manager.check_integrity()
+    assert manager.host.block_owners.num_free == 4
+
+
+def test_without_room_nothing_changes():
+    manager = swap_manager(host_blocks=2, host_slots=1, num_blocks=8)
+    slots = [manager.open_request() for _ in range(2)]
+    for slot in slots:
+        feed(manager, slot, 300)
+    before = books(manager)
+    with pytest.raises(OutOfBlocksError, match="Out of host blocks: 3 needed, 2 of 2 free"):
+        manager.swap_out(slots[0])
+    assert books(manager) == before
+    manager.truncate(slots[0], 0)
+    swapped = manager.swap_out(slots[0])
+    with pytest.raises(NoFreeSlotError, match="No free slot on the host: all 1 are taken"):
+        manager.swap_out(slots[1])
+    for _ in range(2):
+        manager.open_request()
+    before = books(manager)
+    with pytest.raises(NoFreeSlotError):
+        manager.swap_in(swapped)
+    assert books(manager) == before
+    manager.check_integrity()
+
+
+def test_a_swapped_request_is_taken_once_and_by_its_owner():
+    manager, other = swap_manager(), swap_manager()
+    slot = manager.open_request()
+    feed(manager, slot, 130)
+    swapped = manager.swap_out(slot)
+    with pytest.raises(ValueError, match="got another manager's"):
+        other.swap_in(swapped)
+    manager.swap_in(swapped)
+    for call in (manager.swap_in, manager.drop_swapped):
+        with pytest.raises(ValueError, match="got one that is back or dropped"):
+            call(swapped)
+
+
+def test_a_torn_request_is_not_swapped():
+    manager = swap_manager()
+    slot = manager.open_request()
+    prepare_forward(manager, [slot], [0], [10])
+    with pytest.raises(TornForwardError):
+        manager.swap_out(slot)
+
+
+def test_a_lost_host_block_is_found():
+    manager = swap_manager()
+    slot = manager.open_request()
+    feed(manager, slot, 130)
+    swapped = manager.swap_out(slot)
+    manager.host.block_owners.release(swapped.place.blocks)
+    with pytest.raises(RuntimeError, match="host block 0 is used 1 times but has 0 owners"):
+        manager.check_integrity()
+
+
+def test_neighbours_are_copied_at_once():
+    sources = torch.tensor([3, 4, 5, 9, 8, 7]).numpy()
+    targets = torch.tensor([0, 1, 2, 3, 4, 5]).numpy()
+    assert _runs(sources, targets) == [(0, 3), (3, 1), (4, 1), (5, 1)]
+    assert _runs(sources[:0], targets[:0]) == []
+
+
+def test_host_memory_is_in_the_plan():
+    config = CacheConfig.v4_flash()
+    from dsv4.cache.capacity import Capacity
+
+    sizes = Capacity(config, 1, 1, 1, 1, host_blocks=3, host_slots=2).host_memory()
+    assert sizes["host_blocks"] == (3 * 912192, 3 * 1584 * 576)
+    assert sizes["host_slots"].allocated % (2 * 576) == 0
+    assert CheckpointPolicy() == CheckpointPolicy(0, True, True)
