@@ -35,6 +35,7 @@ LABELS = {
     "window_workspace": "window workspace",
     "rope_tables": "RoPE tables",
     "index_global_scale": "index scale",
+    "checkpoints": "checkpoints",
 }
 # Formats that any width of a model allows.
 _ANY_WIDTH: dict[str, Any] = {"kv_format": "bf16", "index_format": "bf16", "block_tokens": 128}
@@ -84,6 +85,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk", type=tokens, default=8192, metavar="TOKENS", help="tokens of one forward"
     )
+    parser.add_argument(
+        "--checkpoints", type=_argument(_whole), default=0, metavar="N",
+        help="block boundaries that the prefix cache can resume at",
+    )  # fmt: skip
     parser.add_argument(
         "--mtp", action=argparse.BooleanOptionalAction, default=None,
         help="count the MTP layers (the default where the model has any)",
@@ -138,6 +143,7 @@ def build_plan(options: argparse.Namespace) -> MemoryPlan:
         reserved_bytes=options.reserve,
         num_ranks=options.tp,
         max_forward_tokens=options.chunk,
+        num_checkpoints=options.checkpoints,
     )
 
 
@@ -184,6 +190,7 @@ def as_json(plan: MemoryPlan, *, model: str) -> dict[str, Any]:
         "page_align": config.page_align,
         "drafts_per_step": config.drafts_per_step,
         "max_forward_tokens": plan.max_forward_tokens,
+        "num_checkpoints": plan.num_checkpoints,
         "num_mtp_layers": config.num_mtp_layers,
         "num_ranks": plan.num_ranks,
         "blocks_per_request": plan.blocks_per_request,

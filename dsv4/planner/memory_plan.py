@@ -33,6 +33,7 @@ class MemoryPlan:
         num_ranks: Tensor-parallel ranks. Each keeps the whole cache: K = V is one head, which
             all query heads share.
         max_forward_tokens: Tokens of one forward: the longest prefill chunk.
+        num_checkpoints: Block boundaries at which the prefix cache can resume a request.
     """
 
     config: CacheConfig
@@ -43,6 +44,7 @@ class MemoryPlan:
     reserved_bytes: int = 0
     num_ranks: int = 1
     max_forward_tokens: int = 8192
+    num_checkpoints: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -73,6 +75,7 @@ class MemoryPlan:
             num_blocks=self.num_requests * self.blocks_per_request,
             max_forward_tokens=self.max_forward_tokens,
             max_request_tokens=self.context_tokens,
+            num_checkpoints=self.num_checkpoints,
         )
 
     @cached_property

@@ -433,3 +433,4 @@ class WholeLife(Life):
     """The same with HCA layers, whose blocks are longer."""
 
     world = WHOLE
+    num_steps = 0

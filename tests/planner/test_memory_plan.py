@@ -30,7 +30,8 @@ def tiny_plan(**changes: int) -> MemoryPlan:
 
 
 def build_manager(capacity: Capacity) -> KVCacheManager:
-    sizes = ("max_requests", "num_blocks", "max_forward_tokens", "max_request_tokens")
+    sizes = ("max_requests", "num_blocks", "max_forward_tokens", "max_request_tokens",
+             "num_checkpoints")  # fmt: skip
     return KVCacheManager(capacity.config, **{name: getattr(capacity, name) for name in sizes})
 
 
@@ -54,7 +55,7 @@ def test_allocated_bytes_are_those_of_the_manager(seed):
     config, sizes = random_case(seed)
     plan = make_plan(
         config, num_requests=sizes["max_requests"], context_tokens=sizes["max_request_tokens"],
-        max_forward_tokens=sizes["max_forward_tokens"],
+        max_forward_tokens=sizes["max_forward_tokens"], num_checkpoints=sizes["num_checkpoints"],
     )  # fmt: skip
     manager = build_manager(plan.capacity)
     assert plan.cache_bytes == tensor_bytes(manager)
