@@ -168,6 +168,24 @@ def test_the_parts_of_a_layer_capture_as_the_whole():
     assert_like_a_cold_run(manager, slot, after=400)
 
 
+def test_a_compiled_layer_captures_too():
+    manager = make_manager()
+    slot, _ = manager.resume_request(IDS[:140])
+    plan = prepare_forward(manager, [slot], [0], [140])
+    handles = [manager.acquire(idx, plan) for idx in range(len(WEIGHTS))]
+
+    def write(inputs):
+        for handle, layer, weights in zip(handles, inputs, WEIGHTS, strict=True):
+            handle.write(layer, weights)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(write, backend="aot_eager", fullgraph=True)
+    compiled([take(layer, 0, 140) for layer in TOKENS])
+    slot, num_tokens = manager.resume_request(IDS[:140])
+    assert num_tokens == 128
+    assert_like_a_cold_run(manager, slot, after=150)
+
+
 def test_the_last_boundary_of_a_prompt_is_the_default():
     manager = make_manager()
     slot, _ = manager.resume_request(IDS[:300])

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from dsv4 import AttentionSubBlock, CacheConfig, KVCacheManager, prepare_forward
+from dsv4.cache.layout import checkpoint_bytes
 from dsv4.kernels import LayerLayout, LayerWrites, WindowInputs, ops, reference
 from dsv4.model.random_hf import random_hf_model
 from dsv4.testing import (
@@ -212,9 +213,13 @@ def op_arguments():
     memory, tokens = ops._flat(handle.memory), ops._flat_tokens(handle.tokens)
     rope, index = (handle.rope.cos, handle.rope.sin), inputs.indexer
     rows = torch.tensor([[0, -1], [1, 0]]).t()
+    writes = ops._flat_writes(LayerWrites.of(inputs, WEIGHTS[CSA]))
+    checkpoints = torch.zeros(1, checkpoint_bytes(manager.schemas), dtype=torch.uint8)
+    captures = (torch.tensor([[0, 8, 0]], dtype=torch.int32), checkpoints)
     return {
-        "write_layer": (*memory, *tokens, *rope,
-                        ops._flat_writes(LayerWrites.of(inputs, WEIGHTS[CSA])), 1e-6, True),
+        "write_layer": (*memory, *tokens, *rope, writes, 1e-6, True),
+        "capture_window": (*captures, *memory, *tokens),
+        "capture_tails": (*captures, *memory, *tokens, writes),
         "select_entries": (*memory, *tokens, *rope, index.query, index.head_weights, 8, 2, True),
         "attend": (*memory, *tokens, *rope, inputs.query, WEIGHTS[CSA].sinks, None, 2, False),
         "gather_compressed_kv": (*memory, rows),
@@ -231,7 +236,8 @@ def test_schema_and_fake(name):
     mutated = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
     storages = ["slots", "blocks", "workspace", "pooled", "arrivals"]
     expected = {"write_layer": storages, "select_entries": ["index_scratch"],
-                "attend": ["partials"]}  # fmt: skip
+                "attend": ["partials"], "capture_window": ["checkpoints"],
+                "capture_tails": ["checkpoints"]}  # fmt: skip
     assert mutated == expected.get(name, [])
 
 
