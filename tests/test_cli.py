@@ -117,3 +117,13 @@ def test_bench_plan(capsys):
     assert set(result["median_us"]) == {"43 layers", "4 layers"}
     assert "90th percentile" in "".join(lines)
     assert {"commit", "torch", "cpu"} <= set(result["environment"])
+
+
+def test_bench_prefix(capsys):
+    assert main(["bench", "prefix", "--tokens", "1000", "--rounds", "3"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(lines[-1])
+    assert result["num_hit_tokens"] == 768
+    assert set(result["median_us"]) == {"hit", "hit_without_copy", "hash_of_a_block"}
+    assert all(0 < result["best_us"][name] <= value for name, value in result["median_us"].items())
+    assert "A prefix hit of 768 tokens" in "".join(lines)
