@@ -501,7 +501,7 @@ def _bench_prefix(options: argparse.Namespace) -> int:
             target = result["target_us"].get(name)
             cells = (f"{result[key][name]:.1f}" for key in ("best_us", "median_us", "p90_us"))
             table.add_row(name.replace("_", " "), *cells, f"{target:.0f}" if target else "")
-        Console().print(table)
+        make_console().print(table)
     print(json.dumps(result))
     return 0
 
