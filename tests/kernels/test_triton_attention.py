@@ -12,6 +12,7 @@ from dsv4.formats import KV_FORMATS
 from dsv4.kernels import AttentionResult, load_backend, reference
 from dsv4.kernels.reference.attention import attend_dense
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows, window_values_of
+from dsv4.kernels.gluon import attention as hopper
 from dsv4.kernels.triton import attention
 from dsv4.testing import model_projections, model_weights, move_to, poison, take_rows
 from tests.kernels.test_triton_gather import DEVICE, filled
@@ -249,6 +250,13 @@ def test_padding_gives_nothing_and_may_hold_anything():
         assert got.output.isfinite().all()
 
 
+def split_as_often_as(wave: int, monkeypatch) -> None:
+    """So many multiprocessors, and parts that cost nothing."""
+    monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: wave)
+    monkeypatch.setattr(attention, "COMBINE_COST", 0.0)
+    monkeypatch.setattr(attention, "PART_COST", 0.0)
+
+
 SINKS = {
     "none": None,
     "minus infinity": -torch.inf,
@@ -261,7 +269,7 @@ SINKS = {
 @pytest.mark.parametrize("name", SINKS)
 @pytest.mark.parametrize("wave", [1, 100])
 def test_sinks(name, wave, monkeypatch):
-    monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: wave)
+    split_as_often_as(wave, monkeypatch)
     handle = Case("", CSA, [6], [7]).filled()
     inputs = make_inputs(handle)
     value = SINKS[name]
@@ -303,7 +311,7 @@ def test_missing_rows_between_others_and_any_strides():
 
 @pytest.mark.parametrize("wave", [1, 2, 100])
 def test_any_number_of_splits(wave, monkeypatch):
-    monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: wave)
+    split_as_often_as(wave, monkeypatch)
     handle = Case("", HCA, [511], [512], choices={"sliding_window": 33}).filled()
     inputs = make_inputs(handle)
     assert_within_bound(handle, inputs, run(triton(), handle, inputs))
@@ -319,9 +327,8 @@ def test_parts_in_few_places(monkeypatch):
     handle = replace(handle, memory=small)
     monkeypatch.setattr(attention, "INVARIANT_ROWS", 64)
     launch = attention.attend_launch(8, torch.bfloat16, small)
-    splits = attention.choose_splits(
-        inputs.query, small, None, handle.tokens, launch, max_entries=4, batch_invariant=True
-    )
+    num_tiles = attention.count_tiles(small, launch, 4)
+    splits = attention.invariant_splits(num_tiles, num_tiles, launch, small)
     assert 1 < splits.num_splits <= 3 < splits.num_splits * len(inputs.query)
     got = run(triton(), handle, inputs, batch_invariant=True)
     assert_within_bound(handle, inputs, got)
@@ -501,15 +508,58 @@ def test_graph_replay(ratios):
 
 @pytest.mark.gpu
 def test_lengths_do_not_compile_anew():
-    kernel = attention._attend_kernel
+    kernels = attention._attend_kernel, hopper._attend_kernel
 
     def num_compiled() -> int:
-        return sum(len(caches[0]) for caches in kernel.device_caches.values())
+        return sum(len(caches[0]) for k in kernels for caches in k.device_caches.values())
 
     handle = real("flash", HCA, "decode")
     inputs = make_inputs(handle)
-    run(triton(), handle, inputs)
+    for more_entries in (0, 8000):  # whole, and split
+        run(triton(), handle, inputs, more_entries=more_entries)
     compiled = num_compiled()
-    for more_entries in (1, 5, 16, 900, 8000):
+    for more_entries in (1, 5, 16, 900, 7000):
         run(triton(), handle, inputs, more_entries=more_entries)
     assert num_compiled() == compiled
+
+
+def fill_entries(handle, low: int, high: int) -> None:
+    """Any finite codes, and scale bytes from low to high."""
+    entries = handle.memory.entries
+    generator = torch.Generator("cuda").manual_seed(0)
+    codes = torch.randint(0, 256, entries.data.shape, generator=generator, device="cuda")
+    codes = torch.where(codes % 128 == 127, codes - 1, codes).to(torch.uint8)
+    entries.data[..., :448] = codes[..., :448]
+    scales = torch.randint(low, high + 1, entries.scales.shape, generator=generator, device="cuda")
+    entries.scales.copy_(scales.to(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("scales", [(0, 20), (110, 122), (140, 160)], ids=str)
+def test_any_code_and_scale(heads, scales):
+    """Every E4M3 code, subnormal ones too, under scales from the smallest to large ones."""
+    handle = real("flash", CSA, "decode", num_query_heads=heads)
+    fill_entries(handle, *scales)
+    inputs = make_inputs(handle)
+    if scales[0] > 130:  # logits that an fp32 product holds
+        inputs = inputs._replace(query=inputs.query * 2.0**-40)
+    assert_within_bound(handle, inputs, run(triton(), handle, inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("channel", [0, 65, 447])
+def test_a_nan_code_is_nan_everywhere(heads, code, channel):
+    handle = real("flash", HCA, "decode", num_query_heads=heads)
+    inputs = make_inputs(handle)
+    token = 2  # of 5,001 tokens
+    before = run(triton(), handle, inputs)
+    slot = int(handle.tokens.request_slots[token])
+    block = int(handle.tokens.block_table[slot, 7])
+    handle.memory.entries.data[block, 1, channel] = code
+    got = run(triton(), handle, inputs)
+    assert got.output[token].isnan().all()
+    others = [i for i in range(len(inputs.query)) if i != token]
+    assert torch.equal(got.output[others], before.output[others])
