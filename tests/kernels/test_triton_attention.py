@@ -10,9 +10,9 @@ from torch import Tensor
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import KV_FORMATS
 from dsv4.kernels import AttentionResult, load_backend, reference
+from dsv4.kernels.gluon import attention as hopper
 from dsv4.kernels.reference.attention import attend_dense
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows, window_values_of
-from dsv4.kernels.gluon import attention as hopper
 from dsv4.kernels.triton import attention
 from dsv4.testing import model_projections, model_weights, move_to, poison, take_rows
 from tests.kernels.test_triton_gather import DEVICE, filled
@@ -381,7 +381,7 @@ def test_parts_of_the_context_merge_by_their_lse():
 def test_the_handle_uses_it():
     handle = Case("", HCA, [127], [128]).filled()
     inputs = make_inputs(handle)
-    kernels = replace(handle, backend="triton", batch_invariant=True)
+    kernels = replace(handle, backend="triton", attention_backend="triton", batch_invariant=True)
     got = kernels.attend(inputs.query, inputs.sinks)
     want = run(triton(), handle, inputs, batch_invariant=True)
     assert torch.equal(got.output, want.output) and torch.equal(got.lse, want.lse)
