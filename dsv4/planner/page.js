@@ -63,11 +63,20 @@ function slotBytes(model, choice) {
   return { ...parts, slot_padding: [0, roundUp(used, choice.align) - used] };
 }
 
+function checkpointBytes(model, choice) {
+  const { swa, csa, hca } = choice.layers;
+  const { window, csa_tails, index_tails } = slotBytes(model, choice);
+  const rows = (swa + csa + hca) * model.window * model.kvRows[choice.kv];
+  const tails = csa ? csa * Math.floor(((csa_tails[0] + index_tails[0]) / csa) * 4 / (8 + choice.drafts)) : 0;
+  return { checkpoints: [rows + tails, window[1] + csa_tails[1] + index_tails[1]] };
+}
+
 function sharedBytes(model, choice) {
   const { headBlock, splitPrograms, byteAlign } = data.constants;
   const { requests, chunk, drafts } = choice;
   const columns = choice.layers.csa + choice.layers.hca ? Math.ceil(choice.context / choice.block) : 0;
   const updates = requests + Math.floor(chunk / choice.block) + 1;
+  const captures = Math.min(choice.checkpoints, requests + Math.floor(chunk / choice.block));
   const windows = requests + Math.floor(chunk / 128);
   const partials = Math.max(1, Math.floor(splitPrograms / Math.ceil(model.heads / headBlock)));
   const chunks = Math.min(requests, Math.floor(chunk / (drafts + 2)));
@@ -75,7 +84,7 @@ function sharedBytes(model, choice) {
   const workspace = rows * model.kvRows[choice.kv];
   const plain = {
     block_table: requests * columns * 4,
-    plan_buffers: (10 * requests + 5 + 2 * chunk + 3 * updates) * 4,
+    plan_buffers: (10 * requests + 5 + 2 * chunk + 3 * (updates + captures)) * 4,
     pooling_scratch: windows * (model.headDim * 4 + 4),
     index_scratch: indexScratch(model, choice).bytes,
     attention_partials: partials * model.heads * (model.headDim + 2) * 4,
@@ -106,6 +115,7 @@ function plan(choice, numBlocks) {
     ...times(blockBytes(model, choice), blocks),
     ...times(slotBytes(model, choice), choice.requests),
     ...sharedBytes(model, choice),
+    ...times(checkpointBytes(model, choice), choice.checkpoints),
   };
   const cache = sum(Object.values(memory).map((size) => size[1]));
   const weights = Math.ceil(choice.weights / choice.ranks);
@@ -168,6 +178,7 @@ const FIELDS = {
   reserve: [parseBytes, "a reserved size such as 4GiB"],
   drafts: [parseWhole(0), "a whole number of drafts"],
   chunk: [parseTokens, "a number of tokens of one forward such as 8k"],
+  checkpoints: [parseWhole(0), "a whole number of checkpoints"],
 };
 
 function readChoice() {
@@ -191,8 +202,8 @@ function readChoice() {
   if (layers.hca && choice.block % 128) {
     problems.push("expected blocks of a multiple of 128 tokens for this model");
   }
-  if (choice.requests > 1e6 || choice.chunk > 2 ** 30 || choice.drafts > 1e6) {
-    problems.push("expected at most 1,000,000 requests and drafts, and 1024M tokens of one forward");
+  if (choice.requests > 1e6 || choice.chunk > 2 ** 30 || choice.drafts > 1e6 || choice.checkpoints > 1e6) {
+    problems.push("expected at most 1,000,000 requests, drafts and checkpoints, and 1024M tokens of one forward");
   }
   choice.gpuBytes = choice.gpu === "other" ? choice.size : data.gpus[choice.gpu];
   choice.layers = layers;
@@ -434,7 +445,7 @@ function start() {
   fill("gpu", [...Object.keys(data.gpus), "other"], choice.gpu);
   fill("block", ["128", "256", "512", "1024"], String(choice.block));
   fill("align", ["16", "576"], String(choice.align));
-  for (const id of ["context", "requests", "size", "weights", "ranks", "reserve", "drafts", "chunk"]) {
+  for (const id of ["context", "requests", "size", "weights", "ranks", "reserve", "drafts", "chunk", "checkpoints"]) {
     at(id).value = choice[id];
   }
   at("mtp").checked = choice.mtp;

@@ -172,5 +172,6 @@ def _choice(plan: MemoryPlan, *, model: str, gpu: str) -> dict[str, Any]:
         "align": config.page_align,
         "drafts": str(config.drafts_per_step),
         "chunk": short_tokens(plan.max_forward_tokens),
+        "checkpoints": str(plan.num_checkpoints),
         "mtp": config.num_mtp_layers > 0,
     }

@@ -179,12 +179,12 @@ def test_the_longest_context_that_fits():
     assert plan.max_context == plan.config.max_position
 
 
-@pytest.mark.parametrize("blocks", [3968, 3969, 4035, 4036, 4037])
+@pytest.mark.parametrize("blocks", [3929, 3930, 3999, 4000, 4001])
 def test_a_longer_context_may_need_less(blocks):
-    """The index's workspace loses a row at 3,969 and at 4,036 blocks of V4-Flash."""
+    """The index's workspace loses a row at 3,930 and at 4,000 blocks of V4-Flash."""
     plan = make_plan(CacheConfig.v4_flash(), max_forward_tokens=8192)
-    needed = {n: replace(plan, context_tokens=256 * n).cache_bytes for n in range(3960, 4050)}
-    assert needed[3969] < needed[3968] and needed[4036] < needed[4035]
+    needed = {n: replace(plan, context_tokens=256 * n).cache_bytes for n in range(3900, 4050)}
+    assert needed[3930] < needed[3929] and needed[4000] < needed[3999]
     longest = max(n for n in needed if needed[n] <= needed[blocks])
     assert replace(plan, gpu_bytes=needed[blocks]).max_context == 256 * longest
 

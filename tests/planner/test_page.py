@@ -25,7 +25,8 @@ ARGUMENTS = ["plan", "--model", "v4-flash", "--context", "1M", "--requests", "8"
 FIRST = {
     "model": "v4-flash", "context": "1M", "requests": "8", "kv": "fp8", "index": "mxfp4",
     "tails": "float32", "gpu": "h200", "size": "141GB", "weights": "160GB", "ranks": "2",
-    "reserve": "0", "block": "256", "align": "576", "drafts": "0", "chunk": "8k", "mtp": True,
+    "reserve": "0", "block": "256", "align": "576", "drafts": "0", "chunk": "8k",
+    "checkpoints": "0", "mtp": True,
 }  # fmt: skip
 SET_CHOICES = """
 for (const [id, value] of Object.entries(arguments[0])) {
@@ -112,6 +113,7 @@ def make_plan(choice: dict) -> MemoryPlan:
         reserved_bytes=parse_bytes(choice["reserve"]),
         num_ranks=int(choice["ranks"]),
         max_forward_tokens=parse_tokens(choice["chunk"]),
+        num_checkpoints=int(choice["checkpoints"]),
     )
 
 
@@ -165,6 +167,7 @@ def random_choice(rng: random.Random, model_folder: str) -> dict:
         "align": rng.choice(["16", "576"]),
         "drafts": str(rng.choice([0, 1, 3, 17])),
         "chunk": rng.choice(["1", "2", "19", "8k", "4096", "100_000"]),
+        "checkpoints": str(rng.choice([0, 1, 30, 1000])),
         "mtp": rng.random() < 0.5,
     }
 
