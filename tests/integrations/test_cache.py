@@ -28,18 +28,6 @@ from tests.integrations.generation import (
 LOGIT_SHARE = 1e-5  # of the largest logit
 
 
-@pytest.fixture(scope="module")
-def model():
-    return small_model(3, 4, 128, 0)
-
-
-@pytest.fixture
-def cache(model):
-    with poisoned(model) as cache:
-        yield cache
-        cache.manager.check_integrity()
-
-
 @torch.no_grad()
 def feed(model, cache, texts) -> torch.Tensor:
     """Logits after a left-padded batch of texts; with a filled cache, after one more token each."""

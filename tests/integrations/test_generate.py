@@ -24,18 +24,6 @@ EIGHT_LENGTHS = (1, 3, 33, 64, 127, 128, 200, 301)
 LOGIT_SHARE = 1e-5  # of the largest logit
 
 
-@pytest.fixture(scope="module")
-def model():
-    return small_model(3, 4, 128, 0)
-
-
-@pytest.fixture
-def cache(model):
-    with poisoned(model) as cache:
-        yield cache
-        cache.manager.check_integrity()
-
-
 def check_greedy(model, prompt, num_new, **choices) -> None:
     theirs = model.generate(**alone(prompt), **GREEDY, max_new_tokens=num_new)
     with poisoned(model, **choices) as cache:

@@ -55,11 +55,19 @@ CASES = [
 ]  # fmt: skip
 
 
-def filled(config: CacheConfig, before: list[int], after: list[int], *, device: str = DEVICE):
+def filled(
+    config: CacheConfig,
+    before: list[int],
+    after: list[int],
+    *,
+    device: str = DEVICE,
+    max_forward_tokens: int = 2048,
+):
     """The handle of a layer after a forward; a padding row follows the first request."""
+    num_blocks = sum(-(-length // config.block_tokens) for length in after) + len(before) + 2
     manager = KVCacheManager(
-        config, max_requests=len(before) + 3, num_blocks=2 * len(before) + 2, device=device,
-        max_forward_tokens=2048,
+        config, max_requests=len(before) + 3, num_blocks=num_blocks, device=device,
+        max_forward_tokens=max_forward_tokens,
     )  # fmt: skip
     poison(manager)
     slots = [manager.open_request() for _ in range(len(before) + 1)][1:]

@@ -23,15 +23,8 @@ from dsv4.kernels.reference.codec import encode
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
 from dsv4.kernels.reference.indexer import index_query, select_topk
 from dsv4.kernels.triton import indexer
-from dsv4.testing import (
-    POISON_BYTE,
-    join_rows,
-    model_projections,
-    model_weights,
-    move_to,
-    poison,
-    take_rows,
-)
+from dsv4.testing import POISON_BYTE
+from tests.kernels import test_triton_gather as gather
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -69,29 +62,11 @@ CASES = [
 
 
 def filled(config: CacheConfig, before: list[int], after: list[int], *, device: str = DEVICE):
-    """The handle of a CSA layer after a forward; a padding row follows the first request."""
-    num_blocks = sum(-(-length // config.block_tokens) for length in after) + 1
-    manager = KVCacheManager(
-        config, max_requests=len(before) + 2, num_blocks=num_blocks, device=device,
-        max_forward_tokens=max(64, sum(after) + 1),
-    )  # fmt: skip
-    poison(manager)
-    slots = [manager.open_request() for _ in range(len(before) + 1)][1:]
-    weights = move_to(device, model_weights(config, seed=0)[0])
-    layers = [model_projections(config, max(after), seed=10 * s)[0] for s in range(len(after))]
-    for starts, ends in (([0] * len(before), before), (before, after)):
-        plan = prepare_forward(
-            manager,
-            [slots[0], -1, *slots[1:]],
-            [starts[0], 0, *starts[1:]],
-            [ends[0], 1, *ends[1:]],
-        )
-        parts = [take_rows(*row) for row in zip(layers, map(slice, starts, ends), strict=True)]
-        padding = take_rows(layers[0], slice(0, 1))
-        inputs = move_to(device, join_rows([parts[0], padding, *parts[1:]]))
-        handle = manager.acquire(0, plan)
-        handle.write(inputs, weights)
-    manager.index_scratch.fill_(POISON_BYTE)
+    """As for a gather, with a workspace of NaN, and no larger than the forward needs."""
+    handle = gather.filled(
+        config, before, after, device=device, max_forward_tokens=max(64, sum(after) + 1)
+    )
+    handle.memory.index_scratch.fill_(POISON_BYTE)
     return handle
 
 
