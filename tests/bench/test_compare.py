@@ -88,9 +88,11 @@ def test_attend_without_the_peer(small_attend, monkeypatch, capsys):
 
 @pytest.fixture
 def small_index(clock, monkeypatch):
-    monkeypatch.setattr(index, "replay_time", lambda step: 8.0)  # the interpreter is slow
+    monkeypatch.setattr(index, "replay_time", lambda step, **_: 8.0)  # the interpreter is slow
     monkeypatch.setattr(index, "SCORED", ((600, 2),))
     monkeypatch.setattr(index, "CHOSEN", ())
+    monkeypatch.setattr(index, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(index, "CHUNK_ENTRIES", 1100)
     monkeypatch.setattr(index, "index_case", functools.partial(index.index_case, device="cpu"))
 
 
