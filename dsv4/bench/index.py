@@ -242,8 +242,12 @@ def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
 
 def _measure_topk(case: IndexCase) -> dict[str, Any]:
     """Top-k of normal scores, each read at least once."""
+    from dsv4.kernels.triton import indexer
+
     case.scratch.scores.normal_()
-    chosen = _empty_selection(case)
+    chosen = indexer.empty_selection(
+        len(case.query), case.handles[0].config.index_topk, case.query.device
+    )
     choose_best(case, chosen)
     _check_chosen(case, chosen)
 
@@ -268,15 +272,6 @@ def _row(
         "bytes": num_bytes,
         "floor_us": num_bytes / COPY_BANDWIDTH * 1e6,
     }
-
-
-def _empty_selection(case: IndexCase) -> Selection:
-    shape, device = (len(case.query), case.handles[0].config.index_topk), case.query.device
-    return Selection(
-        torch.empty(shape, dtype=torch.int32, device=device),
-        torch.empty(shape, dtype=torch.int64, device=device),
-        torch.empty(shape[:1], dtype=torch.int32, device=device),
-    )
 
 
 def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> None:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels import LayerMemory, Selection, TokenMap
-from dsv4.kernels.index_scratch import IndexScratch, cut_index_scratch, index_row_bytes
+from dsv4.kernels.index_scratch import IndexScratch
 from dsv4.kernels.peers.find import PAGE_KEYS, PagedLogits, load_deep_gemm
 from dsv4.kernels.triton import indexer
 from dsv4.kernels.triton.topk import choose_best, visible_entries
@@ -85,11 +85,7 @@ def select_entries(
             topk=topk, max_entries=max_entries, has_hadamard=has_hadamard,
         )  # fmt: skip
     logits, layout = load_deep_gemm(), memory.layout
-    chosen = Selection(
-        query.new_empty(num_tokens, topk, dtype=torch.int32),
-        query.new_empty(num_tokens, topk, dtype=torch.int64),
-        query.new_empty(num_tokens, dtype=torch.int32),
-    )
+    chosen = indexer.empty_selection(num_tokens, topk, query.device)
     scratch = index_scratch(query, memory, topk=topk, max_entries=max_entries)
     step = tokens_at_once(scratch.num_rows)
     for first in range(0, num_tokens, step):
@@ -115,12 +111,10 @@ def index_scratch(
     query: Tensor, memory: LayerMemory, *, topk: int, max_entries: int
 ) -> IndexScratch:
     """The layer's workspace, with room for the tokens that a call is rounded up to."""
-    num_tokens, num_heads, dim = query.shape
-    row = index_row_bytes(
-        memory.layout.index_format,
-        num_heads=num_heads, dim=dim, topk=topk, max_entries=max_entries,
-    )  # fmt: skip
-    return cut_index_scratch(memory.index_scratch, row, num_tokens=padded_tokens(num_tokens))
+    num_tokens = padded_tokens(len(query))
+    return indexer.index_scratch(
+        query, memory, topk=topk, max_entries=max_entries, num_tokens=num_tokens
+    )
 
 
 def padded_tokens(num_tokens: int) -> int:

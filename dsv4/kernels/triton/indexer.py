@@ -562,11 +562,7 @@ def select_entries(
 ) -> Selection:
     """See `kernels.reference.indexer`."""
     num_tokens, device = len(tokens.positions), tokens.positions.device
-    chosen = Selection(
-        torch.empty(num_tokens, topk, dtype=torch.int32, device=device),
-        torch.empty(num_tokens, topk, dtype=torch.int64, device=device),
-        torch.empty(num_tokens, dtype=torch.int32, device=device),
-    )
+    chosen = empty_selection(num_tokens, topk, device)
     if not num_tokens:
         return chosen
     layout = memory.layout
@@ -594,16 +590,30 @@ def select_entries(
     return chosen
 
 
+def empty_selection(num_tokens: int, topk: int, device: torch.device) -> Selection:
+    """Room for what `choose_best` writes."""
+    return Selection(
+        torch.empty(num_tokens, topk, dtype=torch.int32, device=device),
+        torch.empty(num_tokens, topk, dtype=torch.int64, device=device),
+        torch.empty(num_tokens, dtype=torch.int32, device=device),
+    )
+
+
 def index_scratch(
-    query: Tensor, memory: LayerMemory, *, topk: int, max_entries: int
+    query: Tensor,
+    memory: LayerMemory,
+    *,
+    topk: int,
+    max_entries: int,
+    num_tokens: int | None = None,
 ) -> IndexScratch:
-    """The layer's workspace as `select_entries` cuts it for queries of that shape."""
-    num_tokens, num_heads, dim = query.shape
+    """The layer's workspace, cut for queries of that shape, or for another number of them."""
+    num_queries, num_heads, dim = query.shape
     row = index_row_bytes(
         memory.layout.index_format,
         num_heads=num_heads, dim=dim, topk=topk, max_entries=max_entries,
     )  # fmt: skip
-    return cut_index_scratch(memory.index_scratch, row, num_tokens=num_tokens)
+    return cut_index_scratch(memory.index_scratch, row, num_tokens=num_tokens or num_queries)
 
 
 def prepare_queries(
