@@ -17,6 +17,7 @@ import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward, warm_up
 from dsv4.kernels import load_backend
+from dsv4.kernels.index_scratch import index_row_bytes
 from dsv4.kernels.peers import deepgemm, find, flashmla, limits
 from dsv4.testing import model_projections, model_weights
 from tests.kernels import test_triton_attention as attention_tests
@@ -200,7 +201,7 @@ def test_deepgemm_in_parts(deep_gemm, monkeypatch):
     """Tokens that the workspace has no room for are those of the next call."""
     handle = index_tests.filled(flash(index_topk=64), [260], [330])
     query, weights = index_tests.random_query(handle)
-    row = sum(deepgemm.index_row_bytes("fp8", num_heads=64, dim=128, topk=64, max_entries=82))
+    row = sum(index_row_bytes("fp8", num_heads=64, dim=128, topk=64, max_entries=82))
     small = handle.memory._replace(index_scratch=handle.memory.index_scratch[: 40 * row])
     got = index_tests.select(load_backend("deepgemm"), handle, query, weights, memory=small)
     assert deep_gemm.sizes == [32, 32, 7]  # 70 tokens and one of padding
