@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     prefix.set_defaults(run=_bench_prefix)
     write = benches.add_parser("write", help="the write path of a layer, on a GPU")
     write.add_argument("--json", action="store_true", help="print one JSON object only")
+    _add_compare(write, "SGLang")
     write.set_defaults(run=_bench_write)
     step = benches.add_parser("step", help="a captured decode step, on a GPU")
     step.add_argument("--requests", type=positive, default=256)
@@ -127,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     gather.set_defaults(run=_bench_gather)
     index = benches.add_parser("index", help="queries, scores and top-k of the index, on a GPU")
     index.add_argument("--json", action="store_true", help="print one JSON object only")
-    _add_compare(index, "DeepGEMM")
+    _add_compare(index, "DeepGEMM and SGLang")
     index.set_defaults(run=_bench_index)
     attend = benches.add_parser("attend", help="attention of a layer in a decode step, on a GPU")
     attend.add_argument("--json", action="store_true", help="print one JSON object only")
@@ -149,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_compare(bench: argparse.ArgumentParser, peer: str) -> None:
     bench.add_argument("--compare", action="store_true", help=f"time {peer} beside ours")
     bench.add_argument(
-        "--peers", metavar="PATH", help=f"a folder that {peer}, or vLLM's copy, was unpacked to"
+        "--peers", metavar="PATH", help="a folder that their packages, or vLLM's, were unpacked to"
     )
 
 
@@ -276,11 +277,14 @@ def _demo(options: argparse.Namespace) -> int:
 def _bench_write(options: argparse.Namespace) -> int:
     from dsv4.bench.write import bench_write
 
+    _use_peers(options)
     with working("measuring"):
-        result = bench_write()
+        result = bench_write(compare=options.compare)
     if not options.json:
         table = Table(title="One layer's writes in a decode step, microseconds")
-        for column in ("layer", "batch", "same layer", "43 layers in turn", "bytes / 4.27 TB/s"):
+        columns = ("layer", "batch", "same layer", "43 layers in turn", "bytes / 4.27 TB/s")
+        peer = ("SGLang", "ours / theirs") if options.compare else ()
+        for column in (*columns, *peer):
             table.add_column(column, justify="right")
         for row in result["rows"]:
             closing = " closing" if row["closing"] else ""
@@ -290,6 +294,7 @@ def _bench_write(options: argparse.Namespace) -> int:
                 f"{row['warm_us']:.2f}",
                 f"{row['rotating_us']:.2f}",
                 f"{row['floor_us']:.2f}",
+                *_peer_cells(row, "sglang_us", is_shown=options.compare),
             )
         prefill = Table(title="One layer's writes of a prefill, microseconds")
         for column in ("layer", "tokens", "measured", "bytes / 4.27 TB/s"):
@@ -299,6 +304,7 @@ def _bench_write(options: argparse.Namespace) -> int:
                 row["type"], str(row["tokens"]), f"{row['us']:.1f}", f"{row['floor_us']:.1f}"
             )
         make_console().print(table, prefill)
+        _print_peers(result)
     print(json.dumps(result))
     return 0
 
@@ -339,7 +345,7 @@ def _bench_index(options: argparse.Namespace) -> int:
         table.add_column("step")
         table.add_column("format")
         columns = ("entries", "batch", "same layer", "4 layers in turn", "bytes / 4.27 TB/s")
-        peer = ("DeepGEMM FP8", "ours / theirs") if options.compare else ()
+        peer = ("DeepGEMM FP8", "SGLang", "ours / theirs") if options.compare else ()
         for column in (*columns, *peer):
             table.add_column(column, justify="right")
         for row in result["rows"]:
@@ -351,7 +357,7 @@ def _bench_index(options: argparse.Namespace) -> int:
                 f"{row['warm_us']:.2f}",
                 f"{row['rotating_us']:.2f}",
                 f"{row['floor_us']:.2f}",
-                *_peer_cells(row, "deepgemm_us", is_shown=options.compare),
+                *_peer_cells(row, "deepgemm_us", "sglang_us", is_shown=options.compare),
             )
         make_console().print(table)
         _print_peers(result)
@@ -359,11 +365,11 @@ def _bench_index(options: argparse.Namespace) -> int:
     return 0
 
 
-def _peer_cells(row: dict[str, Any], name: str, *, is_shown: bool) -> list[str]:
-    """A peer's time and our ratio to it; a dash where there is none."""
+def _peer_cells(row: dict[str, Any], *names: str, is_shown: bool) -> list[str]:
+    """Times of peers and our ratio to the one that a row has; a dash where there is none."""
     if not is_shown:
         return []
-    return [f"{row[key]:.2f}" if key in row else "-" for key in (name, "ratio")]
+    return [f"{row[key]:.2f}" if key in row else "-" for key in (*names, "ratio")]
 
 
 def _bench_attend(options: argparse.Namespace) -> int:

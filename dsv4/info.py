@@ -9,6 +9,7 @@ import torch
 from dsv4.kernels import BACKENDS, PEERS, check_backend
 from dsv4.kernels.peers.limits import peer_problem
 
+COMPARED = (*PEERS, "sglang")  # the last one by benches alone
 PACKAGES = ("dsv4", "torch", "triton", "transformers", "numpy")
 
 
@@ -19,7 +20,7 @@ def collect_info() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "devices": [_cpu(), *(_gpu(idx) for idx in range(torch.cuda.device_count()))],
         "backends": {name: _availability(_backend_problem(name)) for name in BACKENDS},
-        "peers": {name: _availability(peer_problem(name)) for name in PEERS},
+        "peers": {name: _availability(peer_problem(name)) for name in COMPARED},
     }
 
 

@@ -8,7 +8,7 @@ import torch
 
 from dsv4 import info
 from dsv4.cli import main
-from dsv4.kernels.peers import find
+from dsv4.kernels.peers import find, limits
 
 
 def test_tables(capsys):
@@ -81,6 +81,7 @@ def test_peers(peers):
     states = info.collect_info()["peers"]
     assert states["flashmla"] == {"available": True, "problem": None}
     assert "deep_gemm: OSError: libcudart.so: not found;" in states["deepgemm"]["problem"]
+    assert [*states] == ["flashmla", "deepgemm", "sglang"]
 
 
 def test_a_peer_that_needs_another_package(peers):
@@ -88,6 +89,15 @@ def test_a_peer_that_needs_another_package(peers):
     problem = info.collect_info()["peers"]["deepgemm"]["problem"]
     assert "deep_gemm: needs no_such_package_of_ours;" in problem
     assert "pip install 'dsv4[deepgemm]'" in problem
+
+
+def test_sglang_is_listed(monkeypatch):
+    def refuse():
+        raise ImportError("pip install sglang")
+
+    monkeypatch.setattr(limits, "load_sglang", refuse)
+    state = info.collect_info()["peers"]["sglang"]
+    assert state == {"available": False, "problem": "pip install sglang"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4.bench.compare import DeepGEMMCalls, load_peer
 from dsv4.bench.environment import environment
+from dsv4.bench.sglang_index import SGLangQuery, SGLangTopk
 from dsv4.bench.write import COPY_BANDWIDTH, replay_time
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
@@ -17,6 +18,7 @@ from dsv4.formats import IndexFormatName
 from dsv4.kernels import Selection
 from dsv4.kernels.index_scratch import IndexScratch
 from dsv4.kernels.peers.find import PagedLogits, load_deep_gemm
+from dsv4.kernels.peers.sglang import SGLangKernels, load_sglang
 
 RATIO = 4
 NUM_LAYERS = 4  # pools to rotate over: more than an L2 of any GPU holds
@@ -45,18 +47,23 @@ def bench_index(*, compare: bool = False) -> dict[str, Any]:
     """Microseconds of each step of the index: the same layer again and again, and 4 in turn.
 
     With `compare` DeepGEMM's scores of FP8 keys beside them, where it can be had; those of other
-    formats are compared with its FP8, which is all that Hopper has.
+    formats are compared with its FP8, which is all that Hopper has. SGLang's queries for FP8 keys
+    and its top-k likewise.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("dsv4 bench index needs a CUDA device, and there is none")
     logits, problem = load_peer(load_deep_gemm) if compare else (None, "")
+    sglang, sglang_problem = load_peer(load_sglang) if compare else (None, "")
     rows = []
     theirs: dict[tuple[int, int], float] = {}  # by entries and batch
     for name in FORMATS:
         for num_entries, batch in SCORED:
             case = index_case(name, num_entries, batch)
             check_scores(case)
-            rows.append(_measure("query", name, case, prepare_queries))
+            row = _measure("query", name, case, prepare_queries)
+            if sglang is not None and name == "fp8":
+                row |= _compare(row, _sglang_query(case, sglang))
+            rows.append(row)
             row = _measure("score", name, case, score_entries)
             if logits is not None:
                 if name == "fp8":
@@ -67,9 +74,13 @@ def bench_index(*, compare: bool = False) -> dict[str, Any]:
             del case
     for num_entries, batch in CHOSEN:
         case = index_case("fp8", num_entries, batch)
-        rows.append(_measure_topk(case))
+        row = _measure_topk(case)
+        if sglang is not None:
+            row |= _compare(row, _sglang_topk(case, sglang))
+        rows.append(row)
         del case
-    peers = {"peers": {"DeepGEMM": problem or "compared"}} if compare else {}
+    problems = {"DeepGEMM": problem, "SGLang": sglang_problem}
+    peers = {"peers": {name: problems[name] or "compared" for name in problems}} if compare else {}
     return {
         "bench": "index",
         "rows": rows,
@@ -238,6 +249,26 @@ def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
             calls.run(layer_idx)
 
     return replay_time(layers_in_turn) / REPEATS
+
+
+def _sglang_query(case: IndexCase, kernels: SGLangKernels) -> SGLangQuery:
+    return SGLangQuery(kernels, case.handles[0], case.query, case.head_weights)
+
+
+def _sglang_topk(case: IndexCase, kernels: SGLangKernels) -> SGLangTopk:
+    return SGLangTopk(kernels, case.handles[0], case.scratch.scores, num_entries=case.num_entries)
+
+
+def _compare(row: dict[str, Any], calls: SGLangQuery | SGLangTopk) -> dict[str, float]:
+    """Microseconds of SGLang's kernel, again and again, and our ratio to it."""
+    calls.check()
+
+    def repeated() -> None:
+        for _ in range(REPEATS):
+            calls.run()
+
+    time = replay_time(repeated) / REPEATS
+    return {"sglang_us": time, "ratio": row["warm_us"] / time}
 
 
 def _measure_topk(case: IndexCase) -> dict[str, Any]:

@@ -6,12 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsv4.bench.compare import load_peer
 from dsv4.bench.environment import environment
+from dsv4.bench.sglang_index import complex_frequencies
+from dsv4.bench.sglang_write import SGLangLayer, check_sglang
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.kernels import LayerProjections, LayerWeights, LayerWrites, ops
+from dsv4.kernels.peers.sglang import SGLangKernels, load_sglang
 from dsv4.model.layer_schedule import AttentionType
 from dsv4.testing import model_projections, model_weights, move_to
 
@@ -21,13 +25,19 @@ NUM_LAYERS = 43  # as many pools to rotate over as V4-Flash has layers
 COPY_BANDWIDTH = 4.27e12  # bytes a second, device copy on an H200
 
 
-def bench_write(*, batches: tuple[int, ...] = BATCHES) -> dict[str, Any]:
-    """Microseconds per layer: the same layer again and again, and 43 layers in turn."""
+def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) -> dict[str, Any]:
+    """Microseconds per layer: the same layer again and again, and 43 layers in turn.
+
+    With `compare` SGLang's kernels of a decode step beside them, 43 layers in turn.
+    """
     if not torch.cuda.is_available():
         raise RuntimeError("dsv4 bench write needs a CUDA device, and there is none")
-    rows = []
+    sglang, problem = load_peer(load_sglang) if compare else (None, "")
+    rows: list[dict[str, Any]] = []
     for kind in AttentionType:
         _check_bytes(kind)
+        if sglang is not None:
+            check_sglang(sglang, write_config(kind))
         for is_closing in (False, True) if kind.ratio else (False,):
             for batch in batches:
                 warm = _time(kind, batch, is_closing=is_closing, num_layers=1)
@@ -39,6 +49,9 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES) -> dict[str, Any]:
                         "warm_us": warm, "rotating_us": rotating, "floor_us": floor,
                     }
                 )  # fmt: skip
+                if sglang is not None:
+                    time = _time_sglang(sglang, kind, batch, is_closing=is_closing)
+                    rows[-1] |= {"sglang_us": time, "ratio": rotating / time}
     prefill = [
         {
             "type": kind.name,
@@ -48,7 +61,10 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES) -> dict[str, Any]:
         }
         for kind in AttentionType
     ]
-    return {"bench": "write", "rows": rows, "prefill": prefill, "environment": environment()}
+    peers = {"peers": {"SGLang": problem or "compared"}} if compare else {}
+    return {
+        "bench": "write", "rows": rows, "prefill": prefill, **peers, "environment": environment(),
+    }  # fmt: skip
 
 
 class WriteCase(NamedTuple):
@@ -99,9 +115,7 @@ def write_case(
 
 def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> float:
     """Median microseconds per layer over replays of a captured step."""
-    length = 255 if is_closing else 253
-    config = write_config(kind, num_layers=num_layers)
-    case = write_case(config, batch, before=length, after=length + 1)
+    case = _step_case(kind, batch, is_closing=is_closing, num_layers=num_layers)
     repeats = 20 if num_layers == 1 else 1
 
     def step() -> None:
@@ -110,6 +124,29 @@ def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int)
                 write_layer(*layer)
 
     return replay_time(step) / (repeats * num_layers)
+
+
+def _step_case(
+    kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int
+) -> WriteCase:
+    length = 255 if is_closing else 253
+    config = write_config(kind, num_layers=num_layers)
+    return write_case(config, batch, before=length, after=length + 1)
+
+
+def _time_sglang(
+    kernels: SGLangKernels, kind: AttentionType, batch: int, *, is_closing: bool
+) -> float:
+    """Median microseconds per layer of SGLang's kernels, layers in turn."""
+    case = _step_case(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS)
+    frequencies = complex_frequencies(case.handles[0].rope)
+    layers = [SGLangLayer(kernels, *layer, frequencies) for layer in zip(*case, strict=True)]
+
+    def step() -> None:
+        for layer in layers:
+            layer.run()
+
+    return replay_time(step) / len(layers)
 
 
 def _time_prefill(kind: AttentionType) -> float:

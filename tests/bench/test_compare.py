@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig
-from dsv4.bench import attend, index
+from dsv4.bench import attend, index, sglang_write, write
 from dsv4.bench.attend import AttendShape
 from dsv4.cli import main
-from tests.kernels.fake_peers import FakeDeepGEMM, FakeFlashMLA
+from dsv4.model.layer_schedule import AttentionType
+from tests.kernels.fake_peers import FakeDeepGEMM, FakeFlashMLA, FakeSGLang
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins run on the CPU")
 
@@ -123,3 +124,137 @@ def test_a_folder_that_is_not_there(capsys):
         main(["bench", "attend", "--compare", "--peers", "no/such/folder"])
     assert stopped.value.code == 2
     assert "expected a folder, got no/such/folder" in capsys.readouterr().err
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    fake = FakeSGLang()
+    for module in (index, write):
+        monkeypatch.setattr(module, "load_sglang", fake.kernels)
+    return fake
+
+
+def test_index_by_sglang(small_index, sglang, monkeypatch, capsys):
+    monkeypatch.setattr(index, "CHOSEN", ((600, 2),))
+    monkeypatch.setattr(index, "load_deep_gemm", refuse)
+    assert main(["bench", "index", "--compare"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any("SGLang" in line and "ours / theirs" in line for line in table)
+    result = json.loads(last)
+    assert result["peers"]["SGLang"] == "compared" != result["peers"]["DeepGEMM"]
+    compared = [(row["step"], row["format"]) for row in result["rows"] if "sglang_us" in row]
+    assert compared == [("query", "fp8"), ("top-k", "fp32")]
+    assert sglang.calls == ["make_query", "choose_entries"]  # a check each
+
+
+def drop_one(kernels):
+    def choose_entries(scores, lengths, table, rows, page_rows, plan):
+        kernels.choose_entries(scores, lengths, table, rows, page_rows, plan)
+        rows[-1, 0] = rows[-1, 1]
+
+    return kernels._replace(choose_entries=choose_entries)
+
+
+def choose_another(kernels):
+    def choose_entries(scores, lengths, table, rows, page_rows, plan):
+        kernels.choose_entries(-scores, lengths, table, rows, page_rows, plan)
+
+    return kernels._replace(choose_entries=choose_entries)
+
+
+def forget_position(kernels):
+    def make_query(query, weights, factor, frequencies, positions):
+        return kernels.make_query(query, weights, factor, frequencies, positions * 0)
+
+    return kernels._replace(make_query=make_query)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [(drop_one, "top-k"), (choose_another, "top-k"), (forget_position, "queries")],
+)
+def test_sglang_that_is_wrong_is_not_timed(spoil, what, small_index, sglang, monkeypatch, capsys):
+    monkeypatch.setattr(index, "CHOSEN", ((600, 2),))
+    monkeypatch.setattr(index, "load_deep_gemm", refuse)
+    monkeypatch.setattr(index, "load_sglang", lambda: spoil(sglang.kernels()))
+    assert main(["bench", "index", "--compare"]) == 1
+    assert f"SGLang's {what} differ" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_write(clock, monkeypatch):
+    monkeypatch.setattr(write, "replay_time", lambda step, **_: 8.0)
+    monkeypatch.setattr(write, "NUM_LAYERS", 2)
+    monkeypatch.setattr(write, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(write, "_check_bytes", lambda kind: None)  # it needs a GPU
+    for name in ("write_case", "check_sglang"):
+        on_cpu = functools.partial(getattr(write, name), device="cpu")
+        monkeypatch.setattr(write, name, on_cpu)
+    monkeypatch.setattr(write.bench_write, "__kwdefaults__", {"batches": (2,), "compare": False})
+
+
+def test_write(small_write, sglang, capsys):
+    assert main(["bench", "write", "--compare"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any("SGLang" in line and "ours / theirs" in line for line in table)
+    result = json.loads(last)
+    assert result["peers"] == {"SGLang": "compared"}
+    assert [(row["sglang_us"], row["ratio"]) for row in result["rows"]] == [(4.0, 1.0)] * 5
+    one, entry = ["store_window"], ["pool", "store_entries"]
+    assert sglang.calls == [*one, *one, *entry, *entry, *one, *entry]
+
+
+def test_write_without_the_peer(small_write, monkeypatch, capsys):
+    monkeypatch.setattr(write, "load_sglang", refuse)
+    assert main(["bench", "write", "--compare"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert "SGLang is not compared: nothing here: pip install 'dsv4[peer]'" in table
+    assert "sglang_us" not in json.loads(last)["rows"][0]
+
+
+def test_write_alone(small_write, monkeypatch, capsys):
+    assert main(["bench", "write"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "peers" not in result and "sglang_us" not in result["rows"][0]
+
+
+def keep_no_window(kernels):
+    return kernels._replace(store_window=lambda *_: None)
+
+
+def swap_biases(kernels):
+    return kernels._replace(
+        pool=lambda state, projections, bias, plan: kernels.pool(
+            state, projections, bias.flip(0), plan
+        )
+    )
+
+
+def shift_keys(kernels):
+    def store_entries(pooled, *rest):
+        kernels.store_entries(pooled.roll(2, 1) if pooled.shape[1] == 128 else pooled, *rest)
+
+    return kernels._replace(store_entries=store_entries)
+
+
+def forget_history(kernels):
+    return kernels._replace(
+        pool=lambda state, projections, bias, plan: kernels.pool(
+            state.zero_(), projections, bias, plan
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "spoil"),
+    [
+        ("SWA", "fp8", keep_no_window), ("CSA", "fp8", swap_biases), ("CSA", "mxfp4", shift_keys),
+        ("HCA", "fp8", forget_history), ("HCA", "fp8", swap_biases),
+    ],
+)  # fmt: skip
+def test_writes_of_sglang_that_are_wrong_are_not_timed(kind, rows, spoil):
+    config = write.write_config(AttentionType[kind])
+    right = FakeSGLang().kernels()
+    sglang_write.check_sglang(right, config, device="cpu")
+    with pytest.raises(RuntimeError, match=f"{kind}: SGLang's {rows} rows differ from the ref"):
+        sglang_write.check_sglang(spoil(right), config, device="cpu")

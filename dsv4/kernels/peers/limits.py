@@ -5,6 +5,7 @@ import torch
 from dsv4.config import CacheConfig
 from dsv4.kernels import BACKENDS, check_backend
 from dsv4.kernels.peers.find import PAGE_KEYS, load_deep_gemm, load_flash_mla
+from dsv4.kernels.peers.sglang import load_sglang
 from dsv4.model.layer_schedule import AttentionType
 
 ATTENTION_BACKENDS = (*BACKENDS, "flashmla")
@@ -57,9 +58,10 @@ def check_index_backend(name: str, config: CacheConfig, device: torch.device) ->
 
 
 def peer_problem(name: str) -> str | None:
-    """Why `flashmla` or `deepgemm` can't run on the best device here; None if it can."""
+    """Why `flashmla`, `deepgemm` or `sglang` can't run on the best device here; None if it can."""
+    loaders = {"flashmla": load_flash_mla, "deepgemm": load_deep_gemm, "sglang": load_sglang}
     try:
-        (load_flash_mla if name == "flashmla" else load_deep_gemm)()
+        loaders[name]()
         _check_device(name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except (ImportError, ValueError) as error:
         return str(error)
