@@ -111,9 +111,7 @@ class SGLangLayer:
         self, projections: Tensor, learned: CompressorWeights, pages: PagedRows
     ) -> _Compressor:
         num_pages = len(self._slots) * RING_ROWS[self._ratio] // self._ratio
-        state = torch.randn(
-            num_pages, self._ratio, projections.shape[1], device=projections.device
-        )
+        state = torch.randn(num_pages, self._ratio, projections.shape[1], device=projections.device)
         dim = learned.norm_weight.shape[0]
         bias = torch.cat(learned.position_bias.float().split(dim, dim=1))  # previous, then own
         return _Compressor(state, projections, bias, learned.norm_weight.float(), pages)

@@ -126,9 +126,7 @@ def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int)
     return replay_time(step) / (repeats * num_layers)
 
 
-def _step_case(
-    kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int
-) -> WriteCase:
+def _step_case(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> WriteCase:
     length = 255 if is_closing else 253
     config = write_config(kind, num_layers=num_layers)
     return write_case(config, batch, before=length, after=length + 1)
