@@ -1,5 +1,6 @@
 """SGLang's kernels: found, refused with what to install, and called as SGLang declares them."""
 
+import os
 import sys
 import types
 
@@ -133,6 +134,10 @@ def test_a_folder_of_peers(no_sglang, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "sglang")
     (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").write_text("import no_such_package_of_ours")
+    (tmp_path / "sglang" / "__init__.py").write_text(
+        "import os\nos.environ['SOME_CACHE'] = 'elsewhere'\nimport no_such_package_of_ours"
+    )
     monkeypatch.setenv(find.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("SOME_CACHE", "here")
     assert f"({sglang.MODULE}: needs no_such_package_of_ours)" in refusal()
+    assert os.environ["SOME_CACHE"] == "here"

@@ -58,7 +58,8 @@ def load_sglang() -> SGLangKernels:
     Raises:
         ImportError: There are none here; says what to install.
     """
-    folder = os.environ.get(FOLDER_VARIABLE)
+    environment = dict(os.environ)
+    folder = environment.get(FOLDER_VARIABLE)
     if folder:
         add_folder(folder)
     try:
@@ -70,6 +71,9 @@ def load_sglang() -> SGLangKernels:
             "comparing with SGLang needs its kernels of DeepSeek-V4, and what compiles them: "
             f"pip install sglang==0.5.23, CUDA's nvcc and ninja ({error})"
         ) from error
+    finally:  # SGLang's import moves the caches of Triton and others
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def _check_tools() -> None:
