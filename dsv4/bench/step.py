@@ -8,13 +8,15 @@ import numpy as np
 import torch
 
 from dsv4.bench.decode import bench_decode, decode_inputs
-from dsv4.bench.environment import environment
+from dsv4.bench.environment import environment, require_cuda
+from dsv4.bench.requests import acquire_layers, extend
 from dsv4.cache.captured_forward import CapturedForward
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
+from dsv4.console import working
 from dsv4.testing import model_weights, move_to, take_rows
 
 NUM_WARMUP_STEPS = 20
@@ -30,9 +32,24 @@ def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
     The device is waited for between the steps and not inside them, so that the queue is short
     and no time is spent waiting for room in it.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("dsv4 bench step needs a CUDA device, and there is none")
-    _check_bytes()
+    require_cuda("step")
+    with working("host time"):
+        _check_bytes()
+        host = _time_host(num_requests, num_steps)
+    return {
+        "bench": "step",
+        "num_requests": num_requests,
+        "num_layers": CacheConfig.v4_flash().num_layers,
+        "num_steps": num_steps,
+        **host,
+        "target_us": TARGET_US,
+        "decode": bench_decode(),
+        "environment": environment(),
+    }
+
+
+def _time_host(num_requests: int, num_steps: int) -> dict[str, Any]:
+    """Host time of the steps and of their parts."""
     config = CacheConfig.v4_flash()
     manager = _filled(config, num_requests, num_steps)
     forward = CapturedForward(manager, _writes(config, num_requests), batch=num_requests)
@@ -49,19 +66,11 @@ def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
         end = time.perf_counter()
         times.append((planned - start, end - planned, end - start))
     manager.check_integrity()
-    del manager, forward
     microseconds = np.array(times[NUM_WARMUP_STEPS:]) * 1e6
     parts = ("prepare_forward", "replay", "both")
     return {
-        "bench": "step",
-        "num_requests": num_requests,
-        "num_layers": config.num_layers,
-        "num_steps": num_steps,
         "median_us": dict(zip(parts, np.median(microseconds, axis=0).tolist(), strict=True)),
         "p90_us": dict(zip(parts, np.percentile(microseconds, 90, axis=0).tolist(), strict=True)),
-        "target_us": TARGET_US,
-        "decode": bench_decode(),
-        "environment": environment(),
     }
 
 
@@ -77,8 +86,7 @@ def _filled(config: CacheConfig, num_requests: int, num_steps: int) -> KVCacheMa
         max_request_tokens=longest,
     )
     for idx in range(num_requests):
-        slot = manager.open_request()
-        prepare_forward(manager, [slot], [0], [idx % LONGEST_START + 1]).complete()
+        extend(manager, manager.open_request(), idx % LONGEST_START + 1)
     return manager
 
 
@@ -109,8 +117,9 @@ def _check_bytes() -> None:
     weights = [move_to("cuda", layer) for layer in model_weights(config, seed=0)]
 
     def run_eagerly(plan: ForwardPlan) -> None:
-        for idx, (layer, weight) in enumerate(zip(inputs, weights, strict=True)):
-            eager.acquire(idx, plan).write(layer, weight)
+        handles = acquire_layers(eager, plan)
+        for handle, layer, weight in zip(handles, inputs, weights, strict=True):
+            handle.write(layer, weight)
 
     for manager, run in ((captured, forward.replay), (eager, run_eagerly)):
         slots = [manager.open_request() for _ in range(batch)]

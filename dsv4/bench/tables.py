@@ -151,15 +151,28 @@ def show_index(result: Result) -> Shown:
 
 
 def show_attend(result: Result) -> Shown:
-    """Attention of decode steps, beside FlashMLA's where it was asked for."""
+    """Attention of decode steps and of a prefill chunk, beside FlashMLA's if it was asked for."""
     columns = (
         ("layer", "{layer}"), ("batch", "{batch}"), ("same layer", "{warm_us:.2f}"),
         ("8 layers in turn", "{rotating_us:.2f}"), ("batch-invariant", "{invariant_us:.2f}"),
         ("TFLOP/s", "{tflops:.0f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
         *_peer_columns(result, "FlashMLA", "flashmla_us"),
     )  # fmt: skip
+    prefill_columns = (
+        ("layer", "{layer}"), ("queries", "{tokens:,}"), ("context", "{context:,}"),
+        ("microseconds", "{us:,.0f}"), ("TFLOP/s", "{tflops:.0f}"),
+        ("target", "{target_tflops:.0f}"),
+        *_peer_columns(result, "FlashMLA TFLOP/s", "flashmla_tflops"),
+    )  # fmt: skip
     title = "One layer's attention in a decode step, fp8 rows, microseconds"
-    return Shown([build_table(title, result["rows"], columns, num_left=1)], _missing(result))
+    prefill_title = "One layer's attention of a prefill chunk, fp8 rows"
+    return Shown(
+        [
+            build_table(title, result["rows"], columns, num_left=1),
+            build_table(prefill_title, result["prefill"], prefill_columns, num_left=1),
+        ],
+        _missing(result),
+    )
 
 
 def _peer_columns(result: Result, heading: str, key: str) -> Columns:
