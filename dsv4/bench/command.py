@@ -44,6 +44,10 @@ BENCHES = {
         "host time of a prefix hit and of a block's hash", tables.show_prefix,
         (Option("--tokens", "num_tokens", 100_000), Option("--rounds", "num_rounds", 50)),
     ),
+    "swap": Bench(
+        "a request to host memory and back, on a GPU", tables.show_swap,
+        (Option("--tokens", "num_tokens", 1 << 20), Option("--rounds", "num_rounds", 10)),
+    ),
     "write": Bench("the write path of a layer, on a GPU", tables.show_write),
     "step": Bench(
         "a captured decode step, on a GPU", tables.show_step,

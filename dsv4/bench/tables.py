@@ -75,6 +75,20 @@ def show_prefix(result: Result) -> Shown:
     return Shown([build_table(title, rows, columns)])
 
 
+def show_swap(result: Result) -> Shown:
+    """Both ways of a request that waits on the host."""
+    columns = (
+        ("", "{way}"), ("blocks", "{blocks}"), ("bytes", "{bytes:,}"), ("best ms", "{best_ms:.1f}"),
+        ("median ms", "{median_ms:.1f}"), ("best GB/s", "{best_gb_per_s:.1f}"),
+        ("median GB/s", "{median_gb_per_s:.1f}"),
+    )  # fmt: skip
+    title = (
+        f"A request of {result['num_tokens']:,} tokens of V4-Flash to pinned memory and back "
+        f"(target {result['target_gb_per_s']:.0f} GB/s)"
+    )
+    return Shown([build_table(title, result["rows"], columns, num_left=2)])
+
+
 def show_write(result: Result) -> Shown:
     """Decode steps and a prefill."""
     steps = [
