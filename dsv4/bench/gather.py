@@ -15,6 +15,7 @@ from dsv4.config import CacheConfig
 from dsv4.console import track
 from dsv4.kernels import Backend, Gathered, load_backend
 
+DEVICE = "cuda"
 NUM_LAYERS = 8  # pools to rotate over: more than an L2 of any GPU holds
 NUM_REQUESTS, REQUEST_TOKENS = 32, 32768  # 8192 CSA entries each
 NUM_POOL_ROWS = NUM_REQUESTS * REQUEST_TOKENS // 4
@@ -39,7 +40,8 @@ class _Case(NamedTuple):
 def bench_gather() -> dict[str, Any]:
     """Microseconds of a gather: the same layer again and again, and 8 layers in turn."""
     require_cuda("gather")
-    cases = (*_compressed_cases(compressed_handles()), _window_case(_window_handles()))
+    handles = compressed_handles(num_layers=NUM_LAYERS)
+    cases = (*_compressed_cases(handles), _window_case(_window_handles()))
     rows = [_measure(case) for case in track(cases, "gathers", total=len(cases))]
     return {"bench": "gather", "rows": rows, "environment": environment()}
 
@@ -67,17 +69,17 @@ def _measure(case: _Case) -> dict[str, Any]:
     }
 
 
-def compressed_handles(*, num_layers: int = NUM_LAYERS) -> list[LayerCacheHandle]:
+def compressed_handles(*, num_layers: int) -> list[LayerCacheHandle]:
     """CSA layers in a decode step of requests of `REQUEST_TOKENS` tokens."""
     config = CacheConfig.v4_flash(compress_ratios=(4,) * num_layers, num_query_heads=1)
-    manager = manager_for(config, NUM_REQUESTS, REQUEST_TOKENS, device="cuda", chunk=REQUEST_TOKENS)
+    manager = manager_for(config, NUM_REQUESTS, REQUEST_TOKENS, device=DEVICE, chunk=REQUEST_TOKENS)
     return _last_step(manager, NUM_REQUESTS, REQUEST_TOKENS)
 
 
 def _window_handles() -> list[LayerCacheHandle]:
     """SWA layers in a decode step of a large batch."""
     config = CacheConfig.v4_flash(compress_ratios=(0,) * NUM_LAYERS, num_query_heads=1)
-    manager = manager_for(config, WINDOW_BATCH, WINDOW_TOKENS, device="cuda")
+    manager = manager_for(config, WINDOW_BATCH, WINDOW_TOKENS, device=DEVICE)
     return _last_step(manager, WINDOW_BATCH, WINDOW_TOKENS)
 
 
@@ -102,7 +104,7 @@ def _compressed_cases(handles: list[LayerCacheHandle]) -> list[_Case]:
 
 def random_rows(shape: tuple[int, int]) -> Tensor:
     """Flat rows of a layer of `compressed_handles`."""
-    return torch.randint(NUM_POOL_ROWS, shape, device="cuda")
+    return torch.randint(NUM_POOL_ROWS, shape, device=DEVICE)
 
 
 def _window_case(handles: list[LayerCacheHandle]) -> _Case:

@@ -12,7 +12,7 @@ from dsv4.bench.environment import environment, require_cuda
 from dsv4.bench.requests import acquire_layers, manager_for, open_requests, plan_tokens
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import CacheConfig
-from dsv4.console import track
+from dsv4.console import track, working
 from dsv4.formats import IndexFormatName
 from dsv4.kernels import Selection
 from dsv4.kernels.index_scratch import IndexScratch
@@ -50,10 +50,13 @@ def bench_index(*, compare: bool = False) -> dict[str, Any]:
     require_cuda("index")
     logits, problem = load_peer(load_deep_gemm) if compare else (None, "")
     total = 2 * len(FORMATS) * len(SCORED) + len(CHOSEN)
+    rows = list(track(_measure_steps(logits), "decode steps", total=total))
+    with working("prefill chunk"):
+        prefill = measure_prefill("fp8")
     return {
         "bench": "index",
-        "rows": list(track(_measure_steps(logits), "decode steps", total=total)),
-        "prefill": measure_prefill("fp8"),
+        "rows": rows,
+        "prefill": prefill,
         **peer_report(compare, {"DeepGEMM": problem}),
         "environment": environment(),
     }

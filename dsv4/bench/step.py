@@ -19,6 +19,7 @@ from dsv4.config import CacheConfig
 from dsv4.console import working
 from dsv4.testing import model_weights, move_to, take_rows
 
+DEVICE = "cuda"
 NUM_WARMUP_STEPS = 20
 TARGET_US = 300.0
 LONGEST_START = 256  # so that in every step some request needs a block
@@ -81,7 +82,7 @@ def _filled(config: CacheConfig, num_requests: int, num_steps: int) -> KVCacheMa
         config,
         max_requests=num_requests,
         num_blocks=num_requests * -(-longest // config.block_tokens),
-        device="cuda",
+        device=DEVICE,
         backend="triton",
         max_request_tokens=longest,
     )
@@ -92,8 +93,8 @@ def _filled(config: CacheConfig, num_requests: int, num_steps: int) -> KVCacheMa
 
 def _writes(config: CacheConfig, num_tokens: int) -> Callable[[Sequence[LayerCacheHandle]], None]:
     """A step that writes every layer from inputs of its own."""
-    inputs = decode_inputs(config, num_tokens, "cuda")
-    weights = [move_to("cuda", layer) for layer in model_weights(config, seed=0)]
+    inputs = decode_inputs(config, num_tokens, DEVICE)
+    weights = [move_to(DEVICE, layer) for layer in model_weights(config, seed=0)]
 
     def step(handles: Sequence[LayerCacheHandle]) -> None:
         for handle, layer, weight in zip(handles, inputs, weights, strict=True):
@@ -107,14 +108,14 @@ def _check_bytes() -> None:
     config = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), num_query_heads=1)
     batch, captured_batch, length = 3, 5, 126
     sizes: dict[str, Any] = {
-        "max_requests": captured_batch, "num_blocks": 8, "device": "cuda", "backend": "triton",
+        "max_requests": captured_batch, "num_blocks": 8, "device": DEVICE, "backend": "triton",
     }  # fmt: skip
     captured, eager = KVCacheManager(config, **sizes), KVCacheManager(config, **sizes)
     forward = CapturedForward(captured, _writes(config, captured_batch), batch=captured_batch)
     inputs = [
-        take_rows(layer, slice(0, batch)) for layer in decode_inputs(config, captured_batch, "cuda")
+        take_rows(layer, slice(0, batch)) for layer in decode_inputs(config, captured_batch, DEVICE)
     ]
-    weights = [move_to("cuda", layer) for layer in model_weights(config, seed=0)]
+    weights = [move_to(DEVICE, layer) for layer in model_weights(config, seed=0)]
 
     def run_eagerly(plan: ForwardPlan) -> None:
         handles = acquire_layers(eager, plan)

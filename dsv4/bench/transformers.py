@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from dsv4.bench.environment import environment, require_cuda
 from dsv4.bench.timing import wait_for
-from dsv4.console import track
+from dsv4.console import track, working
 from dsv4.integrations.transformers import PagedCache, attach, detach
 from dsv4.integrations.transformers.own_cache import own_cache_bytes
 from dsv4.model.random_hf import random_hf_model
@@ -61,9 +61,10 @@ class Sizes:
 def bench_transformers(*, num_steps: int = 30) -> dict[str, Any]:
     """Both caches' decode steps, and the bytes they hold, on a GPU."""
     require_cuda("transformers")
-    with torch.device("cuda"):
-        model = random_hf_model(seed=0, **FLASH_WIDTHS)
-    check_logits(model)
+    with working("checking"):
+        with torch.device("cuda"):
+            model = random_hf_model(seed=0, **FLASH_WIDTHS)
+        check_logits(model)
     result = measure(model.to(torch.bfloat16), Sizes(num_steps=num_steps))
     return {"bench": "transformers", **result, "environment": environment()}
 

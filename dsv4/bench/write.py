@@ -11,7 +11,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
-from dsv4.console import track
+from dsv4.console import track, working
 from dsv4.kernels import LayerProjections, LayerWeights, LayerWrites, ops
 from dsv4.model.layer_schedule import AttentionType
 from dsv4.testing import model_projections, model_weights, move_to
@@ -24,8 +24,9 @@ NUM_LAYERS = 43  # as many pools to rotate over as V4-Flash has layers
 def bench_write(*, batches: tuple[int, ...] = BATCHES) -> dict[str, Any]:
     """Microseconds per layer: the same layer again and again, and 43 layers in turn."""
     require_cuda("write")
-    for kind in AttentionType:
-        _check_bytes(kind)
+    with working("checking"):
+        for kind in AttentionType:
+            _check_bytes(kind)
     steps = [
         (kind, is_closing, batch)
         for kind in AttentionType

@@ -20,25 +20,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins run
 CHUNKS = (PrefillShape("CSA", 4, 64, 300.0), PrefillShape("HCA", 128, 0, 350.0))
 
 
-def replay_once(step, **_):
-    step()
-    return 8.0
-
-
 @pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(timing, "replay_time", replay_once)
-    monkeypatch.setattr(timing, "REPEATS", 2)
+def few_layers(clock, monkeypatch):
     for module in (attend, index):
         monkeypatch.setattr(module, "NUM_LAYERS", 2)
     monkeypatch.setattr(index, "NUM_TURNS", 1)
 
 
 @pytest.fixture
-def small_attend(clock, monkeypatch):
+def small_attend(few_layers, monkeypatch):
     shapes = (
         AttendShape("CSA", CacheConfig.v4_flash, 4, 8, 300, 64, (1, 2)),
         AttendShape("HCA", CacheConfig.v4_flash, 128, 64, 300, 2, (1,)),
@@ -152,7 +142,7 @@ def test_attend_without_the_peer(small_attend, small_chunk, monkeypatch, capsys)
 
 
 @pytest.fixture
-def small_index(clock, monkeypatch):
+def small_index(few_layers, monkeypatch):
     monkeypatch.setattr(timing, "replay_time", lambda step, **_: 8.0)  # the interpreter is slow
     monkeypatch.setattr(index, "SCORED", ((600, 2),))
     monkeypatch.setattr(index, "CHOSEN", ())
