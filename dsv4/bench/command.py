@@ -58,7 +58,8 @@ BENCHES = {
         "queries, scores and top-k of the index, on a GPU", tables.show_index, peer="DeepGEMM"
     ),
     "attend": Bench(
-        "attention of a layer in a decode step, on a GPU", tables.show_attend, peer="FlashMLA"
+        "attention of a layer in a decode step and of a prefill chunk, on a GPU",
+        tables.show_attend, peer="FlashMLA",
     ),
     "transformers": Bench(
         "decode steps of a transformers model with both caches, on a GPU",

@@ -174,7 +174,7 @@ def show_attend(result: Result) -> Shown:
     )  # fmt: skip
     prefill_columns = (
         ("layer", "{layer}"), ("queries", "{tokens:,}"), ("context", "{context:,}"),
-        ("microseconds", "{us:,.0f}"), ("TFLOP/s", "{tflops:.0f}"),
+        ("us", "{us:,.0f}"), ("TFLOP/s", "{tflops:.0f}"),
         ("target", "{target_tflops:.0f}"),
         *_peer_columns(result, "FlashMLA TFLOP/s", "flashmla_tflops"),
     )  # fmt: skip
