@@ -1,16 +1,17 @@
 """`dsv4 bench write`: the write path of one layer, decode steps and a prefill, by graph replay."""
 
-import statistics
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from dsv4.bench.environment import environment
+from dsv4.bench import timing
+from dsv4.bench.environment import environment, require_cuda
+from dsv4.bench.requests import acquire_layers
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
+from dsv4.console import track, working
 from dsv4.kernels import LayerProjections, LayerWeights, LayerWrites, ops
 from dsv4.model.layer_schedule import AttentionType
 from dsv4.testing import model_projections, model_weights, move_to
@@ -18,37 +19,47 @@ from dsv4.testing import model_projections, model_weights, move_to
 BATCHES = (1, 32, 128, 256)
 PREFILL_TOKENS = 8192
 NUM_LAYERS = 43  # as many pools to rotate over as V4-Flash has layers
-COPY_BANDWIDTH = 4.27e12  # bytes a second, device copy on an H200
 
 
 def bench_write(*, batches: tuple[int, ...] = BATCHES) -> dict[str, Any]:
     """Microseconds per layer: the same layer again and again, and 43 layers in turn."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("dsv4 bench write needs a CUDA device, and there is none")
-    rows = []
-    for kind in AttentionType:
-        _check_bytes(kind)
-        for is_closing in (False, True) if kind.ratio else (False,):
-            for batch in batches:
-                warm = _time(kind, batch, is_closing=is_closing, num_layers=1)
-                rotating = _time(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS)
-                floor = _bytes_moved(kind, batch, is_closing=is_closing) / COPY_BANDWIDTH * 1e6
-                rows.append(
-                    {
-                        "type": kind.name, "closing": is_closing, "batch": batch,
-                        "warm_us": warm, "rotating_us": rotating, "floor_us": floor,
-                    }
-                )  # fmt: skip
-    prefill = [
-        {
-            "type": kind.name,
-            "tokens": PREFILL_TOKENS,
-            "us": _time_prefill(kind),
-            "floor_us": _prefill_bytes(kind) / COPY_BANDWIDTH * 1e6,
-        }
+    require_cuda("write")
+    with working("checking"):
+        for kind in AttentionType:
+            _check_bytes(kind)
+    steps = [
+        (kind, is_closing, batch)
         for kind in AttentionType
+        for is_closing in ((False, True) if kind.ratio else (False,))
+        for batch in batches
     ]
-    return {"bench": "write", "rows": rows, "prefill": prefill, "environment": environment()}
+    kinds = list(AttentionType)
+    return {
+        "bench": "write",
+        "rows": [_step_row(*step) for step in track(steps, "decode steps", total=len(steps))],
+        "prefill": [_prefill_row(kind) for kind in track(kinds, "prefills", total=len(kinds))],
+        "environment": environment(),
+    }
+
+
+def _step_row(kind: AttentionType, is_closing: bool, batch: int) -> dict[str, Any]:
+    return {
+        "type": kind.name,
+        "closing": is_closing,
+        "batch": batch,
+        "warm_us": _time(kind, batch, is_closing=is_closing, num_layers=1),
+        "rotating_us": _time(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS),
+        "floor_us": timing.floor_us(_bytes_moved(kind, batch, is_closing=is_closing)),
+    }
+
+
+def _prefill_row(kind: AttentionType) -> dict[str, Any]:
+    return {
+        "type": kind.name,
+        "tokens": PREFILL_TOKENS,
+        "us": _time_prefill(kind),
+        "floor_us": timing.floor_us(_prefill_bytes(kind)),
+    }
 
 
 class WriteCase(NamedTuple):
@@ -85,7 +96,7 @@ def write_case(
     plan = prepare_forward(manager, slots, [before] * batch, [after] * batch)
     num_tokens = batch * (after - before)
     inputs = model_projections(config, num_tokens, seed=1, dtype=torch.bfloat16)
-    handles = [manager.acquire(idx, plan) for idx in range(config.num_layers)]
+    handles = acquire_layers(manager, plan)
     for handle in handles:
         for tail in (handle.state.tail, handle.state.index_tail):
             if tail is not None:
@@ -102,40 +113,21 @@ def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int)
     length = 255 if is_closing else 253
     config = write_config(kind, num_layers=num_layers)
     case = write_case(config, batch, before=length, after=length + 1)
-    repeats = 20 if num_layers == 1 else 1
+    layers = list(zip(*case, strict=True))
 
-    def step() -> None:
-        for _ in range(repeats):
-            for layer in zip(*case, strict=True):
-                write_layer(*layer)
+    def write(layer_idx: int) -> None:
+        write_layer(*layers[layer_idx])
 
-    return replay_time(step) / (repeats * num_layers)
+    if num_layers == 1:
+        return timing.time_same_layer(write)
+    return timing.time_in_turn(write, num_layers)
 
 
 def _time_prefill(kind: AttentionType) -> float:
     """Median microseconds of one layer's writes for a chunk from position 0."""
     case = write_case(write_config(kind), 1, before=0, after=PREFILL_TOKENS)
     ((handle, inputs, weights),) = zip(*case, strict=True)
-    return replay_time(lambda: write_layer(handle, inputs, weights))
-
-
-def replay_time(step: Callable[[], None], *, num_replays: int = 20) -> float:
-    """Median microseconds of a captured step."""
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(num_replays + 3):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return float(statistics.median(times[3:]))
+    return timing.replay_time(lambda: write_layer(handle, inputs, weights))
 
 
 def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:
