@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 # The oldest transformers that is supported, beside the newest in requirements.txt.
 OLDEST := transformers==5.17.0
 
-# How long `make soak` runs.
+# How long `make soak` runs, and where.
 MINUTES ?= 10
+DEVICE ?= cpu
 
 .PHONY: demo test lint unit oldest slow soak bench docs sanitize clean
 
@@ -29,7 +30,7 @@ slow: $(VENV)/.installed
 	$(BIN)/pytest -n 2 -m slow
 
 soak: $(VENV)/.installed
-	$(BIN)/python -m tests.cache.soak --minutes $(MINUTES)
+	$(BIN)/python -m tests.cache.soak --minutes $(MINUTES) --device $(DEVICE)
 
 bench: $(VENV)/.installed
 	$(BIN)/dsv4 bench plan

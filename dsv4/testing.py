@@ -161,14 +161,16 @@ def run_forward(
         [row.after for row in rows],
     )
     return [
-        manager.acquire(layer_idx, plan).forward(
-            join_rows(
-                [take_rows(row.layers[layer_idx], slice(row.before, row.after)) for row in rows]
-            ),
-            layer_weights,
-        )
+        manager.acquire(layer_idx, plan).forward(forward_inputs(rows, layer_idx), layer_weights)
         for layer_idx, layer_weights in enumerate(weights)
     ]
+
+
+def forward_inputs(rows: Sequence[Row], layer_idx: int) -> LayerProjections:
+    """A layer's projections of all tokens of a forward."""
+    return join_rows(
+        [take_rows(row.layers[layer_idx], slice(row.before, row.after)) for row in rows]
+    )
 
 
 def _num_series(kind: AttentionType) -> int:

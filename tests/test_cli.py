@@ -93,7 +93,7 @@ def test_bad_usage_exits_with_2(capsys, arguments):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    "bench", ["write", "gather", "index", "attend", "step", "tune", "transformers"]
+    "bench", ["swap", "write", "gather", "index", "attend", "step", "tune", "transformers"]
 )
 def test_benches_without_a_gpu(capsys, bench):
     assert main(["bench", bench]) == 1

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from dsv4.bench.command import BENCHES
 from dsv4.cli import main
 from dsv4.console import make_console, track, working
 
@@ -21,10 +22,7 @@ COMMANDS = {
     "plan --plot": ([*PLAN, "--plot", "FOLDER/a.png"], "dsv4.planner.plot.plot_plan"),
     "inspect": (["inspect", "FOLDER/file"], "dsv4.inspector.report.RequestInspector"),
     "info": (["info"], "dsv4.info.collect_info"),
-    **{
-        f"bench {name}": (["bench", name], f"dsv4.bench.{name}.bench_{name}")
-        for name in ("plan", "write", "gather", "index", "attend", "step", "tune")
-    },
+    **{f"bench {name}": (["bench", name], f"dsv4.bench.{name}.bench_{name}") for name in BENCHES},
 }
 CALL = "import sys; from dsv4.cli import main; sys.exit(main(sys.argv[1:]))"
 COUNT = (
@@ -35,6 +33,15 @@ COUNT = (
     "for number in track(range(3), 'counting', total=3):\n"
     "    time.sleep(0.15)\n"
     "make_console().print('[bold red]done[/]')\n"
+)
+
+
+SWAP = (
+    "import functools\n"
+    "from dsv4.bench import swap\n"
+    "from dsv4.cli import main\n"
+    "swap.bench_swap = functools.partial(swap.bench_swap, device='cpu')\n"
+    "main(['bench', 'swap', '--tokens', '300', '--rounds', '2'])\n"
 )
 
 
@@ -67,6 +74,11 @@ def test_a_terminal_sees_progress_and_colours():
     shown = run_on_terminal("-c", COUNT)
     assert "thinking" in shown and "counting" in shown and "3/3" in shown
     assert "\x1b[" in shown and "done" in shown
+
+
+def test_a_bench_says_how_many_cases_are_done():
+    shown = run_on_terminal("-c", SWAP)
+    assert "blocks in a row" in shown and "blocks scattered" in shown and "3/3" in shown
 
 
 def test_no_color_is_plain_text():

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.bench.attend import LARGEST_ERROR
-from dsv4.bench.write import replay_time, write_layer
+from dsv4.bench import timing
+from dsv4.bench.attend_case import is_close
+from dsv4.bench.requests import acquire_layers, count_rows, extend, fill_rows, plan_tokens
+from dsv4.bench.write import write_layer
 from dsv4.cache.capacity import Capacity
 from dsv4.cache.captured_forward import CapturedForward
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
-from dsv4.formats import PagedRows
+from dsv4.console import track
 from dsv4.kernels import (
     AttentionResult,
     LayerMemory,
@@ -29,7 +30,6 @@ from dsv4.kernels import (
     Selection,
     load_backend,
 )
-from dsv4.kernels.reference.codec import encode, write_rows
 from dsv4.testing import model_weights, move_to, random_projections
 
 LENGTHS = (1 << 15, 1 << 20)
@@ -38,7 +38,6 @@ NUM_STEPS = 20  # that are timed, a multiple of CSA's window
 NUM_WARMUP_STEPS = 4
 PREFILL_TOKENS = 1 << 16  # of a plan that brings a request to its length
 DISTINCT_BLOCKS = 256  # blocks of random rows; all others are copies of them
-ENCODED_AT_ONCE = 1 << 15
 SPARE_BYTES = 8 << 30  # of the GPU, left to graphs, inputs and the fill
 FILL_BYTES = 1 << 30
 
@@ -59,7 +58,8 @@ class DecodeCase(NamedTuple):
 
 def bench_decode() -> list[dict[str, Any]]:
     """Microseconds of V4-Flash's 43 layers in one step: all of it, and by part."""
-    return [_measure(length, batch) for length in LENGTHS for batch in BATCHES]
+    sizes = [(length, batch) for length in LENGTHS for batch in BATCHES]
+    return [_measure(*size) for size in track(sizes, "decode steps", total=len(sizes))]
 
 
 def _measure(length: int, batch: int) -> dict[str, Any]:
@@ -100,11 +100,11 @@ def decode_case(
     manager = KVCacheManager(config, num_blocks=num_blocks, device=device, **sizes)
     shortest = length - batch - NUM_STEPS - NUM_WARMUP_STEPS - 1
     slots = [manager.open_request()]
-    _extend(manager, slots[0], shortest)
+    extend(manager, slots[0], shortest)
     for _ in range(1, batch):
         slots.append(manager.open_request() if has_own_blocks else manager.fork(slots[0]))
     for idx, slot in enumerate(slots):
-        _extend(manager, slot, shortest + idx)
+        extend(manager, slot, shortest + idx)
     for memory in manager.memories:
         _fill_slots(memory)
         _fill_blocks(memory)
@@ -124,16 +124,8 @@ def decode_inputs(config: CacheConfig, batch: int, device: str) -> list[LayerPro
     return [by_kind[layer.attention_type] for layer in config.schedule]
 
 
-def _extend(manager: KVCacheManager, slot: int, length: int) -> None:
-    """Bring a request to a length, without writing anything."""
-    step = manager.capacity.max_forward_tokens
-    for start in range(int(manager.lengths[slot]), length, step):
-        prepare_forward(manager, [slot], [start], [min(start + step, length)]).complete()
-
-
 def _fill_slots(memory: LayerMemory) -> None:
-    ring = memory.window.ring
-    _fill_rows(ring, ring.storage.shape[0] * ring.rows_per_page)
+    fill_rows(memory.window.ring)
     for tail in (memory.tail, memory.index_tail):
         if tail is not None:
             tail.normal_()
@@ -142,17 +134,7 @@ def _fill_slots(memory: LayerMemory) -> None:
 def _fill_blocks(memory: LayerMemory) -> None:
     for pages in (memory.entries, memory.index_keys):
         if pages is not None:
-            num_blocks = min(DISTINCT_BLOCKS, pages.storage.shape[0])
-            _fill_rows(pages, num_blocks * pages.rows_per_page)
-
-
-def _fill_rows(pages: PagedRows, num_rows: int) -> None:
-    """Normal numbers in the first rows."""
-    device = pages.storage.device
-    for start in range(0, num_rows, ENCODED_AT_ONCE):
-        rows = torch.arange(start, min(start + ENCODED_AT_ONCE, num_rows), device=device)
-        values = torch.randn(len(rows), pages.format.dim, device=device)
-        write_rows(pages, rows, encode(pages.format, values))
+            fill_rows(pages, min(DISTINCT_BLOCKS * pages.rows_per_page, count_rows(pages)))
 
 
 def _copy_blocks(storage: Tensor) -> None:
@@ -172,13 +154,7 @@ def run_step(handles: Sequence[LayerCacheHandle], case: DecodeCase) -> list[Atte
 
 def next_step(case: DecodeCase) -> list[LayerCacheHandle]:
     """Plan one more token of each request; returns every layer's handle."""
-    plan = _plan(case)
-    return [case.manager.acquire(idx, plan) for idx in range(len(case.manager.schedule))]
-
-
-def _plan(case: DecodeCase) -> Any:
-    before = [int(case.manager.lengths[slot]) for slot in case.slots]
-    return prepare_forward(case.manager, case.slots, before, [length + 1 for length in before])
+    return acquire_layers(case.manager, plan_tokens(case.manager, case.slots))
 
 
 def _time_steps(case: DecodeCase) -> float:
@@ -189,7 +165,7 @@ def _time_steps(case: DecodeCase) -> float:
     fill = torch.empty(FILL_BYTES, dtype=torch.uint8, device=case.manager.device)
     times = []
     for _ in range(NUM_WARMUP_STEPS + NUM_STEPS):
-        plan = _plan(case)
+        plan = plan_tokens(case.manager, case.slots)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         fill.zero_()
         start.record()
@@ -224,7 +200,7 @@ def _time_parts(case: DecodeCase) -> dict[str, float]:
     parts: dict[str, Callable[[], None]] = {
         "write_us": write, "index_us": select, "attention_us": attend
     }  # fmt: skip
-    return {name: replay_time(part) for name, part in parts.items()}
+    return {name: timing.replay_time(part) for name, part in parts.items()}
 
 
 def _select(handle: LayerCacheHandle, case: DecodeCase) -> Selection | None:
@@ -250,9 +226,8 @@ def check_attention(
             inputs.query, case.weights[idx].sinks, handle.memory,
             None if selection is None else selection.rows, handle.tokens, handle.rope,
             max_entries=handle.plan.max_entries(kind.ratio), batch_invariant=False,
-        ).output.float()  # fmt: skip
-        error = (_attend(handle, case, selection).output.float() - expected).norm()
-        if not error <= LARGEST_ERROR * expected.norm():
+        ).output  # fmt: skip
+        if not is_close(_attend(handle, case, selection).output, expected):
             raise RuntimeError(
                 f"{kind.name}: the output differs from the reference's; nothing is timed"
             )

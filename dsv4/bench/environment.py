@@ -23,6 +23,12 @@ def environment() -> dict[str, str]:
     }
 
 
+def require_cuda(bench: str) -> None:
+    """Refuse a bench that a GPU is needed for."""
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"dsv4 bench {bench} needs a CUDA device, and there is none")
+
+
 def _commit() -> str:
     folder = Path(__file__).parent
     try:

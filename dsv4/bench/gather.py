@@ -6,14 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.bench.environment import environment
-from dsv4.bench.write import COPY_BANDWIDTH, replay_time
+from dsv4.bench import timing
+from dsv4.bench.environment import environment, require_cuda
+from dsv4.bench.requests import acquire_layers, manager_for, open_requests, plan_tokens
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
+from dsv4.console import track
 from dsv4.kernels import Backend, Gathered, load_backend
 
+DEVICE = "cuda"
 NUM_LAYERS = 8  # pools to rotate over: more than an L2 of any GPU holds
 NUM_REQUESTS, REQUEST_TOKENS = 32, 32768  # 8192 CSA entries each
 NUM_POOL_ROWS = NUM_REQUESTS * REQUEST_TOKENS // 4
@@ -21,7 +23,6 @@ WINDOW_BATCH, WINDOW_TOKENS = 256, 200
 LISTED = ((32, 512), (128, 512), (256, 512), (32, 8192))
 RECORD_BYTES, DENSE_BYTES, INDEX_BYTES = 576 + 8, 1024, 8  # fp8 rows of V4's width
 FINITE_BYTES = 0x70  # bytes below are finite in E4M3, UE8M0 and BF16 alike
-REPEATS = 20
 
 Gather = Callable[[Backend, LayerCacheHandle, Tensor | None], Gathered]
 
@@ -38,22 +39,17 @@ class _Case(NamedTuple):
 
 def bench_gather() -> dict[str, Any]:
     """Microseconds of a gather: the same layer again and again, and 8 layers in turn."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("dsv4 bench gather needs a CUDA device, and there is none")
-    results = []
-    for case in (*_compressed_cases(compressed_handles()), _window_case(_window_handles())):
-        _check_values(case)
-        results.append(_measure(case))
-    return {"bench": "gather", "rows": results, "environment": environment()}
+    require_cuda("gather")
+    handles = compressed_handles(num_layers=NUM_LAYERS)
+    cases = (*_compressed_cases(handles), _window_case(_window_handles()))
+    rows = [_measure(case) for case in track(cases, "gathers", total=len(cases))]
+    return {"bench": "gather", "rows": rows, "environment": environment()}
 
 
 def _measure(case: _Case) -> dict[str, Any]:
+    _check_values(case)
     backend = load_backend("triton")
     layers = list(zip(case.handles, case.rows, strict=True))
-
-    def one_layer() -> None:
-        for _ in range(REPEATS):
-            case.gather(backend, *layers[0])
 
     def layers_in_turn() -> None:
         kept = [case.gather(backend, *layer) for layer in layers]
@@ -61,50 +57,38 @@ def _measure(case: _Case) -> dict[str, Any]:
 
     num_bytes = case.num_rows * (RECORD_BYTES + DENSE_BYTES)
     num_bytes += case.num_rows * INDEX_BYTES if case.rows[0] is not None else 0
-    rotating = replay_time(layers_in_turn) / len(layers)
+    rotating = timing.replay_time(layers_in_turn) / len(layers)
     return {
         "gather": case.name,
         "num_rows": case.num_rows,
         "bytes": num_bytes,
-        "warm_us": replay_time(one_layer) / REPEATS,
+        "warm_us": timing.time_same_layer(lambda idx: case.gather(backend, *layers[idx])),
         "rotating_us": rotating,
         "tb_per_s": num_bytes / rotating / 1e6,
-        "share_of_copy": num_bytes / rotating * 1e6 / COPY_BANDWIDTH,
+        "share_of_copy": num_bytes / rotating * 1e6 / timing.COPY_BANDWIDTH,
     }
 
 
-def compressed_handles(*, num_layers: int = NUM_LAYERS) -> list[LayerCacheHandle]:
+def compressed_handles(*, num_layers: int) -> list[LayerCacheHandle]:
     """CSA layers in a decode step of requests of `REQUEST_TOKENS` tokens."""
     config = CacheConfig.v4_flash(compress_ratios=(4,) * num_layers, num_query_heads=1)
-    num_blocks = NUM_REQUESTS * REQUEST_TOKENS // config.block_tokens
-    manager = KVCacheManager(
-        config, max_requests=NUM_REQUESTS, num_blocks=num_blocks, device="cuda",
-        max_forward_tokens=REQUEST_TOKENS, max_request_tokens=REQUEST_TOKENS,
-    )  # fmt: skip
-    slots = [manager.open_request() for _ in range(NUM_REQUESTS)]
-    for slot in slots:
-        prepare_forward(manager, [slot], [0], [REQUEST_TOKENS - 1]).complete()
-    return _last_step(manager, slots, REQUEST_TOKENS)
+    manager = manager_for(config, NUM_REQUESTS, REQUEST_TOKENS, device=DEVICE, chunk=REQUEST_TOKENS)
+    return _last_step(manager, NUM_REQUESTS, REQUEST_TOKENS)
 
 
 def _window_handles() -> list[LayerCacheHandle]:
     """SWA layers in a decode step of a large batch."""
     config = CacheConfig.v4_flash(compress_ratios=(0,) * NUM_LAYERS, num_query_heads=1)
-    manager = KVCacheManager(
-        config, max_requests=WINDOW_BATCH, num_blocks=1, device="cuda",
-        max_forward_tokens=WINDOW_BATCH * WINDOW_TOKENS, max_request_tokens=WINDOW_TOKENS,
-    )  # fmt: skip
-    slots = [manager.open_request() for _ in range(WINDOW_BATCH)]
-    before = [WINDOW_TOKENS - 1] * WINDOW_BATCH
-    prepare_forward(manager, slots, [0] * WINDOW_BATCH, before).complete()
-    return _last_step(manager, slots, WINDOW_TOKENS)
+    manager = manager_for(config, WINDOW_BATCH, WINDOW_TOKENS, device=DEVICE)
+    return _last_step(manager, WINDOW_BATCH, WINDOW_TOKENS)
 
 
-def _last_step(manager: KVCacheManager, slots: list[int], length: int) -> list[LayerCacheHandle]:
+def _last_step(manager: KVCacheManager, num_requests: int, length: int) -> list[LayerCacheHandle]:
+    """The step that takes requests to a length, on random bytes."""
     manager.paged.storage.random_(0, FINITE_BYTES)
     manager.state.storage.random_(0, FINITE_BYTES)
-    plan = prepare_forward(manager, slots, [length - 1] * len(slots), [length] * len(slots))
-    return [manager.acquire(layer_idx, plan) for layer_idx in range(manager.config.num_layers)]
+    slots = open_requests(manager, num_requests, length - 1)
+    return acquire_layers(manager, plan_tokens(manager, slots))
 
 
 def _compressed_cases(handles: list[LayerCacheHandle]) -> list[_Case]:
@@ -120,7 +104,7 @@ def _compressed_cases(handles: list[LayerCacheHandle]) -> list[_Case]:
 
 def random_rows(shape: tuple[int, int]) -> Tensor:
     """Flat rows of a layer of `compressed_handles`."""
-    return torch.randint(NUM_POOL_ROWS, shape, device="cuda")
+    return torch.randint(NUM_POOL_ROWS, shape, device=DEVICE)
 
 
 def _window_case(handles: list[LayerCacheHandle]) -> _Case:
@@ -150,6 +134,11 @@ def _check_values(case: _Case) -> None:
         case.gather(load_backend(name), case.handles[-1], case.rows[-1])
         for name in ("reference", "triton")
     )
-    same_bits = torch.equal(got.values.view(torch.int16), expected.values.view(torch.int16))
-    if not same_bits or not torch.equal(got.is_present, expected.is_present):
+    if not are_same(got, expected):
         raise RuntimeError(f"{case.name}: the values differ from the reference's; nothing is timed")
+
+
+def are_same(got: Gathered, expected: Gathered) -> bool:
+    """Whether two gathers gave the same rows, bit for bit."""
+    same_bits = torch.equal(got.values.view(torch.int16), expected.values.view(torch.int16))
+    return same_bits and torch.equal(got.is_present, expected.is_present)

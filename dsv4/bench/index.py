@@ -1,19 +1,19 @@
 """`dsv4 bench index`: index queries, scores and top-k of a step and a chunk, by graph replay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.bench.compare import DeepGEMMCalls, load_peer
-from dsv4.bench.environment import environment
+from dsv4.bench import timing
+from dsv4.bench.compare import DeepGEMMCalls, load_peer, peer_report
+from dsv4.bench.environment import environment, require_cuda
+from dsv4.bench.requests import acquire_layers, manager_for, open_requests, plan_tokens
 from dsv4.bench.sglang_index import SGLangQuery, SGLangTopk
-from dsv4.bench.write import COPY_BANDWIDTH, replay_time
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
+from dsv4.console import track, working
 from dsv4.formats import IndexFormatName
 from dsv4.kernels import Selection
 from dsv4.kernels.index_scratch import IndexScratch
@@ -30,7 +30,7 @@ CHUNK_TOKENS = 8192  # of a prefill whose last token sees CHUNK_ENTRIES
 CHUNK_ENTRIES = 32768
 FINITE_BYTES = 0x70  # bytes below are finite in E4M3, and of UE8M0 no product overflows
 SCORE_ERROR = 2.0**-6  # of the largest score; E4M3 products are added with 13 bits on Hopper
-REPEATS = 20
+NUM_TURNS = 5  # of the layers in a captured step
 
 
 class IndexCase(NamedTuple):
@@ -50,11 +50,26 @@ def bench_index(*, compare: bool = False) -> dict[str, Any]:
     formats are compared with its FP8, which is all that Hopper has. SGLang's queries for FP8 keys
     and its top-k likewise.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("dsv4 bench index needs a CUDA device, and there is none")
+    require_cuda("index")
     logits, problem = load_peer(load_deep_gemm) if compare else (None, "")
     sglang, sglang_problem = load_peer(load_sglang) if compare else (None, "")
-    rows = []
+    total = 2 * len(FORMATS) * len(SCORED) + len(CHOSEN)
+    rows = list(track(_measure_steps(logits, sglang), "decode steps", total=total))
+    with working("prefill chunk"):
+        prefill = measure_prefill("fp8")
+    return {
+        "bench": "index",
+        "rows": rows,
+        "prefill": prefill,
+        **peer_report(compare, {"DeepGEMM": problem, "SGLang": sglang_problem}),
+        "environment": environment(),
+    }
+
+
+def _measure_steps(
+    logits: PagedLogits | None, sglang: SGLangKernels | None
+) -> Iterator[dict[str, Any]]:
+    """The rows of all steps, one after the other."""
     theirs: dict[tuple[int, int], float] = {}  # by entries and batch
     for name in FORMATS:
         for num_entries, batch in SCORED:
@@ -63,31 +78,22 @@ def bench_index(*, compare: bool = False) -> dict[str, Any]:
             row = _measure("query", name, case, prepare_queries)
             if sglang is not None and name == "fp8":
                 row |= _compare(row, _sglang_query(case, sglang))
-            rows.append(row)
+            yield row
             row = _measure("score", name, case, score_entries)
             if logits is not None:
                 if name == "fp8":
                     theirs[num_entries, batch] = _time_deepgemm(case, logits)
                 time = theirs[num_entries, batch]
                 row |= {"deepgemm_us": time, "ratio": row["rotating_us"] / time}
-            rows.append(row)
+            yield row
             del case
     for num_entries, batch in CHOSEN:
         case = index_case("fp8", num_entries, batch)
         row = _measure_topk(case)
         if sglang is not None:
             row |= _compare(row, _sglang_topk(case, sglang))
-        rows.append(row)
+        yield row
         del case
-    problems = {"DeepGEMM": problem, "SGLang": sglang_problem}
-    peers = {"peers": {name: problems[name] or "compared" for name in problems}} if compare else {}
-    return {
-        "bench": "index",
-        "rows": rows,
-        "prefill": measure_prefill("fp8"),
-        **peers,
-        "environment": environment(),
-    }
 
 
 def index_case(
@@ -105,18 +111,11 @@ def index_case(
         compress_ratios=(RATIO,) * NUM_LAYERS, num_query_heads=1, index_format=name
     )
     length = num_entries * RATIO
-    manager = KVCacheManager(
-        config, max_requests=batch, num_blocks=batch * -(-length // config.block_tokens),
-        device=device, backend="triton", max_forward_tokens=min(length, PREFILL_TOKENS),
-        max_request_tokens=length,
-    )  # fmt: skip
-    slots = [manager.open_request() for _ in range(batch)]
-    for slot in slots:
-        for start in range(0, length - step_tokens, PREFILL_TOKENS):
-            end = min(start + PREFILL_TOKENS, length - step_tokens)
-            prepare_forward(manager, [slot], [start], [end]).complete()
-    plan = prepare_forward(manager, slots, [length - step_tokens] * batch, [length] * batch)
-    handles = [manager.acquire(layer_idx, plan) for layer_idx in range(NUM_LAYERS)]
+    manager = manager_for(
+        config, batch, length, device=device, chunk=min(length, PREFILL_TOKENS), backend="triton"
+    )
+    slots = open_requests(manager, batch, length - step_tokens)
+    handles = acquire_layers(manager, plan_tokens(manager, slots, step_tokens))
     for handle in handles:
         _fill_keys(handle)
     shape = (batch * step_tokens, config.index_num_heads, config.index_head_dim)
@@ -139,8 +138,8 @@ def measure_prefill(name: IndexFormatName) -> dict[str, Any]:
     handle = case.handles[0]
     counts = (handle.positions.long() + 1) // RATIO
     num_flops = 2 * int(counts.sum()) * case.query[0].numel()
-    score_us = replay_time(lambda: score_chunk(case, handle), num_replays=5)
-    select_us = replay_time(lambda: select_entries(case, handle), num_replays=5)
+    score_us = timing.replay_time(lambda: score_chunk(case, handle), num_replays=5)
+    select_us = timing.replay_time(lambda: select_entries(case, handle), num_replays=5)
     return {
         "format": name, "tokens": CHUNK_TOKENS, "entries": CHUNK_ENTRIES,
         "score_us": score_us, "score_tflops": num_flops / score_us / 1e6,
@@ -214,20 +213,18 @@ def _fill_keys(handle: LayerCacheHandle) -> None:
 def _measure(
     step: str, name: str, case: IndexCase, run: Callable[[IndexCase, LayerCacheHandle], None]
 ) -> dict[str, Any]:
-    def one_layer() -> None:
-        for _ in range(REPEATS):
-            run(case, case.handles[0])
-
-    def layers_in_turn() -> None:
-        for handle in case.handles * (REPEATS // NUM_LAYERS):
-            run(case, handle)
+    def run_layer(layer_idx: int) -> None:
+        run(case, case.handles[layer_idx])
 
     row = case.handles[0].memory.layout.index_row
     batch = len(case.query)
     num_bytes = batch * case.num_entries * (row.row_bytes + 4)  # keys in, scores out
     if step == "query":
         num_bytes = case.query.nbytes + batch * case.scratch.queries.shape[1]
-    times = [replay_time(repeated) / REPEATS for repeated in (one_layer, layers_in_turn)]
+    times = [
+        timing.time_same_layer(run_layer),
+        timing.time_in_turn(run_layer, NUM_LAYERS, num_turns=NUM_TURNS),
+    ]
     return _row(step, name, case, times, num_bytes)
 
 
@@ -243,12 +240,7 @@ def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
     """Microseconds of DeepGEMM's scores, 4 layers in turn."""
     calls = deepgemm_calls(case, logits)
     check_scores(case, lambda: calls.run(len(case.handles) - 1))
-
-    def layers_in_turn() -> None:
-        for layer_idx in [*range(NUM_LAYERS)] * (REPEATS // NUM_LAYERS):
-            calls.run(layer_idx)
-
-    return replay_time(layers_in_turn) / REPEATS
+    return timing.time_in_turn(calls.run, NUM_LAYERS, num_turns=NUM_TURNS)
 
 
 def _sglang_query(case: IndexCase, kernels: SGLangKernels) -> SGLangQuery:
@@ -262,12 +254,7 @@ def _sglang_topk(case: IndexCase, kernels: SGLangKernels) -> SGLangTopk:
 def _compare(row: dict[str, Any], calls: SGLangQuery | SGLangTopk) -> dict[str, float]:
     """Microseconds of SGLang's kernel, again and again, and our ratio to it."""
     calls.check()
-
-    def repeated() -> None:
-        for _ in range(REPEATS):
-            calls.run()
-
-    time = replay_time(repeated) / REPEATS
+    time = timing.time_same_layer(lambda _: calls.run())
     return {"sglang_us": time, "ratio": row["warm_us"] / time}
 
 
@@ -281,13 +268,9 @@ def _measure_topk(case: IndexCase) -> dict[str, Any]:
     )
     choose_best(case, chosen)
     _check_chosen(case, chosen)
-
-    def repeated() -> None:
-        for _ in range(REPEATS):
-            choose_best(case, chosen)
-
+    time = timing.time_same_layer(lambda _: choose_best(case, chosen))
     num_bytes = len(case.query) * case.num_entries * 4
-    return _row("top-k", "fp32", case, [replay_time(repeated) / REPEATS] * 2, num_bytes)
+    return _row("top-k", "fp32", case, [time] * 2, num_bytes)
 
 
 def _row(
@@ -301,7 +284,7 @@ def _row(
         "warm_us": times[0],
         "rotating_us": times[1],
         "bytes": num_bytes,
-        "floor_us": num_bytes / COPY_BANDWIDTH * 1e6,
+        "floor_us": timing.floor_us(num_bytes),
     }
 
 

@@ -10,6 +10,7 @@ from dsv4.bench.environment import environment
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
+from dsv4.console import working
 
 
 def bench_plan(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, Any]:
@@ -22,6 +23,23 @@ def bench_plan(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
         "43 layers": CacheConfig.v4_flash(),
         "4 layers": CacheConfig.v4_flash(compress_ratios=(0, 4, 128, 4)),
     }
+    with working("measuring"):
+        times, num_new_blocks = _time_plans(configs, num_requests, num_steps)
+    return {
+        "bench": "plan",
+        "num_requests": num_requests,
+        "num_steps": num_steps,
+        "new_blocks_per_step": num_new_blocks / num_steps / len(configs),
+        "median_us": {name: statistics.median(values) for name, values in times.items()},
+        "p90_us": {name: float(np.percentile(values, 90)) for name, values in times.items()},
+        "environment": environment(),
+    }
+
+
+def _time_plans(
+    configs: dict[str, CacheConfig], num_requests: int, num_steps: int
+) -> tuple[dict[str, list[float]], int]:
+    """Microseconds of each step by config, and how many blocks all of them took."""
     managers = {name: _filled(config, num_requests) for name, config in configs.items()}
     times: dict[str, list[float]] = {name: [] for name in configs}
     num_new_blocks = 0
@@ -38,15 +56,7 @@ def bench_plan(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
                 times[name].append(elapsed * 1e6)
                 num_new_blocks += plan.num_new_blocks
             _check(manager, before)
-    return {
-        "bench": "plan",
-        "num_requests": num_requests,
-        "num_steps": num_steps,
-        "new_blocks_per_step": num_new_blocks / num_steps / len(configs),
-        "median_us": {name: statistics.median(values) for name, values in times.items()},
-        "p90_us": {name: float(np.percentile(values, 90)) for name, values in times.items()},
-        "environment": environment(),
-    }
+    return times, num_new_blocks
 
 
 def _filled(config: CacheConfig, num_requests: int) -> KVCacheManager:

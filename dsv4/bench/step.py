@@ -8,15 +8,18 @@ import numpy as np
 import torch
 
 from dsv4.bench.decode import bench_decode, decode_inputs
-from dsv4.bench.environment import environment
+from dsv4.bench.environment import environment, require_cuda
+from dsv4.bench.requests import acquire_layers, extend
 from dsv4.cache.captured_forward import CapturedForward
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
+from dsv4.console import working
 from dsv4.testing import model_weights, move_to, take_rows
 
+DEVICE = "cuda"
 NUM_WARMUP_STEPS = 20
 TARGET_US = 300.0
 LONGEST_START = 256  # so that in every step some request needs a block
@@ -30,9 +33,24 @@ def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
     The device is waited for between the steps and not inside them, so that the queue is short
     and no time is spent waiting for room in it.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("dsv4 bench step needs a CUDA device, and there is none")
-    _check_bytes()
+    require_cuda("step")
+    with working("host time"):
+        _check_bytes()
+        host = _time_host(num_requests, num_steps)
+    return {
+        "bench": "step",
+        "num_requests": num_requests,
+        "num_layers": CacheConfig.v4_flash().num_layers,
+        "num_steps": num_steps,
+        **host,
+        "target_us": TARGET_US,
+        "decode": bench_decode(),
+        "environment": environment(),
+    }
+
+
+def _time_host(num_requests: int, num_steps: int) -> dict[str, Any]:
+    """Host time of the steps and of their parts."""
     config = CacheConfig.v4_flash()
     manager = _filled(config, num_requests, num_steps)
     forward = CapturedForward(manager, _writes(config, num_requests), batch=num_requests)
@@ -49,19 +67,11 @@ def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
         end = time.perf_counter()
         times.append((planned - start, end - planned, end - start))
     manager.check_integrity()
-    del manager, forward
     microseconds = np.array(times[NUM_WARMUP_STEPS:]) * 1e6
     parts = ("prepare_forward", "replay", "both")
     return {
-        "bench": "step",
-        "num_requests": num_requests,
-        "num_layers": config.num_layers,
-        "num_steps": num_steps,
         "median_us": dict(zip(parts, np.median(microseconds, axis=0).tolist(), strict=True)),
         "p90_us": dict(zip(parts, np.percentile(microseconds, 90, axis=0).tolist(), strict=True)),
-        "target_us": TARGET_US,
-        "decode": bench_decode(),
-        "environment": environment(),
     }
 
 
@@ -72,20 +82,19 @@ def _filled(config: CacheConfig, num_requests: int, num_steps: int) -> KVCacheMa
         config,
         max_requests=num_requests,
         num_blocks=num_requests * -(-longest // config.block_tokens),
-        device="cuda",
+        device=DEVICE,
         backend="triton",
         max_request_tokens=longest,
     )
     for idx in range(num_requests):
-        slot = manager.open_request()
-        prepare_forward(manager, [slot], [0], [idx % LONGEST_START + 1]).complete()
+        extend(manager, manager.open_request(), idx % LONGEST_START + 1)
     return manager
 
 
 def _writes(config: CacheConfig, num_tokens: int) -> Callable[[Sequence[LayerCacheHandle]], None]:
     """A step that writes every layer from inputs of its own."""
-    inputs = decode_inputs(config, num_tokens, "cuda")
-    weights = [move_to("cuda", layer) for layer in model_weights(config, seed=0)]
+    inputs = decode_inputs(config, num_tokens, DEVICE)
+    weights = [move_to(DEVICE, layer) for layer in model_weights(config, seed=0)]
 
     def step(handles: Sequence[LayerCacheHandle]) -> None:
         for handle, layer, weight in zip(handles, inputs, weights, strict=True):
@@ -99,18 +108,19 @@ def _check_bytes() -> None:
     config = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), num_query_heads=1)
     batch, captured_batch, length = 3, 5, 126
     sizes: dict[str, Any] = {
-        "max_requests": captured_batch, "num_blocks": 8, "device": "cuda", "backend": "triton",
+        "max_requests": captured_batch, "num_blocks": 8, "device": DEVICE, "backend": "triton",
     }  # fmt: skip
     captured, eager = KVCacheManager(config, **sizes), KVCacheManager(config, **sizes)
     forward = CapturedForward(captured, _writes(config, captured_batch), batch=captured_batch)
     inputs = [
-        take_rows(layer, slice(0, batch)) for layer in decode_inputs(config, captured_batch, "cuda")
+        take_rows(layer, slice(0, batch)) for layer in decode_inputs(config, captured_batch, DEVICE)
     ]
-    weights = [move_to("cuda", layer) for layer in model_weights(config, seed=0)]
+    weights = [move_to(DEVICE, layer) for layer in model_weights(config, seed=0)]
 
     def run_eagerly(plan: ForwardPlan) -> None:
-        for idx, (layer, weight) in enumerate(zip(inputs, weights, strict=True)):
-            eager.acquire(idx, plan).write(layer, weight)
+        handles = acquire_layers(eager, plan)
+        for handle, layer, weight in zip(handles, inputs, weights, strict=True):
+            handle.write(layer, weight)
 
     for manager, run in ((captured, forward.replay), (eager, run_eagerly)):
         slots = [manager.open_request() for _ in range(batch)]

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dsv4.bench.environment import environment
+from dsv4.bench.environment import environment, require_cuda
+from dsv4.bench.timing import wait_for
+from dsv4.console import track, working
 from dsv4.integrations.transformers import PagedCache, attach, detach
 from dsv4.integrations.transformers.own_cache import own_cache_bytes
 from dsv4.model.random_hf import random_hf_model
@@ -58,11 +60,11 @@ class Sizes:
 
 def bench_transformers(*, num_steps: int = 30) -> dict[str, Any]:
     """Both caches' decode steps, and the bytes they hold, on a GPU."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("dsv4 bench transformers needs a CUDA device, and there is none")
-    with torch.device("cuda"):
-        model = random_hf_model(seed=0, **FLASH_WIDTHS)
-    check_logits(model)
+    require_cuda("transformers")
+    with working("checking"):
+        with torch.device("cuda"):
+            model = random_hf_model(seed=0, **FLASH_WIDTHS)
+        check_logits(model)
     result = measure(model.to(torch.bfloat16), Sizes(num_steps=num_steps))
     return {"bench": "transformers", **result, "environment": environment()}
 
@@ -88,9 +90,13 @@ def measure(model: Any, sizes: Sizes) -> dict[str, Any]:
         "layers": list(model.config.layer_types),
         "num_steps": sizes.num_steps,
         "decode": [
-            _measure_decode(model, batch, context, sizes) for batch, context in sizes.decodes
+            _measure_decode(model, batch, context, sizes)
+            for batch, context in track(sizes.decodes, "decode steps", total=len(sizes.decodes))
         ],
-        "memory": [_measure_memory(model, context, sizes) for context in sizes.contexts],
+        "memory": [
+            _measure_memory(model, context, sizes)
+            for context in track(sizes.contexts, "memory", total=len(sizes.contexts))
+        ],
     }
 
 
@@ -203,7 +209,7 @@ def _attention_clock(model: Any) -> Iterator[Callable[[], float]]:
             marks.append(time.perf_counter())
 
     def read_us() -> float:
-        _wait(model.device)
+        wait_for(model.device)
         pairs = list(zip(marks[::2], marks[1::2], strict=True))
         marks.clear()
         if is_cuda:
@@ -224,10 +230,10 @@ def _attention_clock(model: Any) -> Iterator[Callable[[], float]]:
 def _median_us(step: Callable[[], Any], device: torch.device, num_steps: int) -> float:
     times = []
     for _ in range(NUM_WARMUP_STEPS + num_steps):
-        _wait(device)
+        wait_for(device)
         start = time.perf_counter()
         step()
-        _wait(device)
+        wait_for(device)
         times.append(time.perf_counter() - start)
     return float(np.median(times[NUM_WARMUP_STEPS:])) * 1e6
 
@@ -253,8 +259,3 @@ def _attached(model: Any, batch: int, num_tokens: int, **formats: Any) -> Iterat
 
 def _random_ids(model: Any, batch: int, num_tokens: int) -> Tensor:
     return torch.randint(1, model.config.vocab_size, (batch, num_tokens), device=model.device)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

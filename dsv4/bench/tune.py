@@ -12,18 +12,18 @@ Of a chunk: one request from its start. Of the gathers: listed rows.
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
-from dsv4.bench.environment import environment
+from dsv4.bench import timing
+from dsv4.bench.environment import environment, require_cuda
 from dsv4.bench.tune_cases import CANDIDATES, Case, build_cases, problem_of, work_sizes
-from dsv4.bench.write import replay_time
+from dsv4.console import track
 from dsv4.kernels.triton.launch import (
     TABLE_PATH,
     WORKS,
@@ -65,15 +65,12 @@ class Choice(NamedTuple):
 
 def bench_tune(*, is_written: bool = False) -> dict[str, Any]:
     """Tune every work; `is_written` updates the committed table in place."""
-    if not torch.cuda.is_available():
-        raise RuntimeError("dsv4 bench tune needs a CUDA device, and there is none")
+    require_cuda("tune")
     device = torch.device("cuda", torch.cuda.current_device())
     present = device_steps(device)
     trials = [Trial(work, launch) for work in WORKS for launch in candidates(work, present[work])]
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        problems = _problems(trials, progress)
-        usable = usable_launches(trials, problems)
-        choices = _choose_all(usable, present, progress)
+    problems = _problems(trials)
+    choices = _choose_all(usable_launches(trials, problems), present)
     name = architecture(device)
     chosen = chosen_steps(choices)
     if is_written:
@@ -139,12 +136,11 @@ def chosen_steps(choices: Sequence[Choice]) -> dict[str, Steps]:
     return {work: merge_steps(found) for work, found in winners.items()}
 
 
-def _problems(trials: Sequence[Trial], progress: Progress) -> dict[Trial, str]:
+def _problems(trials: Sequence[Trial]) -> dict[Trial, str]:
     """Compile every launch, side by side; those that can't be used, and why.
 
     The processes leave what they compile in Triton's cache on disk, where the timing finds it.
     """
-    task = progress.add_task("compile", total=len(trials))
     problems = {}
     num_workers = min(len(trials), os.cpu_count() or 1, MAX_WORKERS)
     with ProcessPoolExecutor(
@@ -154,22 +150,20 @@ def _problems(trials: Sequence[Trial], progress: Progress) -> dict[Trial, str]:
         initargs=(1,),
     ) as pool:
         running = {pool.submit(problem_of, *trial): trial for trial in trials}
-        for finished in as_completed(running):
+        for finished in track(as_completed(running), "compile", total=len(trials)):
             problem, trial = finished.result(), running[finished]
             if problem is not None:
                 problems[trial] = problem
-                note = f"skipped {trial.work}, {trial.launch}: {problem}"
-                progress.console.print(note, markup=False)
-            progress.advance(task)
+                print(f"skipped {trial.work}, {trial.launch}: {problem}", file=sys.stderr)
     return problems
 
 
 def _choose_all(
-    usable: Mapping[str, Sequence[AnyLaunch]], present: Mapping[str, Steps], progress: Progress
+    usable: Mapping[str, Sequence[AnyLaunch]], present: Mapping[str, Steps]
 ) -> list[Choice]:
     work_and_size = [(work, size) for work in usable for size in work_sizes(work)]
     choices = []
-    for work, size in progress.track(work_and_size, description="time"):
+    for work, size in track(work_and_size, "time", total=len(work_and_size)):
         times = _times(list(build_cases(work, size, is_rotating=True)), usable[work])
         now: AnyLaunch = pick(present[work], size)
         choices.append(Choice(work, size, now, choose(times, now), times))
@@ -186,7 +180,8 @@ def _times(cases: Sequence[Case], launches: Sequence[AnyLaunch]) -> dict[AnyLaun
 
 def _weighted_time(cases: Sequence[Case], launch: AnyLaunch) -> float:
     return sum(
-        case.weight * replay_time(partial(case.run, launch)) / case.num_layers for case in cases
+        case.weight * timing.replay_time(partial(case.run, launch)) / case.num_layers
+        for case in cases
     )
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from dsv4.bench.gather import NUM_LAYERS as NUM_GATHER_LAYERS
-from dsv4.bench.gather import NUM_REQUESTS, compressed_handles, random_rows
+from dsv4.bench.gather import NUM_REQUESTS, are_same, compressed_handles, random_rows
 from dsv4.bench.write import NUM_LAYERS, WriteCase, write_case, write_config
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
@@ -181,8 +181,7 @@ def _gathers_same_values(launch: GatherLaunch) -> bool:
     rows[:, ::3] = -1
     expected = reference.gather_compressed_kv(memory, rows)
     got = gather.gather_compressed_kv(memory, rows, launch=launch)
-    same_bits = torch.equal(got.values.view(torch.int16), expected.values.view(torch.int16))
-    return same_bits and torch.equal(got.is_present, expected.is_present)
+    return are_same(got, expected)
 
 
 def _stores_same_bytes(

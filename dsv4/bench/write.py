@@ -1,19 +1,20 @@
 """`dsv4 bench write`: the write path of one layer, decode steps and a prefill, by graph replay."""
 
-import statistics
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from dsv4.bench.compare import load_peer
-from dsv4.bench.environment import environment
+from dsv4.bench import timing
+from dsv4.bench.compare import load_peer, peer_report
+from dsv4.bench.environment import environment, require_cuda
+from dsv4.bench.requests import acquire_layers
 from dsv4.bench.sglang_index import complex_frequencies
 from dsv4.bench.sglang_write import SGLangLayer, check_sglang
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
+from dsv4.console import track, working
 from dsv4.kernels import LayerProjections, LayerWeights, LayerWrites, ops
 from dsv4.kernels.peers.sglang import SGLangKernels, load_sglang
 from dsv4.model.layer_schedule import AttentionType
@@ -22,7 +23,6 @@ from dsv4.testing import model_projections, model_weights, move_to
 BATCHES = (1, 32, 128, 256)
 PREFILL_TOKENS = 8192
 NUM_LAYERS = 43  # as many pools to rotate over as V4-Flash has layers
-COPY_BANDWIDTH = 4.27e12  # bytes a second, device copy on an H200
 
 
 def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) -> dict[str, Any]:
@@ -30,41 +30,54 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) ->
 
     With `compare` SGLang's kernels of a decode step beside them, 43 layers in turn.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("dsv4 bench write needs a CUDA device, and there is none")
+    require_cuda("write")
     sglang, problem = load_peer(load_sglang) if compare else (None, "")
-    rows: list[dict[str, Any]] = []
-    for kind in AttentionType:
-        _check_bytes(kind)
-        if sglang is not None:
-            check_sglang(sglang, write_config(kind))
-        for is_closing in (False, True) if kind.ratio else (False,):
-            for batch in batches:
-                warm = _time(kind, batch, is_closing=is_closing, num_layers=1)
-                rotating = _time(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS)
-                floor = _bytes_moved(kind, batch, is_closing=is_closing) / COPY_BANDWIDTH * 1e6
-                rows.append(
-                    {
-                        "type": kind.name, "closing": is_closing, "batch": batch,
-                        "warm_us": warm, "rotating_us": rotating, "floor_us": floor,
-                    }
-                )  # fmt: skip
-                if sglang is not None:
-                    time = _time_sglang(sglang, kind, batch, is_closing=is_closing)
-                    rows[-1] |= {"sglang_us": time, "ratio": rotating / time}
-    prefill = [
-        {
-            "type": kind.name,
-            "tokens": PREFILL_TOKENS,
-            "us": _time_prefill(kind),
-            "floor_us": _prefill_bytes(kind) / COPY_BANDWIDTH * 1e6,
-        }
+    with working("checking"):
+        for kind in AttentionType:
+            _check_bytes(kind)
+            if sglang is not None:
+                check_sglang(sglang, write_config(kind))
+    steps = [
+        (kind, is_closing, batch)
         for kind in AttentionType
+        for is_closing in ((False, True) if kind.ratio else (False,))
+        for batch in batches
     ]
-    peers = {"peers": {"SGLang": problem or "compared"}} if compare else {}
+    kinds = list(AttentionType)
+    tracked = track(steps, "decode steps", total=len(steps))
     return {
-        "bench": "write", "rows": rows, "prefill": prefill, **peers, "environment": environment(),
-    }  # fmt: skip
+        "bench": "write",
+        "rows": [_step_row(*step, sglang) for step in tracked],
+        "prefill": [_prefill_row(kind) for kind in track(kinds, "prefills", total=len(kinds))],
+        **peer_report(compare, {"SGLang": problem}),
+        "environment": environment(),
+    }
+
+
+def _step_row(
+    kind: AttentionType, is_closing: bool, batch: int, sglang: SGLangKernels | None
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "type": kind.name,
+        "closing": is_closing,
+        "batch": batch,
+        "warm_us": _time(kind, batch, is_closing=is_closing, num_layers=1),
+        "rotating_us": _time(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS),
+        "floor_us": timing.floor_us(_bytes_moved(kind, batch, is_closing=is_closing)),
+    }
+    if sglang is not None:
+        time = _time_sglang(sglang, kind, batch, is_closing=is_closing)
+        row |= {"sglang_us": time, "ratio": row["rotating_us"] / time}
+    return row
+
+
+def _prefill_row(kind: AttentionType) -> dict[str, Any]:
+    return {
+        "type": kind.name,
+        "tokens": PREFILL_TOKENS,
+        "us": _time_prefill(kind),
+        "floor_us": timing.floor_us(_prefill_bytes(kind)),
+    }
 
 
 class WriteCase(NamedTuple):
@@ -101,7 +114,7 @@ def write_case(
     plan = prepare_forward(manager, slots, [before] * batch, [after] * batch)
     num_tokens = batch * (after - before)
     inputs = model_projections(config, num_tokens, seed=1, dtype=torch.bfloat16)
-    handles = [manager.acquire(idx, plan) for idx in range(config.num_layers)]
+    handles = acquire_layers(manager, plan)
     for handle in handles:
         for tail in (handle.state.tail, handle.state.index_tail):
             if tail is not None:
@@ -116,14 +129,14 @@ def write_case(
 def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> float:
     """Median microseconds per layer over replays of a captured step."""
     case = _step_case(kind, batch, is_closing=is_closing, num_layers=num_layers)
-    repeats = 20 if num_layers == 1 else 1
+    layers = list(zip(*case, strict=True))
 
-    def step() -> None:
-        for _ in range(repeats):
-            for layer in zip(*case, strict=True):
-                write_layer(*layer)
+    def write(layer_idx: int) -> None:
+        write_layer(*layers[layer_idx])
 
-    return replay_time(step) / (repeats * num_layers)
+    if num_layers == 1:
+        return timing.time_same_layer(write)
+    return timing.time_in_turn(write, num_layers)
 
 
 def _step_case(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> WriteCase:
@@ -139,38 +152,14 @@ def _time_sglang(
     case = _step_case(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS)
     frequencies = complex_frequencies(case.handles[0].rope)
     layers = [SGLangLayer(kernels, *layer, frequencies) for layer in zip(*case, strict=True)]
-
-    def step() -> None:
-        for layer in layers:
-            layer.run()
-
-    return replay_time(step) / len(layers)
+    return timing.time_in_turn(lambda layer_idx: layers[layer_idx].run(), NUM_LAYERS)
 
 
 def _time_prefill(kind: AttentionType) -> float:
     """Median microseconds of one layer's writes for a chunk from position 0."""
     case = write_case(write_config(kind), 1, before=0, after=PREFILL_TOKENS)
     ((handle, inputs, weights),) = zip(*case, strict=True)
-    return replay_time(lambda: write_layer(handle, inputs, weights))
-
-
-def replay_time(step: Callable[[], None], *, num_replays: int = 20) -> float:
-    """Median microseconds of a captured step."""
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(num_replays + 3):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return float(statistics.median(times[3:]))
+    return timing.replay_time(lambda: write_layer(handle, inputs, weights))
 
 
 def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:

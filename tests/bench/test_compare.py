@@ -7,33 +7,29 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig
-from dsv4.bench import attend, index, sglang_write, write
+from dsv4.bench import attend, attend_case, attend_prefill, index, sglang_write, timing, write
 from dsv4.bench.attend import AttendShape
+from dsv4.bench.attend_case import check_result
+from dsv4.bench.attend_prefill import PrefillShape, count_visible, prefill_case
 from dsv4.cli import main
 from dsv4.model.layer_schedule import AttentionType
-from tests.kernels.fake_peers import FakeDeepGEMM, FakeFlashMLA, FakeSGLang
+from tests.kernels.fake_peers import FakeDeepGEMM, FakeFlashMLA, FakePrefill, FakeSGLang
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins run on the CPU")
 
 
-def replay_once(step, **_):
-    step()
-    return 8.0
+CHUNKS = (PrefillShape("CSA", 4, 64, 300.0), PrefillShape("HCA", 128, 0, 350.0))
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
-    monkeypatch.setenv("COLUMNS", "200")
+def few_layers(clock, monkeypatch):
     for module in (attend, index):
-        monkeypatch.setattr(module, "replay_time", replay_once)
         monkeypatch.setattr(module, "NUM_LAYERS", 2)
-        monkeypatch.setattr(module, "REPEATS", 2)
+    monkeypatch.setattr(index, "NUM_TURNS", 1)
 
 
 @pytest.fixture
-def small_attend(clock, monkeypatch):
+def small_attend(few_layers, monkeypatch):
     shapes = (
         AttendShape("CSA", CacheConfig.v4_flash, 4, 8, 300, 64, (1, 2)),
         AttendShape("HCA", CacheConfig.v4_flash, 128, 64, 300, 2, (1,)),
@@ -41,27 +37,83 @@ def small_attend(clock, monkeypatch):
     )
     monkeypatch.setattr(attend, "SHAPES", shapes)
     monkeypatch.setattr(attend, "DEVICE", "cpu")
-    ours = attend._attend
-    monkeypatch.setattr(  # only the reference, since the interpreter is slow
-        attend, "_attend",
-        lambda case, layer_idx, backend="", **options: ours(
-            case, layer_idx, backend="reference", **options
-        ),
-    )  # fmt: skip
+    load = attend_case.load_backend  # only the reference, since the interpreter is slow
+    monkeypatch.setattr(attend_case, "load_backend", lambda name: load("reference"))
 
 
-def test_attend(small_attend, monkeypatch, capsys):
-    fake = FakeFlashMLA()
+@pytest.fixture
+def small_chunk(monkeypatch):
+    """Positions 508 to 513: from the fourth query on an HCA entry more is seen."""
+    monkeypatch.setattr(attend_prefill, "CONTEXT", 514)
+    monkeypatch.setattr(attend_prefill, "CHUNK", 6)
+    monkeypatch.setattr(attend_prefill, "CHECKED_QUERIES", 4)
+    monkeypatch.setattr(attend_prefill, "SHAPES", CHUNKS)
+
+
+def test_attend(small_attend, small_chunk, monkeypatch, capsys):
+    fake, prefill = FakeFlashMLA(), FakePrefill()
     monkeypatch.setattr(attend, "load_flash_mla", lambda: fake)
+    monkeypatch.setattr(attend, "load_flash_mla_prefill", lambda: prefill)
     assert main(["bench", "attend", "--compare"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
     assert any("FlashMLA" in line and "ours / theirs" in line for line in table)
     result = json.loads(last)
-    assert result["peers"] == {"FlashMLA": "compared"}
+    assert result["peers"] == {"FlashMLA": "compared", "FlashMLA's prefill": "compared"}
     for row in result["rows"]:
         assert row["flashmla_us"] == 4.0 and row["ratio"] == 1.0
     assert [row["batch"] for row in result["rows"]] == [1, 2, 1, 1]
     assert {tuple(call.query.shape) for call in fake.calls} == {(1, 1, 64, 512), (2, 1, 64, 512)}
+    num_rows = [6 * (128 + 64), 6 * 128 + 3 * 3 + 3 * 4]
+    for row, shape, count in zip(result["prefill"], CHUNKS, num_rows, strict=True):
+        assert (row["layer"], row["tokens"], row["context"]) == (shape.name, 6, 514)
+        assert row["tflops"] == row["flashmla_tflops"] == 4 * 64 * count * 512 / 8.0 / 1e6
+        assert (row["rows"], row["us"], row["flashmla_us"], row["ratio"]) == (count, 8.0, 8.0, 1.0)
+        assert row["target_tflops"] == shape.target_tflops
+    assert any("prefill chunk" in line for line in table)
+    assert any("FlashMLA TFLOP/s" in line for line in table)
+    assert [call.counts is None for call in prefill.calls] == [True, True, False, False]
+    assert prefill.calls[2].counts.tolist() == [128 + 3] * 3 + [128 + 4] * 3
+
+
+@pytest.mark.parametrize("shape", CHUNKS, ids=lambda shape: shape.name)
+def test_our_kernel_attends_a_chunk(small_chunk, shape):
+    case = prefill_case(shape, device="cpu")
+    queries = torch.tensor([0, 3, 5])
+    check_result(case, attend_case.attend(case, 0), "the output", queries=queries)
+    assert case.handles[0].tokens.workspace_starts.tolist() == [0]
+
+
+def test_selected_entries_are_distinct_visible_and_ascending(small_chunk):
+    case = prefill_case(CHUNKS[0], device="cpu")
+    (handle,), (rows,) = case.handles, case.rows
+    blocks = handle.block_table[0].long().tolist()
+    entries = [[blocks.index(row // 64) * 64 + row % 64 for row in line] for line in rows.tolist()]
+    for position, line in enumerate(entries, start=508):
+        assert line == sorted(set(line)) and len(line) == 64
+        assert line[0] >= 0 and (position + 1) // 4 - 3 <= line[-1] < (position + 1) // 4
+    assert entries[0] != entries[1] and count_visible(case) == 6 * (128 + 64)
+
+
+@pytest.mark.parametrize("wrong", ["ours", "FlashMLA's"])
+def test_a_chunk_that_is_wrong_is_not_timed(small_attend, small_chunk, wrong, monkeypatch, capsys):
+    fake, right = FakePrefill(), attend_prefill.attend
+
+    def shifted(inputs):
+        return fake(inputs._replace(rows=inputs.rows.where(inputs.rows < 0, inputs.rows + 1)))
+
+    def spoiled(case, layer_idx):
+        result = right(case, layer_idx)
+        result.output[-1] = 0
+        return result
+
+    monkeypatch.setattr(attend, "SHAPES", ())
+    monkeypatch.setattr(attend, "load_flash_mla", refuse)
+    monkeypatch.setattr(attend, "load_flash_mla_prefill", lambda: shifted)
+    if wrong == "ours":
+        monkeypatch.setattr(attend_prefill, "attend", spoiled)
+    assert main(["bench", "attend", "--compare"]) == 1
+    what = {"ours": "the output", "FlashMLA's": "FlashMLA's output"}[wrong]
+    assert f"CSA: {what} of a chunk differs from the reference's" in capsys.readouterr().err
 
 
 def test_attend_that_is_wrong_is_not_timed(small_attend, monkeypatch, capsys):
@@ -79,17 +131,20 @@ def refuse():
     raise ImportError("nothing here: pip install 'dsv4[peer]'")
 
 
-def test_attend_without_the_peer(small_attend, monkeypatch, capsys):
+def test_attend_without_the_peer(small_attend, small_chunk, monkeypatch, capsys):
     monkeypatch.setattr(attend, "load_flash_mla", refuse)
+    monkeypatch.setattr(attend, "load_flash_mla_prefill", refuse)
     assert main(["bench", "attend", "--compare"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
     assert "FlashMLA is not compared: nothing here: pip install 'dsv4[peer]'" in table
-    assert "flashmla_us" not in json.loads(last)["rows"][0]
+    assert "FlashMLA's prefill is not compared: nothing here: pip install 'dsv4[peer]'" in table
+    for row in (json.loads(last)[part][0] for part in ("rows", "prefill")):
+        assert "flashmla_us" not in row
 
 
 @pytest.fixture
-def small_index(clock, monkeypatch):
-    monkeypatch.setattr(index, "replay_time", lambda step, **_: 8.0)  # the interpreter is slow
+def small_index(few_layers, monkeypatch):
+    monkeypatch.setattr(timing, "replay_time", lambda step, **_: 8.0)  # the interpreter is slow
     monkeypatch.setattr(index, "SCORED", ((600, 2),))
     monkeypatch.setattr(index, "CHOSEN", ())
     monkeypatch.setattr(index, "CHUNK_TOKENS", 4)
@@ -183,14 +238,14 @@ def test_sglang_that_is_wrong_is_not_timed(spoil, what, small_index, sglang, mon
 
 @pytest.fixture
 def small_write(clock, monkeypatch):
-    monkeypatch.setattr(write, "replay_time", lambda step, **_: 8.0)
+    monkeypatch.setattr(write, "write_layer", lambda *_: None)  # the interpreter is slow
     monkeypatch.setattr(write, "NUM_LAYERS", 2)
     monkeypatch.setattr(write, "PREFILL_TOKENS", 8)
     monkeypatch.setattr(write, "_check_bytes", lambda kind: None)  # it needs a GPU
     for name in ("write_case", "check_sglang"):
         on_cpu = functools.partial(getattr(write, name), device="cpu")
         monkeypatch.setattr(write, name, on_cpu)
-    monkeypatch.setattr(write.bench_write, "__kwdefaults__", {"batches": (2,), "compare": False})
+    monkeypatch.setattr(write, "bench_write", functools.partial(write.bench_write, batches=(2,)))
 
 
 def test_write(small_write, sglang, capsys):
@@ -201,7 +256,9 @@ def test_write(small_write, sglang, capsys):
     assert result["peers"] == {"SGLang": "compared"}
     assert [(row["sglang_us"], row["ratio"]) for row in result["rows"]] == [(4.0, 1.0)] * 5
     one, entry = ["store_window"], ["pool", "store_entries"]
-    assert sglang.calls == [*one, *one, *entry, *entry, *one, *entry]
+    csa, hca = [*one, *entry, *entry], [*one, *entry]
+    checks, steps = [*one, *csa, *hca], [*one * 2, *csa * 4, *hca * 4]  # 2 layers in turn
+    assert sglang.calls == checks + steps
 
 
 def test_write_without_the_peer(small_write, monkeypatch, capsys):

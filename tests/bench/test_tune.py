@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from rich.progress import Progress
 
-from dsv4.bench import tune, tune_cases
+from dsv4.bench import timing, tune, tune_cases
 from dsv4.bench.tune import (
     Choice,
     Trial,
@@ -110,12 +109,12 @@ def wide_spills(work, launch):
     return "spills" if launch.num_warps == 4 else None
 
 
-def test_launches_are_tried_in_processes_of_their_own(monkeypatch):
+def test_launches_are_tried_in_processes_of_their_own(monkeypatch, capsys):
     monkeypatch.setattr(tune, "problem_of", wide_spills)
     monkeypatch.setattr(tune, "MAX_WORKERS", 1)
     trials = [Trial("swa decode", launch) for launch in (A, B, C)]
-    with Progress(disable=True) as progress:
-        assert tune._problems(trials, progress) == {trials[2]: "spills"}
+    assert tune._problems(trials) == {trials[2]: "spills"}
+    assert capsys.readouterr().err == f"skipped swa decode, {C}: spills\n"
 
 
 class FakeGPU:
@@ -128,9 +127,9 @@ class FakeGPU:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
         monkeypatch.setattr(tune, "environment", dict)
-        monkeypatch.setattr(tune, "_problems", lambda trials, progress: self.problems)
+        monkeypatch.setattr(tune, "_problems", lambda trials: self.problems)
         monkeypatch.setattr(tune, "build_cases", self.build_cases)
-        monkeypatch.setattr(tune, "replay_time", lambda run: 2 * run())
+        monkeypatch.setattr(timing, "replay_time", lambda run: 2 * run())
         self.problems: dict = {Trial("gather", GatherLaunch(1, 1)): "spills 2 registers"}
 
     def build_cases(self, work, size, *, is_rotating):
@@ -171,7 +170,7 @@ def test_the_command_writes_one_architecture(fake_gpu, capsys):
 def test_times_are_weighted_and_the_quickest_of_the_rounds(monkeypatch):
     cases = [Case(lambda _: None, 2, 1.0), Case(lambda _: None, 4, 0.25)]
     measured = iter([8.0, 16.0, 80.0, 160.0, 6.0, 16.0, 80.0, 160.0, 8.0, 16.0, 80.0, 144.0])
-    monkeypatch.setattr(tune, "replay_time", lambda _: next(measured))
+    monkeypatch.setattr(timing, "replay_time", lambda _: next(measured))
     assert tune._times(cases, [A, B]) == {A: 6 / 2 + 16 / 4 / 4, B: 80 / 2 + 144 / 4 / 4}
 
 

@@ -1,7 +1,7 @@
 """`make soak MINUTES=…`: random lives of requests with fresh seeds, for as long as asked.
 
-A failure prints the steps that led to it, as small as Hypothesis gets them, and exits with 1. The
-last line is JSON.
+On a GPU (`DEVICE=cuda`) with Triton's kernels. A failure prints the steps that led to it, as small
+as Hypothesis gets them, and exits with 1. The last line is JSON.
 """
 
 import argparse
@@ -12,30 +12,35 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.cache.life import Life, WholeLife
+from tests.cache.life import Life, WholeLife, on_kernels
 
-ROUND = {Life: settings(max_examples=100, stateful_step_count=50),
-         WholeLife: settings(max_examples=10, stateful_step_count=50)}  # fmt: skip
+EXAMPLES_A_ROUND = {Life: 100, WholeLife: 10}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    minutes = parser.parse_args().minutes
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    start, num_rounds = time.monotonic(), 0
-    while time.monotonic() - start < 60 * minutes:
-        for machine, sizes in ROUND.items():
+    machines = {
+        machine if options.device == "cpu" else on_kernels(machine, options.device): num_examples
+        for machine, num_examples in EXAMPLES_A_ROUND.items()
+    }
+    start = time.monotonic()
+    while time.monotonic() - start < 60 * options.minutes:
+        for machine, num_examples in machines.items():
             chosen = settings(
-                sizes, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-            )
+                max_examples=num_examples, stateful_step_count=50, deadline=None, database=None,
+                suppress_health_check=list(HealthCheck),
+            )  # fmt: skip
             run_state_machine_as_test(machine, settings=chosen)
-        num_rounds += 1
     result = {
         "soak": "cache",
+        "device": options.device,
         "minutes": round((time.monotonic() - start) / 60, 1),
-        "rounds": num_rounds,
-        "steps": {machine.__name__: machine.num_steps for machine in ROUND},
+        "lives": {machine.__name__: machine.num_lives for machine in machines},
+        "steps": {machine.__name__: machine.num_steps for machine in machines},
     }
     print(json.dumps(result))
 

@@ -6,10 +6,19 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from dsv4.cache.prefix_cache import PrefixCache
 from dsv4.errors import IntegrityError
-from tests.cache.life import DRAFTS, SHORT, WHOLE, Life, WholeLife, assert_stores
+from tests.cache.life import (
+    DRAFTS,
+    SHORT,
+    WHOLE,
+    Life,
+    WholeLife,
+    assert_stores,
+    on_kernels,
+)
 
 COMMON = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 TestLife = Life.TestCase
@@ -125,6 +134,34 @@ def test_a_checkpoint_of_rejected_tokens_is_found(monkeypatch, is_broken):
 
 def test_ids_decide_a_sequence():
     first, second = (WHOLE.oracle_of(bytes(ids)) for ids in ([0, 1, 1, 0], [0, 1, 0, 0]))
-    for mine, other in itertools.islice(zip(first, second, strict=True), 1, 2):
-        assert torch.equal(mine.window.data[:2], other.window.data[:2])
-        assert not torch.equal(mine.entries.data, other.entries.data)
+    for mine, other in zip(first.layers, second.layers, strict=True):
+        assert torch.equal(mine.output[:2], other.output[:2])
+        assert not torch.equal(mine.output[2], other.output[2])
+
+
+def test_another_choice_of_entries_is_found():
+    machine = Life()
+    machine.start()
+    machine.open()
+    assert machine.grow({0: 30}, seed=0)
+    machine.manager.paged.layer(1).index_keys.data.random_(0, 256)
+    with pytest.raises(AssertionError, match="other entries were chosen"):
+        machine.grow({0: 1}, seed=0)
+
+
+def test_kernels_are_compared_with_a_fresh_request():
+    machine = on_kernels(Life, "cpu")()
+    machine.start()
+    machine.open()
+    assert machine.grow({0: 17}, seed=0) and machine.grow({0: 2}, seed=1)
+    machine.every_request_is_right()
+    machine.manager.state.layer(1).tail[0, 18 % (8 + DRAFTS)] = 0
+    with pytest.raises(AssertionError):
+        machine.every_request_is_right()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("machine", [Life, WholeLife])
+def test_life_on_a_gpu(machine):
+    chosen = settings(max_examples=10, stateful_step_count=30, **COMMON)
+    run_state_machine_as_test(on_kernels(machine, "cuda"), settings=chosen)

@@ -18,6 +18,7 @@ from dsv4.testing import (
     run_forward,
     take_rows,
 )
+from tests.cache.live import assert_same, live_bytes
 
 BLOCK = 128
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -45,33 +46,6 @@ def feed(manager, slot, after):
     device = str(manager.device)
     weights, tokens = ([move_to(device, layer) for layer in layers] for layers in (WEIGHTS, TOKENS))
     return run_forward(manager, weights, [Row(slot, tokens, int(manager.lengths[slot]), after)])
-
-
-def live_bytes(manager, slot):
-    """All that a request of its length can read, as bytes."""
-    length, parts = int(manager.lengths[slot]), []
-    for idx, schema in enumerate(manager.schemas):
-        state, pages = manager.state.layer(idx), manager.paged.layer(idx)
-        rows = torch.arange(max(0, length - 128), length) % schema.ring_rows
-        parts += [state.ring.data[slot, rows], state.ring.scales[slot, rows]]
-        if pages is None:
-            continue
-        start = max(0, length // schema.ratio * schema.ratio - schema.tail_buffer_size_b)
-        rows = torch.arange(start, length) % schema.tail_rows
-        parts += [tail[slot, rows] for tail in (state.tail, state.index_tail) if tail is not None]
-        entries = torch.arange(length // schema.ratio)
-        blocks = torch.from_numpy(manager.host_block_table[slot]).long()
-        for part in (pages.entries, pages.index_keys):
-            if part is not None:
-                place = blocks[entries // schema.entries_per_block]
-                rows = entries % schema.entries_per_block
-                parts += [part.data[place, rows], part.scales[place, rows]]
-    return [part.cpu() for part in parts]
-
-
-def assert_same(mine, other):
-    for got, want in zip(mine, other, strict=True):
-        assert torch.equal(got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
 
 
 def assert_like_a_cold_run(manager, slot, *, after):

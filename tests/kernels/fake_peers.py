@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import PagedRows, index_row, kv_row
-from dsv4.kernels.peers.find import Decoded, DecodeInputs, PagedLogits
+from dsv4.kernels.peers.find import Decoded, DecodeInputs, PagedLogits, PrefillInputs
 from dsv4.kernels.peers.sglang import RING_ROWS, SGLangKernels
 from dsv4.kernels.reference.arithmetic import hadamard, rms_norm
 from dsv4.kernels.reference.attention import attend_dense
@@ -69,6 +69,33 @@ class FakeFlashMLA:
             assert counts.shape == (num_tokens,) and counts.dtype is torch.int32
             rows = torch.where(torch.arange(rows.shape[1]) < counts[:, None], rows, -1)
         return gather_rows(as_rows(KV_ROW, pages), rows), rows >= 0
+
+
+class FakePrefill:
+    """`SparsePrefill` that keeps what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[PrefillInputs] = []
+
+    def __call__(self, inputs: PrefillInputs) -> Decoded:
+        self.calls.append(inputs)
+        num_tokens, heads, dim = inputs.query.shape
+        num_rows, one, width = inputs.values.shape
+        assert heads in (64, 128) and dim == width == 512 and one == 1
+        assert inputs.query.dtype is inputs.values.dtype is torch.bfloat16
+        assert inputs.sinks is not None
+        assert inputs.sinks.shape == (heads,) and inputs.sinks.dtype is torch.float32
+        assert inputs.rows.shape[:2] == (num_tokens, 1) and inputs.rows.dtype is torch.int32
+        assert inputs.rows.shape[2] % 128 == 0 and inputs.rows.is_contiguous()
+        rows = inputs.rows[:, 0].long()
+        assert (rows >= -1).all() and (rows < num_rows).all()
+        if inputs.counts is not None:
+            assert inputs.counts.shape == (num_tokens,) and inputs.counts.dtype is torch.int32
+            assert (inputs.counts <= rows.shape[1]).all()
+            rows = torch.where(torch.arange(rows.shape[1]) < inputs.counts[:, None], rows, -1)
+        values = inputs.values[rows.clamp(min=0), 0].float()
+        output, lse = attend_dense(inputs.query.float(), values, rows >= 0, inputs.sinks)
+        return Decoded(output.bfloat16()[:, None], lse[:, :, None], None)
 
 
 class FakeDeepGEMM:

@@ -288,11 +288,12 @@ def no_peers(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv(find.FOLDER_VARIABLE, raising=False)
-    find.load_flash_mla.cache_clear()
-    find.load_deep_gemm.cache_clear()
+    loads = (find.load_flash_mla, find.load_flash_mla_prefill, find.load_deep_gemm)
+    for load in loads:
+        load.cache_clear()
     yield
-    find.load_flash_mla.cache_clear()
-    find.load_deep_gemm.cache_clear()
+    for load in loads:
+        load.cache_clear()
 
 
 def test_what_to_install(no_peers):
@@ -370,6 +371,16 @@ def vllm_operator():
         return tuple(torch.full((1,), float(part)) for part in range(4))
 
     library.impl("sparse_decode_fwd", run, "CPU")
+    library.define(
+        "sparse_prefill_fwd(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v, "
+        "Tensor? attn_sink, Tensor? topk_length, Tensor(a!)? out_) -> Tensor[]"
+    )
+
+    def run_prefill(query, *arguments):
+        calls.append((query, *arguments))
+        return [torch.full((2, 3, *tail), float(part)) for part, tail in enumerate([(4,), (), ()])]
+
+    library.impl("sparse_prefill_fwd", run_prefill, "CPU")
     yield calls
     library._destroy()
 
@@ -384,6 +395,27 @@ def test_vllms_operator_is_called_as_it_is_declared(vllm_operator, no_peers):
     assert first[3] is first[5] is first[6] is first[12] is None
     assert first[7:10] == (14, 15, 16) and first[10:12] == (512, 512**-0.5)
     assert second[5:7] == (2, 3) and (decoded.output, decoded.lse) == (0, 1)
+
+
+def test_vllms_prefill_is_called_as_it_is_declared(vllm_operator, no_peers):
+    run = find.load_flash_mla_prefill()
+    inputs = find.PrefillInputs(*(torch.full((1,), 10.0 + part) for part in range(5)))
+    output, lse, _ = run(inputs)
+    run(inputs._replace(sinks=None, counts=None))
+    first, second = vllm_operator
+    assert first[:3] == (10, 12, 13) and first[5:] == (11, 14, None)
+    assert first[3:5] == second[3:5] == (512**-0.5, 512)
+    assert second[5:] == (None, None, None)
+    assert output.shape == (2, 1, 3, 4) and lse.shape == (2, 3, 1)
+    assert (output == 0).all() and (lse == 2).all()
+
+
+def test_no_prefill_of_flashmla(no_peers, monkeypatch):
+    with pytest.raises(ImportError, match="vllm: not installed"):
+        find.load_flash_mla_prefill()
+    monkeypatch.setattr(find, "_load_library", lambda package, pattern: None)
+    with pytest.raises(ImportError, match="vllm: its FlashMLA has no sparse_prefill_fwd"):
+        find.load_flash_mla_prefill()
 
 
 def deep_gemm_package(**functions):

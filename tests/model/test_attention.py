@@ -110,42 +110,6 @@ def test_a_wider_model_with_more_entries_than_top_k():
     run.check()
 
 
-@pytest.mark.parametrize("layer_idx", [0, 2], ids=["SWA", "HCA"])
-def test_bf16_error_is_no_larger_than_transformers_own(model, layer_idx):
-    num_tokens = 300
-    config = CacheConfig.from_hf(model.config, kv_format="bf16", index_format="bf16")
-    low = random_hf_model(seed=0).to(torch.bfloat16)
-    attention = low.model.layers[layer_idx].self_attn
-    hidden = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
-
-    manager = KVCacheManager(config, max_requests=1, num_blocks=4)
-    plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
-    block = AttentionSubBlock.from_hf(attention, config, layer_idx)
-    mine = block(hidden, manager.acquire(layer_idx, plan))
-    theirs = run_alone_in_transformers(low, attention, hidden)
-    exact = run_alone_in_transformers(low.float(), attention.float(), hidden.float())
-
-    def error(output):
-        return (output.float() - exact).norm() / exact.norm()
-
-    assert mine.dtype is torch.bfloat16
-    assert error(mine) <= error(theirs)
-
-
-def run_alone_in_transformers(model, attention, hidden):
-    positions = torch.arange(len(hidden))[None]
-    distance = positions[0][:, None] - positions[0]
-    is_seen = (distance >= 0) & (distance < model.config.sliding_window)
-    mask = torch.zeros(is_seen.shape, dtype=hidden.dtype).masked_fill(~is_seen, -torch.inf)
-    embeddings = {
-        base: model.model.rotary_emb(hidden[None], position_ids=positions, layer_type=base)
-        for base in ("main", "compress")
-    }
-    with torch.no_grad():
-        output, _ = attention(hidden[None], embeddings, positions, mask[None, None])
-    return output[0]
-
-
 def test_padding_rows_touch_nothing_and_give_zero(model, recorded):
     config = exact_config(model)
     manager = KVCacheManager(config, max_requests=4, num_blocks=8)

@@ -22,6 +22,7 @@ FOLDER_VARIABLE = "DSV4_PEERS"
 PAGE_KEYS = 64  # keys of a page that DeepGEMM takes
 VALUE_DIM = 512
 SOFTMAX_SCALE = VALUE_DIM**-0.5
+LISTED_AT_ONCE = 128  # widths of lists of rows for FlashMLA are multiples of it
 
 
 class DecodeInputs(NamedTuple):
@@ -53,6 +54,25 @@ class Decoded(NamedTuple):
 
 
 SparseDecode = Callable[[DecodeInputs, Any], Decoded]
+
+
+class PrefillInputs(NamedTuple):
+    """What FlashMLA's sparse prefill is given.
+
+    query is `[num_tokens, heads, 512]` BF16 with 64 or 128 heads, sinks `[heads]` fp32 or None;
+    values are rows `[num_rows, 1, 512]` BF16, dense; rows `[num_tokens, 1, n]` int32 names them,
+    -1 for none, n a multiple of LISTED_AT_ONCE; counts `[num_tokens]` int32 says how many of them
+    are looked at, None for all.
+    """
+
+    query: Tensor
+    sinks: Tensor | None
+    values: Tensor
+    rows: Tensor
+    counts: Tensor | None
+
+
+SparsePrefill = Callable[[PrefillInputs], Decoded]
 
 
 class PagedLogits(NamedTuple):
@@ -92,6 +112,26 @@ def load_flash_mla() -> SparseDecode:
         "pip install 'dsv4[flashmla]', or use vLLM's copy or a flash_mla from before 2026.09.30 "
         f"({'; '.join(problems)})"
     )
+
+
+@cache
+def load_flash_mla_prefill() -> SparsePrefill:
+    """FlashMLA's sparse prefill on dense BF16 rows, which is looked for in vLLM alone.
+
+    Raises:
+        ImportError: There is none here; says why.
+    """
+    _add_folder_of_environment()
+    operator = _vllm_operator("sparse_prefill_fwd")
+
+    def run(inputs: PrefillInputs) -> Decoded:
+        output, _, lse = operator(
+            inputs.query, inputs.values, inputs.rows, SOFTMAX_SCALE, VALUE_DIM, inputs.sinks,
+            inputs.counts, None,
+        )  # fmt: skip
+        return Decoded(output[:, None], lse[:, :, None], None)
+
+    return run
 
 
 @cache
@@ -162,9 +202,7 @@ def _flash_mla_of_package() -> SparseDecode:
 
 
 def _flash_mla_of_vllm() -> SparseDecode:
-    if not hasattr(torch.ops._flashmla_C, "sparse_decode_fwd"):
-        _load_library("vllm", "_flashmla_C*.so")
-    operator = torch.ops._flashmla_C.sparse_decode_fwd
+    operator = _vllm_operator("sparse_decode_fwd")
 
     def run(inputs: DecodeInputs, schedule: Any) -> Decoded:
         tiles, splits = (None, None) if schedule is None else schedule
@@ -175,6 +213,16 @@ def _flash_mla_of_vllm() -> SparseDecode:
         return Decoded(output, lse, (tiles, splits))
 
     return run
+
+
+def _vllm_operator(name: str) -> Any:
+    """An operator of vLLM's copy of FlashMLA."""
+    operators = torch.ops._flashmla_C
+    if not hasattr(operators, name):
+        _load_library("vllm", "_flashmla_C*.so")
+    if not hasattr(operators, name):
+        raise ImportError(f"vllm: its FlashMLA has no {name}")
+    return getattr(operators, name)
 
 
 def _load_library(package: str, pattern: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4.formats import PagedRows, round_up
 from dsv4.kernels import AttentionResult, LayerMemory, TokenMap
-from dsv4.kernels.peers.find import Decoded, DecodeInputs, load_flash_mla
+from dsv4.kernels.peers.find import LISTED_AT_ONCE, Decoded, DecodeInputs, load_flash_mla
 from dsv4.kernels.triton.gather import (
     find_entries,
     find_listed,
@@ -28,7 +28,6 @@ from dsv4.kernels.triton.primitives import bf16_bits, load_rope, rotate_tail
 from dsv4.model.rope import RopeTable
 
 HEADS = (64, 128)  # of a query; fewer are padded
-LISTED_AT_ONCE = 128  # widths of row lists are multiples of it
 MAX_TOKENS = 1024  # of a call: FlashMLA's accumulators take 128 or 256 KiB a token
 MAX_LIST_BYTES = 64 << 20
 FINISHED_HEADS = 8  # heads that a program rotates back

@@ -1,0 +1,256 @@
+"""The results of the benches as people read them: tables, and sentences below."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+Result = Mapping[str, Any]
+Columns = Sequence[tuple[str, str]]  # headings, and templates of cells
+
+DECODE_TIMES: Columns = (
+    ("tokens", "{tokens:,}"), ("batch", "{batch}{star}"), ("all 43 layers", "{total_us:.0f}"),
+    ("write", "{write_us:.0f}"), ("index", "{index_us:.0f}"), ("attention", "{attention_us:.0f}"),
+)  # fmt: skip
+STEP_TIMES: Columns = (
+    ("batch", "{batch}"), ("context", "{context:,}"), ("this cache", "{step_us[this]:,.0f}"),
+    ("transformers'", "{step_us[transformers]:,.0f}"), ("faster", "{speedup:.2f} x"),
+    ("free cache", "{step_us[free]:,.0f}"), ("would be faster", "{ceiling:.2f} x"),
+    ("attention, this", "{attention_us[this]:,.0f}"),
+    ("transformers'", "{attention_us[transformers]:,.0f}"),
+    ("faster", "{attention_speedup:.2f} x"),
+)  # fmt: skip
+
+
+class Shown(NamedTuple):
+    """What is printed of a result."""
+
+    tables: Sequence[Table]
+    sentences: Sequence[str] = ()
+
+
+def build_table(
+    title: str, rows: Iterable[Result], columns: Columns, *, num_left: int = 0,
+    caption: str | None = None,
+) -> Table:  # fmt: skip
+    """A table whose cells are filled in from rows; all but the first columns stand right."""
+    table = Table(title=title, caption=caption)
+    for idx, (heading, _) in enumerate(columns):
+        table.add_column(heading, justify="left" if idx < num_left else "right")
+    for row in rows:
+        table.add_row(*(_cell(template, row) for _, template in columns))
+    return table
+
+
+def _cell(template: str, row: Result) -> str:
+    """The filled template; a dash where the row has no such number."""
+    try:
+        return template.format_map(row)
+    except KeyError:
+        return "-"
+
+
+def show_plan(result: Result) -> Shown:
+    """Host times of plans, by number of layers."""
+    title = f"prepare_forward, {result['num_requests']} requests, one token each"
+    return Shown([_host_times(title, "V4-Flash", result)])
+
+
+def show_prefix(result: Result) -> Shown:
+    """Host times of a hit, with and without its copy, and of a hash."""
+    title = f"A prefix hit of {result['num_hit_tokens']:,} tokens of V4-Flash"
+    rows = [
+        {
+            "name": name.replace("_", " "),
+            **{key: result[key][name] for key in ("best_us", "median_us", "p90_us")},
+            "target": f"{result['target_us'][name]:.0f}" if name in result["target_us"] else "",
+        }
+        for name in result["median_us"]
+    ]
+    columns = (
+        ("", "{name}"), ("best us", "{best_us:.1f}"), ("median us", "{median_us:.1f}"),
+        ("90th percentile us", "{p90_us:.1f}"), ("target us", "{target}"),
+    )  # fmt: skip
+    return Shown([build_table(title, rows, columns)])
+
+
+def show_swap(result: Result) -> Shown:
+    """Both ways of a request that waits on the host."""
+    columns = (
+        ("", "{way}"), ("blocks", "{blocks}"), ("bytes", "{bytes:,}"), ("best ms", "{best_ms:.1f}"),
+        ("median ms", "{median_ms:.1f}"), ("best GB/s", "{best_gb_per_s:.1f}"),
+        ("median GB/s", "{median_gb_per_s:.1f}"),
+    )  # fmt: skip
+    title = (
+        f"A request of {result['num_tokens']:,} tokens of V4-Flash to pinned memory and back "
+        f"(target {result['target_gb_per_s']:.0f} GB/s)"
+    )
+    return Shown([build_table(title, result["rows"], columns, num_left=2)])
+
+
+def show_write(result: Result) -> Shown:
+    """Decode steps, beside SGLang's where they were asked for, and a prefill."""
+    steps = [
+        {**row, "type": row["type"] + (" closing" if row["closing"] else "")}
+        for row in result["rows"]
+    ]
+    step_columns = (
+        ("layer", "{type}"), ("batch", "{batch}"), ("same layer", "{warm_us:.2f}"),
+        ("43 layers in turn", "{rotating_us:.2f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
+        *_peer_columns(result, sglang_us="SGLang"),
+    )  # fmt: skip
+    prefill_columns = (
+        ("layer", "{type}"), ("tokens", "{tokens}"), ("measured", "{us:.1f}"),
+        ("bytes / 4.27 TB/s", "{floor_us:.1f}"),
+    )  # fmt: skip
+    return Shown(
+        [
+            build_table("One layer's writes in a decode step, microseconds", steps, step_columns),
+            build_table(
+                "One layer's writes of a prefill, microseconds", result["prefill"], prefill_columns
+            ),
+        ],
+        _missing(result),
+    )
+
+
+def show_step(result: Result) -> Shown:
+    """Host time of a captured step; whole steps, with a star where requests share blocks."""
+    title = (
+        f"Host time of a captured step, {result['num_requests']} requests, "
+        f"{result['num_layers']} layers written (target {result['target_us']:.0f} us)"
+    )
+    decode = [{**row, "star": "" if row["has_own_blocks"] else " *"} for row in result["decode"]]
+    caption = "* on shared blocks" if any(row["star"] for row in decode) else None
+    decode_title = "One decode step of V4-Flash's attention layers, microseconds"
+    return Shown(
+        [
+            _host_times(title, "", result),
+            build_table(decode_title, decode, DECODE_TIMES, caption=caption),
+        ]
+    )
+
+
+def _host_times(title: str, heading: str, result: Result) -> Table:
+    rows = [
+        {"name": name, "median": median, "p90": result["p90_us"][name]}
+        for name, median in result["median_us"].items()
+    ]
+    columns = (
+        (heading, "{name}"), ("median us", "{median:.1f}"), ("90th percentile us", "{p90:.1f}"),
+    )  # fmt: skip
+    return build_table(title, rows, columns)
+
+
+def show_gather(result: Result) -> Shown:
+    """Gathers, and their share of a copy's speed."""
+    columns = (
+        ("gather", "{gather}"), ("rows", "{num_rows:,}"), ("same layer us", "{warm_us:.2f}"),
+        ("8 layers in turn us", "{rotating_us:.2f}"), ("TB/s", "{tb_per_s:.2f}"),
+        ("of 4.27 TB/s", "{share_of_copy:.0%}"),
+    )  # fmt: skip
+    title = "One layer's gathers of V4-Flash's fp8 rows"
+    return Shown([build_table(title, result["rows"], columns, num_left=1)])
+
+
+def show_index(result: Result) -> Shown:
+    """Steps of the index, beside DeepGEMM's and SGLang's where they were asked for."""
+    columns = (
+        ("step", "{step}"), ("format", "{format}"), ("entries", "{entries:,}"),
+        ("batch", "{batch}"), ("same layer", "{warm_us:.2f}"),
+        ("4 layers in turn", "{rotating_us:.2f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
+        *_peer_columns(result, deepgemm_us="DeepGEMM FP8", sglang_us="SGLang"),
+    )  # fmt: skip
+    title = "One layer's index of V4-Flash in a decode step, microseconds"
+    return Shown([build_table(title, result["rows"], columns, num_left=2)], _missing(result))
+
+
+def show_attend(result: Result) -> Shown:
+    """Attention of decode steps and of a prefill chunk, beside FlashMLA's if it was asked for."""
+    columns = (
+        ("layer", "{layer}"), ("batch", "{batch}"), ("same layer", "{warm_us:.2f}"),
+        ("8 layers in turn", "{rotating_us:.2f}"), ("batch-invariant", "{invariant_us:.2f}"),
+        ("TFLOP/s", "{tflops:.0f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
+        *_peer_columns(result, flashmla_us="FlashMLA"),
+    )  # fmt: skip
+    prefill_columns = (
+        ("layer", "{layer}"), ("queries", "{tokens:,}"), ("context", "{context:,}"),
+        ("us", "{us:,.0f}"), ("TFLOP/s", "{tflops:.0f}"),
+        ("target", "{target_tflops:.0f}"),
+        *_peer_columns(result, flashmla_tflops="FlashMLA TFLOP/s"),
+    )  # fmt: skip
+    title = "One layer's attention in a decode step, fp8 rows, microseconds"
+    prefill_title = "One layer's attention of a prefill chunk, fp8 rows"
+    return Shown(
+        [
+            build_table(title, result["rows"], columns, num_left=1),
+            build_table(prefill_title, result["prefill"], prefill_columns, num_left=1),
+        ],
+        _missing(result),
+    )
+
+
+def _peer_columns(result: Result, **peers: str) -> Columns:
+    """Times of peers and our ratio to the one that a row has, if they were to be compared."""
+    if "peers" not in result:
+        return ()
+    times = tuple((heading, f"{{{key}:.2f}}") for key, heading in peers.items())
+    return (*times, ("ours / theirs", "{ratio:.2f}"))
+
+
+def _missing(result: Result) -> list[str]:
+    """One sentence for each peer that could not be compared."""
+    peers = result.get("peers", {}).items()
+    return [f"{name} is not compared: {state}" for name, state in peers if state != "compared"]
+
+
+def show_transformers(result: Result) -> Shown:
+    """Decode steps with both caches, and what they hold."""
+    memory_columns = (
+        ("context", "{context:,}"), ("this cache", "{this_bytes:,}"),
+        ("transformers'", "{transformers_bytes:,}"), ("ratio", "{ratio:.3f}"),
+        ("workspaces beside", "{workspace_bytes:,}"),
+    )  # fmt: skip
+    title = "A decode step of transformers' model in BF16, microseconds"
+    memory_title = "Bytes of one row, fp8 rows and mxfp4 keys"
+    return Shown(
+        [
+            build_table(title, result["decode"], STEP_TIMES),
+            build_table(memory_title, result["memory"], memory_columns),
+        ]
+    )
+
+
+def show_tune(result: Result) -> Shown:
+    """Launches in use and chosen; then those that were skipped, and the table."""
+    from dsv4.kernels.triton.launch import format_table, parse_table
+
+    columns = (
+        ("work", "{work}"), ("size", "{size}"), ("present", "{present}"), ("us", "{present_us}"),
+        ("chosen", "{chosen}"), ("us", "{chosen_us}"),
+    )  # fmt: skip
+    architecture = result["architecture"]
+    title = f"Launches of {architecture}, microseconds per layer"
+    rows = [
+        {"work": choice["work"], "size": choice["size"],
+         **_launch(choice, "present"), **_launch(choice, "chosen")}
+        for choice in result["choices"]
+    ]  # fmt: skip
+    skipped = [
+        f"skipped {each['work']}, {each['launch']}: {each['problem']}" for each in result["skipped"]
+    ]
+    last = f"written to {result['written']}"
+    if result["written"] is None:
+        last = format_table(parse_table(json.dumps({architecture: result["table"]})))
+    return Shown([build_table(title, rows, columns)], [*skipped, last])
+
+
+def _launch(choice: Result, which: str) -> dict[str, str]:
+    """A launch's parameters, and its time if it could be used."""
+    launch = choice[which]
+    times = [time["us"] for time in choice["times"] if time["launch"] == launch]
+    return {
+        which: ", ".join(f"{name} {value}" for name, value in launch.items()),
+        f"{which}_us": f"{times[0]:.2f}" if times else "unusable",
+    }

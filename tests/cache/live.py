@@ -1,0 +1,73 @@
+"""All that a request can still read: what a comparison of two requests is about."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class Live(NamedTuple):
+    """Positions whose window rows and tail rows are still read, and all closed entries."""
+
+    window: np.ndarray
+    tail: np.ndarray
+    entries: np.ndarray
+
+
+def live_parts(config, schema, length):
+    """What a layer of a request of some length reads."""
+    ratio = schema.ratio or 1
+    tail_start = max(0, length // ratio * ratio - schema.tail_buffer_size_b)
+    return Live(
+        np.arange(max(0, length - config.sliding_window), length),
+        np.arange(tail_start, length),
+        np.arange(length // ratio),
+    )
+
+
+def live_bytes(manager, slot):
+    """The rows that a request can read, layer by layer, where it keeps them."""
+    length, parts = int(manager.lengths[slot]), []
+    for idx, schema in enumerate(manager.schemas):
+        state, pages = manager.state.layer(idx), manager.paged.layer(idx)
+        live = live_parts(manager.config, schema, length)
+        parts += _stored(state.ring, slot, live.window % schema.ring_rows)
+        if pages is None:
+            continue
+        tails = (state.tail, state.index_tail)
+        parts += [tail[slot, live.tail % schema.tail_rows] for tail in tails if tail is not None]
+        blocks = manager.host_block_table[slot, live.entries // schema.entries_per_block]
+        rows = live.entries % schema.entries_per_block
+        parts += _stored(pages.entries, blocks, rows)
+        if pages.index_keys is not None:
+            parts += _stored(pages.index_keys, blocks, rows)
+    return parts
+
+
+def dense_bytes(config, schemas, layers, length):
+    """The same rows of uncached layers."""
+    parts = []
+    for schema, layer in zip(schemas, layers, strict=True):
+        live = live_parts(config, schema, length)
+        parts += [rows[live.window] for rows in layer.window]
+        if layer.entries is None:
+            continue
+        tails = (layer.tails, layer.index_tails)
+        parts += [
+            torch.stack([rows[live.tail] for rows in tail], dim=1)
+            for tail in tails if tail is not None
+        ]  # fmt: skip
+        for rows in (layer.entries, layer.index_keys):
+            if rows is not None:
+                parts += [part[live.entries] for part in rows]
+    return parts
+
+
+def assert_same(mine, other):
+    """Two lists of rows are the same, byte for byte."""
+    for got, want in zip(mine, other, strict=True):
+        assert torch.equal(got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
+
+
+def _stored(pages, page, rows):
+    return [pages.data[page, rows], pages.scales[page, rows]]
