@@ -298,10 +298,10 @@ class KVCacheManager:
         return fork
 
     def _checkpoint_fork(self, slot: int) -> None:
-        """Save the last boundary, if the policy says so and the ring still holds it."""
+        """Save the last boundary, if the policy says so and no row of it was overwritten."""
         prefix, block_tokens = self._prefix(), self.config.block_tokens
         boundary = int(self.lengths[slot]) // block_tokens * block_tokens
-        is_held = self.lengths[slot] - boundary <= self.config.drafts_per_step
+        is_held = boundary >= self.rollback_floor[slot]  # rejected tokens overwrite rows too
         if prefix.policy.at_forks and boundary and is_held and slot in prefix.requests:
             self._save_checkpoint(slot, boundary)
 

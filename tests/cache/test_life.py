@@ -132,6 +132,19 @@ def test_a_checkpoint_of_rejected_tokens_is_found(monkeypatch, is_broken):
         assert_stores(SHORT, machine.manager, slot, tokens[:16])
 
 
+@pytest.mark.parametrize(("rejected", "saved"), [(0, [8]), (2, [])])
+def test_a_fork_saves_no_boundary_that_rejected_tokens_reached(rejected, saved):
+    machine = Life()
+    machine.start(every_blocks=0)
+    machine.open()
+    assert machine.grow({0: 11 + rejected}, seed=0)
+    machine.shorten(0, 11)
+    machine.fork(0)
+    assert machine.manager.prefix.checkpointed_lengths(0) == saved
+    machine.shorten(0, 8)
+    machine.every_request_is_right()
+
+
 def test_ids_decide_a_sequence():
     first, second = (WHOLE.oracle_of(bytes(ids)) for ids in ([0, 1, 1, 0], [0, 1, 0, 0]))
     for mine, other in zip(first.layers, second.layers, strict=True):
