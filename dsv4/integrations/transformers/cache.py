@@ -45,7 +45,7 @@ class PaddedForward:
         shape: Rows and columns of the padded batch.
         token_index: `[num_tokens]`, flat indices of the tokens among rows × columns; None if
             there is no padding.
-        rotations: cos and sin at each token, by the layer's RoPE base.
+        rotations: cos + i sin at each token, by the layer's RoPE base.
     """
 
     plan: ForwardPlan
@@ -395,4 +395,4 @@ def _free(manager: KVCacheManager, slots: list[int]) -> None:
 
 def _rotation(table: RopeTable, plan: ForwardPlan) -> Rotation:
     positions = plan.tokens.positions
-    return table.cos[positions][:, None], table.sin[positions][:, None]
+    return torch.complex(table.cos[positions], table.sin[positions])[:, None]
