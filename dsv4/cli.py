@@ -4,7 +4,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -400,11 +401,19 @@ def _bench_attend(options: argparse.Namespace) -> int:
 def _bench_transformers(options: argparse.Namespace) -> int:
     from dsv4.bench.transformers import bench_transformers
 
-    result = bench_transformers(num_steps=options.steps)
+    result = bench_transformers(num_steps=options.steps, note=_timed_notes())
     if not options.json:
         _print_transformers(result)
     print(json.dumps(result))
     return 0
+
+
+def _timed_notes() -> Callable[[str], None]:
+    """Lines on stderr, each with the seconds since the first."""
+    console, start = make_console(stderr=True), time.perf_counter()
+    return lambda line: console.print(
+        f"{time.perf_counter() - start:5.1f} s  {line}", highlight=False
+    )
 
 
 def _print_transformers(result: dict[str, Any]) -> None:
@@ -413,6 +422,9 @@ def _print_transformers(result: dict[str, Any]) -> None:
                    "would be faster", "attention, this", "transformers'", "faster"):  # fmt: skip
         decode.add_column(column, justify="right")
     for row in result["decode"]:
+        if "error" in row:
+            decode.add_row(str(row["batch"]), f"{row['context']:,}", escape(row["error"]))
+            continue
         steps, attention = row["step_us"], row["attention_us"]
         decode.add_row(
             str(row["batch"]),
@@ -430,6 +442,9 @@ def _print_transformers(result: dict[str, Any]) -> None:
     for column in ("context", "this cache", "transformers'", "ratio", "workspaces beside"):
         memory.add_column(column, justify="right")
     for row in result["memory"]:
+        if "error" in row:
+            memory.add_row(f"{row['context']:,}", escape(row["error"]))
+            continue
         memory.add_row(
             f"{row['context']:,}",
             f"{row['this_bytes']:,}",

@@ -2,6 +2,7 @@
 
 A model of V4-Flash's attention widths with a few layers and small experts, in BF16. What is timed
 is a step of the whole model as `generate` makes it: one token a row, then a wait for the device.
+Contexts are made long without running the model over them, see `long_contexts`.
 """
 
 import time
@@ -16,9 +17,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dsv4.bench.environment import environment
+from dsv4.bench.long_contexts import fill_own, fill_paged
 from dsv4.integrations.transformers import PagedCache, attach, detach
 from dsv4.integrations.transformers.own_cache import own_cache_bytes
-from dsv4.model.random_hf import random_hf_model
+from dsv4.model.random_hf import random_hf_model, record_attention
 
 FLASH_WIDTHS: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 4096, "num_attention_heads": 64, "head_dim": 512,
@@ -34,9 +36,12 @@ FLASH_WIDTHS: dict[str, Any] = {
 }  # fmt: skip
 STORED = ("csa_entries", "index_keys", "hca_entries", "block_padding", "window", "csa_tails",
           "index_tails", "hca_tails", "slot_padding", "block_table")  # fmt: skip
-GATE_TOKENS = 300
-GATE_SHARE = 1e-3  # of the largest logit, in fp32
+GATE_TOKENS = 140
+# Of a layer's outputs, as a share of their norm: fp8 rows and mxfp4 keys give 0.01 to 0.06 on small
+# models, a wrong row or rotation several tenths.
+GATE_ERROR = 0.1
 NUM_WARMUP_STEPS = 5
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -46,66 +51,99 @@ class Sizes:
     Attributes:
         decodes: Pairs of batch and context length whose steps are timed.
         contexts: Context lengths of one row whose memory is compared.
-        prefill_tokens: Tokens of one forward while a context is filled.
         num_steps: Steps that are timed; the median counts.
     """
 
     decodes: Sequence[tuple[int, int]] = ((8, 32768), (1, 32768))
     contexts: Sequence[int] = (32768, 131072)
-    prefill_tokens: int = 1024
     num_steps: int = 30
 
 
-def bench_transformers(*, num_steps: int = 30) -> dict[str, Any]:
-    """Both caches' decode steps, and the bytes they hold, on a GPU."""
+def bench_transformers(*, num_steps: int = 30, note: Note = lambda line: None) -> dict[str, Any]:
+    """Both caches' decode steps, and the bytes they hold, on a GPU.
+
+    Args:
+        num_steps: Steps that are timed.
+        note: Called with a line before each part of the work.
+    """
     if not torch.cuda.is_available():
         raise RuntimeError("dsv4 bench transformers needs a CUDA device, and there is none")
+    note("making the model")
     with torch.device("cuda"):
-        model = random_hf_model(seed=0, **FLASH_WIDTHS)
-    check_logits(model)
-    result = measure(model.to(torch.bfloat16), Sizes(num_steps=num_steps))
+        model = random_hf_model(seed=0, **FLASH_WIDTHS).to(torch.bfloat16)
+    note("compiling, and comparing attention with transformers'")
+    check_attention(model)
+    result = measure(model, Sizes(num_steps=num_steps), note=note)
     return {"bench": "transformers", **result, "environment": environment()}
 
 
-def check_logits(model: Any) -> None:
-    """Refuse to time a cache whose logits are not transformers'."""
-    ids = _random_ids(model, 2, GATE_TOKENS)
-    with _attached(model, 2, GATE_TOKENS, kv_format="fp32", index_format="fp32") as cache:
-        with torch.no_grad():
-            mine = [model(part, past_key_values=cache).logits for part in ids.split(250, dim=1)]
-            theirs = model(ids, use_cache=False).logits
-        share = float((torch.cat(mine, dim=1) - theirs).abs().max() / theirs.abs().max())
-    if not share <= GATE_SHARE:
-        raise RuntimeError(
-            f"The cache's logits differ from transformers' by {share:.1e} of the largest; "
-            "nothing is timed"
-        )
+@torch.no_grad()
+def check_attention(model: Any) -> None:
+    """Refuse to time a cache whose attention is not transformers'.
+
+    Every module gets what it gets in a run without any cache, token by token, and must give what
+    it gives there, up to the rounding of what is stored.
+    """
+    recorded = record_attention(model, _random_ids(model, 1, GATE_TOKENS)[0])
+    attentions = [layer.self_attn for layer in model.model.layers]
+    outputs: list[list[Tensor]] = [[] for _ in attentions]
+    with _attached(model, 1, GATE_TOKENS) as cache:
+        for token in range(GATE_TOKENS):
+            with cache.forward(1, 1, None):
+                for idx, attention in enumerate(attentions):
+                    hidden = recorded[idx].hidden[None, token : token + 1]
+                    outputs[idx].append(cache.attend(idx, attention, hidden)[0])
+    for idx, layer in enumerate(recorded):
+        expected = layer.output.float()
+        error = float((torch.cat(outputs[idx]).float() - expected).norm() / expected.norm())
+        if not error <= GATE_ERROR:
+            raise RuntimeError(
+                f"The attention of layer {idx} differs from transformers' by {error:.1e} of its "
+                "norm; nothing is timed"
+            )
 
 
-def measure(model: Any, sizes: Sizes) -> dict[str, Any]:
-    """The tables: one row per decode, one per context; `fp8` rows and `mxfp4` keys."""
+def measure(model: Any, sizes: Sizes, *, note: Note = lambda line: None) -> dict[str, Any]:
+    """The tables: one row per decode, one per context; `fp8` rows and `mxfp4` keys.
+
+    A row that there was no memory for has an `error` instead of numbers.
+    """
+    decode, memory = [], []
+    for batch, context in sizes.decodes:
+        note(f"decode, batch {batch}, {context:,} tokens")
+        row = _unless_out_of_memory(lambda b=batch, c=context: _measure_decode(model, b, c, sizes))
+        decode.append({"batch": batch, "context": context, **row})
+    for context in sizes.contexts:
+        note(f"memory, {context:,} tokens")
+        row = _unless_out_of_memory(lambda c=context: _measure_memory(model, c))
+        memory.append({"context": context, **row})
     return {
         "layers": list(model.config.layer_types),
         "num_steps": sizes.num_steps,
-        "decode": [
-            _measure_decode(model, batch, context, sizes) for batch, context in sizes.decodes
-        ],
-        "memory": [_measure_memory(model, context, sizes) for context in sizes.contexts],
+        "decode": decode,
+        "memory": memory,
     }
+
+
+def _unless_out_of_memory(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return run()
+    except torch.OutOfMemoryError as error:
+        return {"error": f"out of memory: {str(error).partition('. ')[0]}"}
+    finally:
+        torch.cuda.empty_cache()
 
 
 def _measure_decode(model: Any, batch: int, context: int, sizes: Sizes) -> dict[str, Any]:
     num_tokens = context + 3 * (NUM_WARMUP_STEPS + sizes.num_steps)
     with _attached(model, batch, num_tokens) as cache:
-        _fill(model, cache, batch, context, sizes)
+        fill_paged(cache, batch, context)
         mine = _time_steps(model, cache, batch, sizes)
-        free = _time_free_steps(model, cache, batch, sizes)
+        free = _time_free_steps(model, batch, sizes)
     own = DynamicCache(config=model.config)
-    _fill(model, own, batch, context, sizes)
+    fill_own(model, own, batch, context)
     theirs = _time_steps(model, own, batch, sizes)
     return {
-        "batch": batch,
-        "context": context,
         "step_us": {"this": mine.step_us, "transformers": theirs.step_us, "free": free},
         "attention_us": {"this": mine.attention_us, "transformers": theirs.attention_us},
         "tokens_per_second": {
@@ -117,16 +155,15 @@ def _measure_decode(model: Any, batch: int, context: int, sizes: Sizes) -> dict[
     }  # fmt: skip
 
 
-def _measure_memory(model: Any, context: int, sizes: Sizes) -> dict[str, Any]:
+def _measure_memory(model: Any, context: int) -> dict[str, Any]:
     """Bytes of one row: what lasts from step to step, and apart from it the workspaces."""
     with _attached(model, 1, context) as cache:
         components = {name: size.allocated for name, size in cache.memory().items()}
     stored = stored_bytes(components)
     own = DynamicCache(config=model.config)
-    _fill(model, own, 1, context, sizes)
+    fill_own(model, own, 1, context)
     theirs = own_cache_bytes(own, model.config.layer_types)
     return {
-        "context": context,
         "this_bytes": stored,
         "transformers_bytes": sum(theirs.values()),
         "ratio": stored / sum(theirs.values()),
@@ -170,7 +207,7 @@ def _time_steps(model: Any, cache: Any, batch: int, sizes: Sizes) -> StepTimes:
 
 
 @torch.no_grad()
-def _time_free_steps(model: Any, cache: PagedCache, batch: int, sizes: Sizes) -> float:
+def _time_free_steps(model: Any, batch: int, sizes: Sizes) -> float:
     """Steps whose attention modules return at once: what a cache without any cost would give."""
     detach(model)
     ids = _random_ids(model, batch, 1)
@@ -232,23 +269,16 @@ def _median_us(step: Callable[[], Any], device: torch.device, num_steps: int) ->
     return float(np.median(times[NUM_WARMUP_STEPS:])) * 1e6
 
 
-@torch.no_grad()
-def _fill(model: Any, cache: Any, batch: int, context: int, sizes: Sizes) -> None:
-    """Random texts of that length, in forwards small enough for transformers' own cache."""
-    columns = max(sizes.prefill_tokens // batch, 1)
-    for start in range(0, context, columns):
-        ids = _random_ids(model, batch, min(columns, context - start))
-        model(ids, past_key_values=cache, logits_to_keep=1)
-
-
 @contextmanager
 def _attached(model: Any, batch: int, num_tokens: int, **formats: Any) -> Iterator[PagedCache]:
     """A cache for plain decoding: no drafts are kept for a rollback."""
     cache = attach(model, max_requests=batch, max_tokens=num_tokens, drafts_per_step=0, **formats)
-    with cache:
-        yield cache
-    if "forward" in vars(model.model):
-        detach(model)
+    try:
+        with cache:
+            yield cache
+    finally:
+        if "forward" in vars(model.model):
+            detach(model)
 
 
 def _random_ids(model: Any, batch: int, num_tokens: int) -> Tensor:

@@ -5,8 +5,11 @@ import torch
 from transformers import DynamicCache
 
 from dsv4.bench import transformers as bench
+from dsv4.bench.long_contexts import fill_own, fill_paged
 from dsv4.cache.capacity import Capacity
+from dsv4.cli import _print_transformers
 from dsv4.config import CacheConfig
+from dsv4.integrations.transformers import attach, detach
 from dsv4.integrations.transformers.own_cache import own_cache_bytes
 from dsv4.model.random_hf import random_hf_model
 
@@ -17,9 +20,11 @@ def model():
 
 
 def test_the_tables(model):
-    sizes = bench.Sizes(decodes=((2, 140),), contexts=(300,), prefill_tokens=150, num_steps=2)
-    bench.check_logits(model)
-    result = bench.measure(model, sizes)
+    sizes = bench.Sizes(decodes=((2, 1000),), contexts=(3000,), num_steps=2)
+    bench.check_attention(model)
+    notes = []
+    result = bench.measure(model, sizes, note=notes.append)
+    assert notes == ["decode, batch 2, 1,000 tokens", "memory, 3,000 tokens"]
     (row,), (memory,) = result["decode"], result["memory"]
     assert row["speedup"] == row["step_us"]["transformers"] / row["step_us"]["this"]
     assert row["ceiling"] == row["step_us"]["transformers"] / row["step_us"]["free"]
@@ -34,7 +39,63 @@ def test_the_gate_refuses(model, monkeypatch):
 
     monkeypatch.setattr(attention, "unrotate", lambda output, positions, rope: output)
     with pytest.raises(RuntimeError, match="nothing is timed"):
-        bench.check_logits(model)
+        bench.check_attention(model)
+    assert "forward" not in vars(model.model)
+
+
+def test_a_row_without_memory_says_so(model, monkeypatch):
+    fill_own = bench.fill_own
+
+    def fill(model, cache, batch, context):
+        if context == 500:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        fill_own(model, cache, batch, context)
+
+    monkeypatch.setattr(bench, "fill_own", fill)
+    sizes = bench.Sizes(decodes=((1, 500), (1, 400)), contexts=(500, 400), num_steps=1)
+    result = bench.measure(model, sizes)
+    failed = {"context": 500, "error": "out of memory: CUDA out of memory"}
+    assert result["decode"][0] == {"batch": 1, **failed} and result["memory"][0] == failed
+    assert result["decode"][1]["speedup"] > 0 and result["memory"][1]["ratio"] > 0
+    _print_transformers(result)
+    assert "forward" not in vars(model.model)
+
+
+def contents(cache) -> list[dict]:
+    """Shapes of a cache's tensors and its counts, by layer."""
+
+    def outline(value):
+        if isinstance(value, dict):
+            return {name: outline(part) for name, part in value.items()}
+        return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+
+    return [outline(vars(layer)) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("context", [100, 300, 387, 642])
+def test_a_filled_cache_of_transformers_is_as_after_the_text(model, context):
+    filled, run = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    fill_own(model, filled, 2, context)
+    ids = torch.ones(2, context, dtype=torch.long)
+    with torch.no_grad():
+        for cache in (filled, run):
+            if cache is run:
+                model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+    assert contents(filled) == contents(run)
+    assert filled.get_seq_length() == run.get_seq_length() == context + 1
+    types = model.config.layer_types
+    assert own_cache_bytes(filled, types) == own_cache_bytes(run, types)
+
+
+def test_a_filled_paged_cache_goes_on(model):
+    with attach(model, max_requests=2, max_tokens=1024, max_forward_tokens=256) as cache:
+        fill_paged(cache, 2, 700)
+        assert cache.lengths == [700, 700] and cache.get_seq_length() == 700
+        with torch.no_grad():
+            logits = model(torch.ones(2, 1, dtype=torch.long), past_key_values=cache).logits
+        assert logits.isfinite().all() and cache.lengths == [701, 701]
+    detach(model)
 
 
 def own_bytes(config: CacheConfig, length: int, item: int) -> int:

@@ -4,6 +4,7 @@ It turns what transformers hands over, padded batches and beam indices, into rag
 and rollbacks of a `KVCacheManager` of its own.
 """
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,16 +148,21 @@ class PagedCache(AttachedCache):
         self._check_blocks(int(needed), manager.allocator.num_free)
 
     @contextmanager
-    def forward(self, batch: int, num_columns: int, is_token: BoolArray | None) -> Iterator[None]:
+    def forward(
+        self, batch: int, num_columns: int, is_token: BoolArray | None
+    ) -> Iterator[ForwardPlan]:
         """Everything between is one forward of the model over so many rows and columns.
 
         Args:
             batch, num_columns: The shape of the new tokens, padding included.
             is_token: `[batch, num_columns]`, which of them are; None if all are.
+
+        Yields:
+            The forward's plan.
         """
         self._forward = self._start(batch, num_columns, is_token)
         try:
-            yield
+            yield self._forward.plan
         finally:
             self._forward = None
 
@@ -277,7 +283,7 @@ class PagedCache(AttachedCache):
             self._manager, self._weights = None, ()
 
     def __del__(self) -> None:
-        if getattr(self, "_manager", None) is not None:
+        if getattr(self, "_manager", None) is not None and not sys.is_finalizing():
             self.close()
 
     def __enter__(self) -> "PagedCache":
