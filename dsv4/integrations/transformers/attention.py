@@ -19,6 +19,7 @@ from dsv4.kernels import (
     LayerProjections,
     LayerWeights,
 )
+from dsv4.model.rope import RopeTable
 
 Rotation = Tensor  # cos + i sin at each token, [num_tokens, 1, rope_dim / 2]
 
@@ -33,6 +34,11 @@ def learned_weights(module: Any) -> LayerWeights:
         None if compressor is None else _compressor_weights(compressor),
         None if indexer is None else _compressor_weights(indexer),
     )
+
+
+def rotation_at(table: RopeTable, positions: Tensor) -> Rotation:
+    """What turns the queries at `positions` `[num_tokens]`."""
+    return torch.complex(table.cos[positions], table.sin[positions])[:, None]
 
 
 def attend(
