@@ -27,6 +27,12 @@ from dsv4.planner.command import (
 )
 from dsv4.planner.sizes import format_bytes
 
+CACHES = {
+    "transformers": "transformers' own",
+    "this": "this one",
+    "graphs": "this one, CUDA graphs",
+}
+
 
 class UsageError(Exception):
     """Options that are wrong together, or name what is not there."""
@@ -405,7 +411,8 @@ def _bench_transformers(options: argparse.Namespace) -> int:
     if not options.json:
         _print_transformers(result)
     print(json.dumps(result))
-    return 0
+    has_errors = any(row["errors"] for row in result["decode"] + result["memory"])
+    return int(has_errors)
 
 
 def _timed_notes() -> Callable[[str], None]:
@@ -418,41 +425,40 @@ def _timed_notes() -> Callable[[str], None]:
 
 def _print_transformers(result: dict[str, Any]) -> None:
     decode = Table(title="A decode step of transformers' model in BF16, microseconds")
-    for column in ("batch", "context", "this cache", "transformers'", "faster", "free cache",
-                   "would be faster", "attention, this", "transformers'", "faster"):  # fmt: skip
+    for column in ("batch", "context", "cache", "step", "faster", "attention", "faster"):
         decode.add_column(column, justify="right")
     for row in result["decode"]:
-        if "error" in row:
-            decode.add_row(str(row["batch"]), f"{row['context']:,}", escape(row["error"]))
-            continue
-        steps, attention = row["step_us"], row["attention_us"]
-        decode.add_row(
-            str(row["batch"]),
-            f"{row['context']:,}",
-            f"{steps['this']:,.0f}",
-            f"{steps['transformers']:,.0f}",
-            f"{row['speedup']:.2f} x",
-            f"{steps['free']:,.0f}",
-            f"{row['ceiling']:.2f} x",
-            f"{attention['this']:,.0f}",
-            f"{attention['transformers']:,.0f}",
-            f"{row['attention_speedup']:.2f} x",
-        )
+        for name, label in CACHES.items():
+            decode.add_row(
+                str(row["batch"]), f"{row['context']:,}", label, _cell(row["step_us"].get(name)),
+                _cell(row["speedup"].get(name), "{:.2f} x"),
+                _cell(row["attention_us"].get(name)),
+                _cell(row["attention_speedup"].get(name), "{:.2f} x"),
+            )  # fmt: skip
+        ceiling = _cell(row.get("ceiling"), "{:.2f} x")
+        free = _cell(row["step_us"].get("free"))
+        decode.add_row(str(row["batch"]), f"{row['context']:,}", "one that is free", free, ceiling)
     memory = Table(title="Bytes of one row, fp8 rows and mxfp4 keys")
     for column in ("context", "this cache", "transformers'", "ratio", "workspaces beside"):
         memory.add_column(column, justify="right")
     for row in result["memory"]:
-        if "error" in row:
-            memory.add_row(f"{row['context']:,}", escape(row["error"]))
-            continue
         memory.add_row(
             f"{row['context']:,}",
-            f"{row['this_bytes']:,}",
-            f"{row['transformers_bytes']:,}",
-            f"{row['ratio']:.3f}",
-            f"{row['workspace_bytes']:,}",
+            _cell(row.get("this_bytes")),
+            _cell(row.get("transformers_bytes")),
+            _cell(row.get("ratio"), "{:.3f}"),
+            _cell(row.get("workspace_bytes")),
         )
-    make_console().print(decode, memory)
+    console = make_console()
+    console.print(decode, memory)
+    for row in result["decode"] + result["memory"]:
+        for name, error in row["errors"].items():
+            where = f"batch {row['batch']}, " if "batch" in row else "memory, "
+            console.print(f"{where}{row['context']:,} tokens, {name}: {escape(error)}")
+
+
+def _cell(value: float | None, style: str = "{:,.0f}") -> str:
+    return "" if value is None else style.format(value)
 
 
 def _bench_tune(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ GATE_TOKENS = 140
 GATE_ERROR = 0.1
 NUM_WARMUP_STEPS = 5
 Note = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,14 @@ class Sizes:
     decodes: Sequence[tuple[int, int]] = ((8, 32768), (1, 32768))
     contexts: Sequence[int] = (32768, 131072)
     num_steps: int = 30
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Medians over the steps: the whole step, and its attention modules together."""
+
+    step_us: float
+    attention_us: float
 
 
 def bench_transformers(*, num_steps: int = 30, note: Note = lambda line: None) -> dict[str, Any]:
@@ -106,84 +115,107 @@ def check_attention(model: Any) -> None:
 def measure(model: Any, sizes: Sizes, *, note: Note = lambda line: None) -> dict[str, Any]:
     """The tables: one row per decode, one per context; `fp8` rows and `mxfp4` keys.
 
-    A row that there was no memory for has an `error` instead of numbers.
+    What failed, for lack of memory or otherwise, is in a row's `errors`, by cache.
     """
-    decode, memory = [], []
-    for batch, context in sizes.decodes:
-        note(f"decode, batch {batch}, {context:,} tokens")
-        row = _unless_out_of_memory(lambda b=batch, c=context: _measure_decode(model, b, c, sizes))
-        decode.append({"batch": batch, "context": context, **row})
-    for context in sizes.contexts:
-        note(f"memory, {context:,} tokens")
-        row = _unless_out_of_memory(lambda c=context: _measure_memory(model, c))
-        memory.append({"context": context, **row})
     return {
         "layers": list(model.config.layer_types),
         "num_steps": sizes.num_steps,
-        "decode": decode,
-        "memory": memory,
+        "decode": [
+            _measure_decode(model, batch, context, sizes, note) for batch, context in sizes.decodes
+        ],
+        "memory": [_measure_memory(model, context, note) for context in sizes.contexts],
     }
 
 
-def _unless_out_of_memory(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return run()
-    except torch.OutOfMemoryError as error:
-        return {"error": f"out of memory: {str(error).partition('. ')[0]}"}
-    finally:
+def _measure_decode(
+    model: Any, batch: int, context: int, sizes: Sizes, note: Note
+) -> dict[str, Any]:
+    runs: dict[str, Callable[[], StepTimes]] = {
+        "this": lambda: _time_paged(model, batch, context, sizes),
+        "transformers": lambda: _time_own(model, batch, context, sizes),
+        "free": lambda: _time_free_steps(model, batch, sizes),
+    }
+    if model.device.type == "cuda":
+        runs["graphs"] = lambda: _time_paged(model, batch, context, sizes, cuda_graphs=True)
+    times, errors = _run_all(runs, note, f"decode, batch {batch}, {context:,} tokens")
+    row: dict[str, Any] = {
+        "batch": batch,
+        "context": context,
+        "step_us": {name: time.step_us for name, time in times.items()},
+        "attention_us": {name: time.attention_us for name, time in times.items()},
+        "tokens_per_second": {name: batch * 1e6 / time.step_us for name, time in times.items()},
+        "errors": errors,
+    }
+    for factor, part in (("speedup", "step_us"), ("attention_speedup", "attention_us")):
+        theirs = row[part].get("transformers")
+        ours = {name: row[part][name] for name in ("this", "graphs") if name in times}
+        row[factor] = {name: theirs / us for name, us in ours.items() if theirs is not None}
+    if {"transformers", "free"} <= times.keys():
+        row["ceiling"] = times["transformers"].step_us / times["free"].step_us
+    return row
+
+
+def _run_all(
+    runs: dict[str, Callable[[], T]], note: Note, what: str
+) -> tuple[dict[str, T], dict[str, str]]:
+    """The results by name, and the first lines of errors."""
+    results, errors = {}, {}
+    for name, run in runs.items():
+        note(f"{what}: {name}")
+        try:
+            results[name] = run()
+        except RuntimeError as error:  # also that there is no memory left
+            errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         torch.cuda.empty_cache()
+    return results, errors
 
 
-def _measure_decode(model: Any, batch: int, context: int, sizes: Sizes) -> dict[str, Any]:
-    num_tokens = context + 3 * (NUM_WARMUP_STEPS + sizes.num_steps)
-    with _attached(model, batch, num_tokens) as cache:
-        fill_paged(cache, batch, context)
-        mine = _time_steps(model, cache, batch, sizes)
-        free = _time_free_steps(model, batch, sizes)
-    own = DynamicCache(config=model.config)
-    fill_own(model, own, batch, context)
-    theirs = _time_steps(model, own, batch, sizes)
-    return {
-        "step_us": {"this": mine.step_us, "transformers": theirs.step_us, "free": free},
-        "attention_us": {"this": mine.attention_us, "transformers": theirs.attention_us},
-        "tokens_per_second": {
-            "this": batch * 1e6 / mine.step_us, "transformers": batch * 1e6 / theirs.step_us,
-        },
-        "speedup": theirs.step_us / mine.step_us,
-        "ceiling": theirs.step_us / free,
-        "attention_speedup": theirs.attention_us / mine.attention_us,
-    }  # fmt: skip
-
-
-def _measure_memory(model: Any, context: int) -> dict[str, Any]:
+def _measure_memory(model: Any, context: int, note: Note) -> dict[str, Any]:
     """Bytes of one row: what lasts from step to step, and apart from it the workspaces."""
+    runs = {
+        "this": lambda: _paged_bytes(model, context),
+        "transformers": lambda: _own_bytes(model, context),
+    }
+    sizes, errors = _run_all(runs, note, f"memory, {context:,} tokens")
+    row: dict[str, Any] = {"context": context, **sizes, "errors": errors}
+    if "this" in sizes:
+        row["this_bytes"] = stored_bytes(sizes["this"])
+        row["workspace_bytes"] = sum(sizes["this"].values()) - row["this_bytes"]
+    if "transformers" in sizes:
+        row["transformers_bytes"] = sum(sizes["transformers"].values())
+    if not errors:
+        row["ratio"] = row["this_bytes"] / row["transformers_bytes"]
+    return row
+
+
+def _paged_bytes(model: Any, context: int) -> dict[str, int]:
     with _attached(model, 1, context) as cache:
-        components = {name: size.allocated for name, size in cache.memory().items()}
-    stored = stored_bytes(components)
+        return {name: size.allocated for name, size in cache.memory().items()}
+
+
+def _own_bytes(model: Any, context: int) -> dict[str, int]:
     own = DynamicCache(config=model.config)
     fill_own(model, own, 1, context)
-    theirs = own_cache_bytes(own, model.config.layer_types)
-    return {
-        "this_bytes": stored,
-        "transformers_bytes": sum(theirs.values()),
-        "ratio": stored / sum(theirs.values()),
-        "workspace_bytes": sum(components.values()) - stored,
-        "this": components,
-        "transformers": theirs,
-    }
+    return own_cache_bytes(own, model.config.layer_types)
+
+
+def _time_paged(model: Any, batch: int, context: int, sizes: Sizes, **choices: Any) -> StepTimes:
+    """This cache: launch by launch, or with graphs of the attention modules."""
+    num_tokens = context + 2 * (NUM_WARMUP_STEPS + sizes.num_steps)
+    with _attached(model, batch, num_tokens, **choices) as cache:
+        fill_paged(cache, batch, context)
+        return _time_steps(model, cache, batch, sizes)
+
+
+def _time_own(model: Any, batch: int, context: int, sizes: Sizes) -> StepTimes:
+    own = DynamicCache(config=model.config)
+    fill_own(model, own, batch, context)
+    return _time_steps(model, own, batch, sizes)
 
 
 def stored_bytes(components: dict[str, int]) -> int:
     """What of a manager's memory lasts from one step to the next."""
     return sum(components[name] for name in STORED)
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Medians over the steps: the whole step, and its attention modules together."""
-
-    step_us: float
-    attention_us: float
 
 
 @torch.no_grad()
@@ -207,19 +239,19 @@ def _time_steps(model: Any, cache: Any, batch: int, sizes: Sizes) -> StepTimes:
 
 
 @torch.no_grad()
-def _time_free_steps(model: Any, batch: int, sizes: Sizes) -> float:
+def _time_free_steps(model: Any, batch: int, sizes: Sizes) -> StepTimes:
     """Steps whose attention modules return at once: what a cache without any cost would give."""
-    detach(model)
     ids = _random_ids(model, batch, 1)
     output = torch.zeros(batch, 1, model.config.hidden_size, dtype=model.dtype, device=ids.device)
     attentions = [layer.self_attn for layer in model.model.layers]
     for attention in attentions:
         attention.forward = lambda *args, **kwargs: (output, None)
     try:
-        return _median_us(
+        step_us = _median_us(
             lambda: model(ids, attention_mask={"sliding_attention": None}, use_cache=False),
             model.device, sizes.num_steps,
         )  # fmt: skip
+        return StepTimes(step_us, 0.0)
     finally:
         for attention in attentions:
             del attention.forward
@@ -270,15 +302,14 @@ def _median_us(step: Callable[[], Any], device: torch.device, num_steps: int) ->
 
 
 @contextmanager
-def _attached(model: Any, batch: int, num_tokens: int, **formats: Any) -> Iterator[PagedCache]:
+def _attached(model: Any, batch: int, num_tokens: int, **choices: Any) -> Iterator[PagedCache]:
     """A cache for plain decoding: no drafts are kept for a rollback."""
-    cache = attach(model, max_requests=batch, max_tokens=num_tokens, drafts_per_step=0, **formats)
+    cache = attach(model, max_requests=batch, max_tokens=num_tokens, drafts_per_step=0, **choices)
     try:
         with cache:
             yield cache
     finally:
-        if "forward" in vars(model.model):
-            detach(model)
+        detach(model)
 
 
 def _random_ids(model: Any, batch: int, num_tokens: int) -> Tensor:

@@ -5,6 +5,7 @@ eager. `CapturedForward` has all layers in one graph.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dsv4.cache.captured_forward import new_graphs, pad_buffers, padding_plan
@@ -38,8 +39,7 @@ class CapturedLayers:
         pad_buffers(manager, batch)
         self._graphs = new_graphs(manager.device, len(manager.schedule))
         self._outputs = [
-            graph.capture(lambda idx=idx: self._run(step, idx))
-            for idx, graph in enumerate(self._graphs)
+            graph.capture(partial(self._run, step, idx)) for idx, graph in enumerate(self._graphs)
         ]
 
     def fits(self, batch: int, longest: int) -> bool:

@@ -24,11 +24,16 @@ def test_the_tables(model):
     bench.check_attention(model)
     notes = []
     result = bench.measure(model, sizes, note=notes.append)
-    assert notes == ["decode, batch 2, 1,000 tokens", "memory, 3,000 tokens"]
+    assert notes == [
+        *(f"decode, batch 2, 1,000 tokens: {name}" for name in ("this", "transformers", "free")),
+        *(f"memory, 3,000 tokens: {name}" for name in ("this", "transformers")),
+    ]
     (row,), (memory,) = result["decode"], result["memory"]
-    assert row["speedup"] == row["step_us"]["transformers"] / row["step_us"]["this"]
+    assert row["speedup"] == {"this": row["step_us"]["transformers"] / row["step_us"]["this"]}
     assert row["ceiling"] == row["step_us"]["transformers"] / row["step_us"]["free"]
-    assert all(time > 0 for name in ("step_us", "attention_us") for time in row[name].values())
+    assert row["step_us"].keys() == {"this", "transformers", "free"} and not row["errors"]
+    assert all(time > 0 for time in row["step_us"].values())
+    assert row["attention_us"]["this"] > 0 and row["attention_us"]["transformers"] > 0
     assert memory["ratio"] == memory["this_bytes"] / memory["transformers_bytes"]
     assert sum(memory["this"].values()) == memory["this_bytes"] + memory["workspace_bytes"]
     assert not {"generate", "forward"} & set(vars(model)) and "forward" not in vars(model.model)
@@ -43,7 +48,7 @@ def test_the_gate_refuses(model, monkeypatch):
     assert "forward" not in vars(model.model)
 
 
-def test_a_row_without_memory_says_so(model, monkeypatch):
+def test_a_row_without_memory_says_so(model, monkeypatch, capsys):
     fill_own = bench.fill_own
 
     def fill(model, cache, batch, context):
@@ -54,10 +59,15 @@ def test_a_row_without_memory_says_so(model, monkeypatch):
     monkeypatch.setattr(bench, "fill_own", fill)
     sizes = bench.Sizes(decodes=((1, 500), (1, 400)), contexts=(500, 400), num_steps=1)
     result = bench.measure(model, sizes)
-    failed = {"context": 500, "error": "out of memory: CUDA out of memory"}
-    assert result["decode"][0] == {"batch": 1, **failed} and result["memory"][0] == failed
-    assert result["decode"][1]["speedup"] > 0 and result["memory"][1]["ratio"] > 0
+    (failed, decoded), (failed_memory, memory) = result["decode"], result["memory"]
+    message = {"transformers": "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB"}
+    assert failed["errors"] == failed_memory["errors"] == message
+    assert failed["step_us"].keys() == {"this", "free"} and not failed["speedup"]
+    assert failed_memory["this_bytes"] > 0 and "ratio" not in failed_memory
+    assert not decoded["errors"] and decoded["speedup"]["this"] > 0 and memory["ratio"] > 0
     _print_transformers(result)
+    printed = capsys.readouterr().out
+    assert "batch 1, 500 tokens, transformers: OutOfMemoryError" in printed
     assert "forward" not in vars(model.model)
 
 
