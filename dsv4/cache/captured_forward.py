@@ -186,16 +186,19 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """`Graph` by `torch.cuda.CUDAGraph`."""
+    """`Graph` by `torch.cuda.CUDAGraph`; with a pool and a stream it shares its memory."""
 
-    def __init__(self, device: torch.device, *, pool: Any = None) -> None:
+    def __init__(
+        self, device: torch.device, *, pool: Any = None, stream: torch.cuda.Stream | None = None
+    ) -> None:
         self._device = device
         self._pool = pool
+        self._stream = stream
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, run: Callable[[], Any]) -> Any:
         with torch.cuda.device(self._device):
-            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            current, side = torch.cuda.current_stream(), self._stream or torch.cuda.Stream()
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 for _ in range(NUM_WARMUP_RUNS):
@@ -210,14 +213,15 @@ class CudaGraph:
 
 def new_graph(device: torch.device) -> Graph:
     """What captures a step on that device."""
-    return new_graphs(device, 1)[0]
+    check_graph_device(device)
+    return CudaGraph(device)
 
 
 def new_graphs(device: torch.device, count: int) -> list[Graph]:
     """Graphs that share their memory: they are replayed in the order of their capture."""
     check_graph_device(device)
-    pool = torch.cuda.graph_pool_handle()
-    return [CudaGraph(device, pool=pool) for _ in range(count)]
+    shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream(device)}
+    return [CudaGraph(device, **shared) for _ in range(count)]
 
 
 def check_graph_device(device: torch.device) -> None:

@@ -130,6 +130,20 @@ def test_outputs_stay_when_the_graph_runs_again(model):
     assert not torch.equal(kept[1], kept[2])
 
 
+def test_a_capture_serves_any_grad_mode(model):
+    ids = torch.tensor([[3]], device=model.device)
+    with poisoned(model, cuda_graphs=True) as cache:
+        for mode in (torch.inference_mode, torch.inference_mode, torch.no_grad, torch.enable_grad):
+            with mode():
+                logits = model(ids, past_key_values=cache).logits
+        with pytest.raises(RuntimeError, match="No gradients through a PagedCache"):
+            logits.sum().backward()
+    with poisoned(model, cuda_graphs=True) as cache:
+        for _ in range(2):
+            model(ids, past_key_values=cache)
+        assert not any(out.requires_grad for out in cache._captured[1]._layers._outputs)
+
+
 def test_what_was_not_captured_is_refused(model):
     with poisoned(model, cuda_graphs=True) as cache, torch.no_grad():
         ids = torch.tensor([[3], [5]], device=model.device)

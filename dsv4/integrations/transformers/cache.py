@@ -202,7 +202,7 @@ class PagedCache(AttachedCache):
         """The same for rows and columns in one axis, launch by launch."""
         num_padded, index = len(tokens), forward.token_index
         if self._hidden_like is None:
-            self._hidden_like = tokens.new_empty(0, tokens.shape[1])
+            self._hidden_like = torch.empty_like(tokens[:0])
         if index is not None:
             tokens = tokens[index]
         handle = self.manager.acquire(layer_idx, forward.plan)
@@ -277,9 +277,10 @@ class PagedCache(AttachedCache):
         if model is None or hidden is None or too_long or manager.has_open_forward:
             return None
         modules = [layer.self_attn for layer in model.layers]
-        self._captured[batch] = CapturedAttention(
-            manager, modules, self._weights, batch=batch, hidden=hidden, longest=longest
-        )
+        with torch.inference_mode(False), torch.no_grad():
+            self._captured[batch] = CapturedAttention(
+                manager, modules, self._weights, batch=batch, hidden=hidden, longest=longest
+            )
         return self._captured[batch]
 
     def _check_batch(self, batch: int) -> None:
