@@ -355,9 +355,7 @@ import torch
 from tests.integrations.generation import poisoned, small_model
 model = small_model(3, 4)
 cache = poisoned(model)
-model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
-keep = [cache]
-keep.append(keep)
+model(torch.ones(2, 300, dtype=torch.long), past_key_values=cache)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0 and "Exception ignored" not in done.stderr, done.stderr
