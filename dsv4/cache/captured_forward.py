@@ -220,8 +220,8 @@ def new_graph(device: torch.device) -> Graph:
 def new_graphs(device: torch.device, count: int) -> list[Graph]:
     """Graphs that share their memory: they are replayed in the order of their capture."""
     check_graph_device(device)
-    shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream(device)}
-    return [CudaGraph(device, **shared) for _ in range(count)]
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    return [CudaGraph(device, pool=pool, stream=stream) for _ in range(count)]
 
 
 def check_graph_device(device: torch.device) -> None:
