@@ -110,9 +110,10 @@ def cut_index_scratch(storage: Tensor, row: IndexRowBytes, *, num_tokens: int) -
     num_rows = min(num_tokens, storage.numel() // sum(row))
     assert num_rows > 0, (storage.numel(), row)
     dtypes = (torch.uint8, torch.float32, torch.float32, torch.int32)
-    parts, start = [], storage.storage_offset()
+    used = storage[: num_rows * sum(row)]  # whole elements of every dtype
+    parts, start = [], used.storage_offset()
     for size, dtype in zip(row, dtypes, strict=True):
         width, first = size // dtype.itemsize, start // dtype.itemsize
-        parts.append(storage.view(dtype).as_strided((num_rows, width), (width, 1), first))
+        parts.append(used.view(dtype).as_strided((num_rows, width), (width, 1), first))
         start += num_rows * size
     return IndexScratch(*parts)
