@@ -215,5 +215,4 @@ def _bench(options: argparse.Namespace) -> int:
         bench_command.use_peers(options)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    bench_command.run_bench(options)
-    return 0
+    return bench_command.run_bench(options)

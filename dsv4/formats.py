@@ -40,6 +40,11 @@ def round_up(size: int, align: int) -> int:
     return -(-size // align) * align
 
 
+def next_power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class Field:
     """A run of equal elements inside a row's data or scale record."""

@@ -24,6 +24,7 @@ RANKS = [
     ["dsv4.cache.manager", "dsv4.cache.stats", "dsv4.cache.integrity"],
     ["dsv4.cache.prepare_forward"],
     ["dsv4.cache.captured_forward", "dsv4.cache.warm_up"],
+    ["dsv4.cache.captured_layers"],
     ["dsv4.model.attention", "dsv4.model.random_hf"],
     ["dsv4.testing"],
     ["dsv4.integrations"],

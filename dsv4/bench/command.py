@@ -112,8 +112,11 @@ def use_peers(options: argparse.Namespace) -> None:
         add_folder(options.peers)
 
 
-def run_bench(options: argparse.Namespace) -> None:
-    """Run one bench; its tables, if they are wanted, and its result as one line of JSON."""
+def run_bench(options: argparse.Namespace) -> int:
+    """Run one bench; its tables, if they are wanted, and its result as one line of JSON.
+
+    Returns 1 if a part of it failed.
+    """
     bench = BENCHES[options.bench]
     run = getattr(importlib.import_module(f"dsv4.bench.{options.bench}"), f"bench_{options.bench}")
     names = [option.parameter for option in _options(bench)]
@@ -124,3 +127,4 @@ def run_bench(options: argparse.Namespace) -> None:
         for sentence in shown.sentences:
             print(sentence)
     print(json.dumps(result))
+    return int(bool(result.get("errors")))

@@ -105,12 +105,17 @@ def decode_case(
         slots.append(manager.open_request() if has_own_blocks else manager.fork(slots[0]))
     for idx, slot in enumerate(slots):
         extend(manager, slot, shortest + idx)
+    fill_storages(manager)
+    weights = [move_to(device, layer) for layer in model_weights(config, seed=0)]
+    return DecodeCase(manager, slots, decode_inputs(config, batch, device), weights, has_own_blocks)
+
+
+def fill_storages(manager: KVCacheManager) -> None:
+    """Random rows and tails in all slots and blocks."""
     for memory in manager.memories:
         _fill_slots(memory)
         _fill_blocks(memory)
     _copy_blocks(manager.paged.storage)
-    weights = [move_to(device, layer) for layer in model_weights(config, seed=0)]
-    return DecodeCase(manager, slots, decode_inputs(config, batch, device), weights, has_own_blocks)
 
 
 def decode_inputs(config: CacheConfig, batch: int, device: str) -> list[LayerProjections]:

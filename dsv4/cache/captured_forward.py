@@ -91,18 +91,15 @@ class CapturedForward:
         return self.outputs
 
     def _capture(self) -> Any:
-        if self.manager.has_open_forward:
-            raise RuntimeError(
-                "Cannot capture: the manager's last forward is not complete; run all of its "
-                "layers first, or free its requests"
-            )
-        self.manager.plan_buffers.reserve(self.num_tokens)
-        prepare_forward(self.manager, [], [], []).complete()  # padding alone
+        pad_buffers(self.manager, self.num_tokens)
         return self._graph.capture(self._run_step)
 
     def _run_step(self) -> Any:
         """The step over the buffers as they are, through a plan that only it sees."""
-        plan = self._padding_plan()
+        plan = padding_plan(
+            self.manager, self.num_rows, self.num_tokens,
+            max_step=self.tokens_per_request, max_length=self.max_length,
+        )  # fmt: skip
         try:
             outputs = self._step(
                 [self.manager.acquire(idx, plan) for idx in range(len(self.manager.schedule))]
@@ -114,23 +111,6 @@ class CapturedForward:
         finally:
             plan.retire()
         return outputs
-
-    def _padding_plan(self) -> ForwardPlan:
-        manager, nothing = self.manager, np.zeros(self.num_rows, dtype=np.int32)
-        return ForwardPlan(
-            owner=manager,
-            tokens=manager.plan_buffers.token_map(
-                self.num_rows, self.num_tokens, 0, self.tokens_per_request, manager.block_table
-            ),
-            request_slots=np.full(self.num_rows, -1, dtype=np.int32),
-            positions_before=nothing,
-            positions_after=nothing,
-            num_tokens=self.num_tokens,
-            longest=self.max_length,
-            num_new_blocks=0,
-            has_workspace=False,
-            num_parts=manager.num_parts,
-        )
 
     def _check_plan(self, plan: ForwardPlan) -> None:
         if plan.owner is not self.manager:
@@ -163,6 +143,38 @@ class CapturedForward:
             )
 
 
+def pad_buffers(manager: KVCacheManager, num_tokens: int) -> None:
+    """Make all that a capture of so many tokens reads padding, from now on wherever unused."""
+    if manager.has_open_forward:
+        raise RuntimeError(
+            "Cannot capture: the manager's last forward is not complete; run all of its "
+            "layers first, or free its requests"
+        )
+    manager.plan_buffers.reserve(num_tokens)
+    prepare_forward(manager, [], [], []).complete()
+
+
+def padding_plan(
+    manager: KVCacheManager, num_rows: int, num_tokens: int, *, max_step: int, max_length: int
+) -> ForwardPlan:
+    """A plan over the buffers as they are, whose sizes are those of the longest requests."""
+    nothing = np.zeros(num_rows, dtype=np.int32)
+    return ForwardPlan(
+        owner=manager,
+        tokens=manager.plan_buffers.token_map(
+            num_rows, num_tokens, 0, max_step, manager.block_table
+        ),
+        request_slots=np.full(num_rows, -1, dtype=np.int32),
+        positions_before=nothing,
+        positions_after=nothing,
+        num_tokens=num_tokens,
+        longest=max_length,
+        num_new_blocks=0,
+        has_workspace=False,
+        num_parts=manager.num_parts,
+    )
+
+
 class Graph(Protocol):
     """A recorded run that can be repeated."""
 
@@ -174,21 +186,25 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """`Graph` by `torch.cuda.CUDAGraph`."""
+    """`Graph` by `torch.cuda.CUDAGraph`; with a pool and a stream it shares its memory."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, *, pool: Any = None, stream: torch.cuda.Stream | None = None
+    ) -> None:
         self._device = device
+        self._pool = pool
+        self._stream = stream
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, run: Callable[[], Any]) -> Any:
         with torch.cuda.device(self._device):
-            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            current, side = torch.cuda.current_stream(), self._stream or torch.cuda.Stream()
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 for _ in range(NUM_WARMUP_RUNS):
                     run()
             current.wait_stream(side)
-            with torch.cuda.graph(self._graph, stream=side):
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=side):
                 return run()
 
     def replay(self) -> None:
@@ -197,9 +213,21 @@ class CudaGraph:
 
 def new_graph(device: torch.device) -> Graph:
     """What captures a step on that device."""
+    check_graph_device(device)
+    return CudaGraph(device)
+
+
+def new_graphs(device: torch.device, count: int) -> list[Graph]:
+    """Graphs that share their memory: they are replayed in the order of their capture."""
+    check_graph_device(device)
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    return [CudaGraph(device, pool=pool, stream=stream) for _ in range(count)]
+
+
+def check_graph_device(device: torch.device) -> None:
+    """Refuse a device that has no graphs."""
     if device.type != "cuda":
         raise ValueError(f"Invalid device of a captured forward: expected cuda, got {device}")
-    return CudaGraph(device)
 
 
 def _check_size(name: str, value: int, limit: int, limit_name: str) -> None:

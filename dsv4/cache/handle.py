@@ -171,10 +171,10 @@ class LayerCacheHandle:
         All inputs are checked before anything is written.
         """
         self.write(inputs, weights)
-        selection = None
+        rows = None
         if inputs.indexer is not None:
-            selection = self.select_entries(inputs.indexer.query, inputs.indexer.head_weights)
-        return self.attend(inputs.query, weights.sinks, selection)
+            rows = self.select_entries(inputs.indexer.query, inputs.indexer.head_weights).rows
+        return self._attend(inputs.query, weights.sinks, rows)
 
     def write(self, inputs: LayerProjections, weights: LayerWeights) -> None:
         """`write_swa` and `flush_compression` in one: everything that the layer stores."""
@@ -275,9 +275,13 @@ class LayerCacheHandle:
         self._check_window()
         if self.paged is not None:
             self._check_entries()
+        return self._attend(query, sinks, None if selection is None else selection.rows)
+
+    def _attend(
+        self, query: Tensor, sinks: Tensor | None, selected_rows: Tensor | None
+    ) -> AttentionResult:
         return ops.attend(
-            query, sinks, self.memory, None if selection is None else selection.rows,
-            self.tokens, self.rope,
+            query, sinks, self.memory, selected_rows, self.tokens, self.rope,
             max_entries=self.plan.max_entries(self.layer.ratio),
             batch_invariant=self.batch_invariant,
             backend=self.attention_backend,
@@ -386,19 +390,19 @@ class LayerCacheHandle:
         shape: tuple[int, ...],
         dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES,
     ) -> None:
+        device = self.memory.slots.device
         if not isinstance(tensor, Tensor):
             raise TypeError(f"Invalid {name}: expected a tensor, got {type(tensor).__name__}")
-        if tuple(tensor.shape) != shape:
+        if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device:
+            return
+        if tensor.shape != shape:
             raise ValueError(
                 f"Invalid shape of {name}: expected {list(shape)}, got {list(tensor.shape)}"
             )
         if tensor.dtype not in dtypes:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise TypeError(f"Invalid dtype of {name}: expected {names}, got {tensor.dtype}")
-        if tensor.device != self.positions.device:
-            raise ValueError(
-                f"Invalid device of {name}: expected {self.positions.device}, got {tensor.device}"
-            )
+        raise ValueError(f"Invalid device of {name}: expected {device}, got {tensor.device}")
 
     def _check_inputs(self, inputs: LayerProjections, weights: LayerWeights) -> None:
         """All of `forward`'s inputs, before the first of them is written."""

@@ -194,8 +194,8 @@ class LayerLayout:
         return index_row(self.index_format, head_dim=self.index_head_dim)
 
 
-class LayerMemory(NamedTuple):
-    """The raw storages and where one layer's rows lie in them. A property cuts its rows out.
+class LayerStorages(NamedTuple):
+    """The raw storages, and where one layer's rows lie in them.
 
     slots is `[max_requests, slot_bytes]`, blocks `[num_blocks, block_bytes]`, workspace
     `[1, bytes]`, all uint8; pooled and arrivals are those of `PoolingScratch`; index_scratch
@@ -214,7 +214,11 @@ class LayerMemory(NamedTuple):
     global_scale: Tensor | None
     layout: LayerLayout
 
-    @property
+
+class LayerMemory(LayerStorages):
+    """A layer's storages, and the rows that are cut out of them, once."""
+
+    @cached_property
     def window(self) -> WindowRows:
         """The ring and the workspace."""
         layout = self.layout
@@ -224,12 +228,12 @@ class LayerMemory(NamedTuple):
             layout.window,
         )
 
-    @property
+    @cached_property
     def entries(self) -> PagedRows | None:
         """Pages of compressed entries; None for SWA."""
         return self._pages(self.layout.entries_offset, self.layout.kv_row)
 
-    @property
+    @cached_property
     def index_keys(self) -> PagedRows | None:
         """Pages of index keys; None unless CSA."""
         if self.layout.index_offset < 0:
@@ -249,6 +253,13 @@ class LayerMemory(NamedTuple):
     @property
     def scratch(self) -> PoolingScratch:
         return PoolingScratch(self.pooled, self.arrivals)
+
+    @cached_property
+    def cut_partials(self) -> tuple[Tensor, Tensor]:
+        """All accumulators, then all largest logits and sums, each flat."""
+        flat, dim = self.partials.view(-1), self.layout.head_dim
+        num_accumulators = flat.shape[0] // (dim + 2) * dim
+        return flat[:num_accumulators], flat[num_accumulators:]
 
     def _pages(self, offset: int, row: RowFormat) -> PagedRows | None:
         if offset < 0:

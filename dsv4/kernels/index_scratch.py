@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.formats import BYTE_ALIGN, round_up
+from dsv4.formats import BYTE_ALIGN, next_power_of_two, round_up
 
 SCRATCH_LIMIT = 64 << 20  # bytes; one token at a time where that is not enough for one
 WHOLE_ENTRIES = 8192  # entries that one program takes as they are
@@ -49,12 +49,12 @@ class IndexRowBytes(NamedTuple):
 
 def padded_heads(num_heads: int) -> int:
     """Heads of a query as it lies in the workspace; those beyond num_heads weigh nothing."""
-    return max(MIN_HEADS, _next_power_of_two(num_heads))
+    return max(MIN_HEADS, next_power_of_two(num_heads))
 
 
 def narrow_width(topk: int) -> int:
     """Scores that a program has room for when it starts from groups: all members of topk."""
-    return max(NARROW_ENTRIES, GROUP * _next_power_of_two(topk))
+    return max(NARROW_ENTRIES, GROUP * next_power_of_two(topk))
 
 
 def group_levels(max_entries: int, *, topk: int) -> int:
@@ -82,7 +82,7 @@ def index_row_bytes(
     key_format: str, *, num_heads: int, dim: int, topk: int, max_entries: int
 ) -> IndexRowBytes:
     """Bytes that a token takes when it can see `max_entries` entries; more for more."""
-    heads, block = padded_heads(num_heads), _next_power_of_two(dim)
+    heads, block = padded_heads(num_heads), next_power_of_two(dim)
     return IndexRowBytes(
         heads * block * QUERY_BYTES.get(key_format, 2),
         heads * 4 * (1 + (block // 32 if key_format == "mxfp4" else 0)),
@@ -110,13 +110,10 @@ def cut_index_scratch(storage: Tensor, row: IndexRowBytes, *, num_tokens: int) -
     num_rows = min(num_tokens, storage.numel() // sum(row))
     assert num_rows > 0, (storage.numel(), row)
     dtypes = (torch.uint8, torch.float32, torch.float32, torch.int32)
-    parts, start = [], 0
+    used = storage[: num_rows * sum(row)]  # whole elements of every dtype
+    parts, start = [], used.storage_offset()
     for size, dtype in zip(row, dtypes, strict=True):
-        part = storage[start : start + num_rows * size].view(dtype)
-        parts.append(part.view(num_rows, size // dtype.itemsize))
+        width, first = size // dtype.itemsize, start // dtype.itemsize
+        parts.append(used.view(dtype).as_strided((num_rows, width), (width, 1), first))
         start += num_rows * size
     return IndexScratch(*parts)
-
-
-def _next_power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

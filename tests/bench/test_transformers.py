@@ -5,8 +5,11 @@ import torch
 from transformers import DynamicCache
 
 from dsv4.bench import transformers as bench
+from dsv4.bench.long_contexts import fill_own, fill_paged
+from dsv4.bench.tables import show_transformers
 from dsv4.cache.capacity import Capacity
 from dsv4.config import CacheConfig
+from dsv4.integrations.transformers import attach, detach
 from dsv4.integrations.transformers.own_cache import own_cache_bytes
 from dsv4.model.random_hf import random_hf_model
 
@@ -17,13 +20,16 @@ def model():
 
 
 def test_the_tables(model):
-    sizes = bench.Sizes(decodes=((2, 140),), contexts=(300,), prefill_tokens=150, num_steps=2)
-    bench.check_logits(model)
+    sizes = bench.Sizes(decodes=((2, 1000),), contexts=(3000,), num_steps=2)
+    bench.check_attention(model)
     result = bench.measure(model, sizes)
+    assert not result["errors"]
     (row,), (memory,) = result["decode"], result["memory"]
-    assert row["speedup"] == row["step_us"]["transformers"] / row["step_us"]["this"]
+    assert row["speedup"] == {"this": row["step_us"]["transformers"] / row["step_us"]["this"]}
     assert row["ceiling"] == row["step_us"]["transformers"] / row["step_us"]["free"]
-    assert all(time > 0 for name in ("step_us", "attention_us") for time in row[name].values())
+    assert row["step_us"].keys() == {"this", "transformers", "free"}
+    assert all(time > 0 for time in row["step_us"].values())
+    assert row["attention_us"]["this"] > 0 and row["attention_us"]["transformers"] > 0
     assert memory["ratio"] == memory["this_bytes"] / memory["transformers_bytes"]
     assert sum(memory["this"].values()) == memory["this_bytes"] + memory["workspace_bytes"]
     assert not {"generate", "forward"} & set(vars(model)) and "forward" not in vars(model.model)
@@ -34,7 +40,68 @@ def test_the_gate_refuses(model, monkeypatch):
 
     monkeypatch.setattr(attention, "unrotate", lambda output, positions, rope: output)
     with pytest.raises(RuntimeError, match="nothing is timed"):
-        bench.check_logits(model)
+        bench.check_attention(model)
+    assert "forward" not in vars(model.model)
+
+
+def test_a_row_without_memory_says_so(model, monkeypatch):
+    fill_own = bench.fill_own
+
+    def fill(model, cache, batch, context):
+        if context == 500:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        fill_own(model, cache, batch, context)
+
+    monkeypatch.setattr(bench, "fill_own", fill)
+    sizes = bench.Sizes(decodes=((1, 500), (1, 400)), contexts=(500, 400), num_steps=1)
+    result = bench.measure(model, sizes)
+    (failed, decoded), (failed_memory, memory) = result["decode"], result["memory"]
+    problem = "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB"
+    cases = ("batch 1, 500 tokens", "memory, 500 tokens")
+    assert result["errors"] == [f"{case}, transformers: {problem}" for case in cases]
+    assert failed["step_us"].keys() == {"this", "free"} and not failed["speedup"]
+    assert failed_memory["this_bytes"] > 0 and "ratio" not in failed_memory
+    assert decoded["speedup"]["this"] > 0 and memory["ratio"] > 0
+    shown = show_transformers(result)
+    assert shown.sentences == result["errors"] and len(shown.tables) == 2
+    assert "forward" not in vars(model.model)
+
+
+def contents(cache) -> list[dict]:
+    """Shapes of a cache's tensors and its counts, by layer."""
+
+    def outline(value):
+        if isinstance(value, dict):
+            return {name: outline(part) for name, part in value.items()}
+        return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+
+    return [outline(vars(layer)) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("context", [100, 300, 387, 642])
+def test_a_filled_cache_of_transformers_is_as_after_the_text(model, context):
+    filled, run = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    fill_own(model, filled, 2, context)
+    ids = torch.ones(2, context, dtype=torch.long)
+    with torch.no_grad():
+        for cache in (filled, run):
+            if cache is run:
+                model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+    assert contents(filled) == contents(run)
+    assert filled.get_seq_length() == run.get_seq_length() == context + 1
+    types = model.config.layer_types
+    assert own_cache_bytes(filled, types) == own_cache_bytes(run, types)
+
+
+def test_a_filled_paged_cache_goes_on(model):
+    with attach(model, max_requests=2, max_tokens=1024, max_forward_tokens=256) as cache:
+        fill_paged(cache, 2, 700)
+        assert cache.lengths == [700, 700] and cache.get_seq_length() == 700
+        with torch.no_grad():
+            logits = model(torch.ones(2, 1, dtype=torch.long), past_key_values=cache).logits
+        assert logits.isfinite().all() and cache.lengths == [701, 701]
+    detach(model)
 
 
 def own_bytes(config: CacheConfig, length: int, item: int) -> int:

@@ -3,6 +3,8 @@
 import copy
 import gc
 import inspect
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -345,3 +347,15 @@ def test_two_caches_of_one_model(model):
             text, other = with_token(text, step), with_token(other, step + 1)
             mine = torch.cat((feed(model, first, [step]), feed(model, second, [step + 1])))
             assert share_of_scale(mine, uncached(model, text, other)) <= LOGIT_SHARE
+
+
+def test_a_cache_that_is_left_at_the_end_of_a_script_is_quiet():
+    script = """
+import torch
+from tests.integrations.generation import poisoned, small_model
+model = small_model(3, 4)
+cache = poisoned(model)
+model(torch.ones(2, 300, dtype=torch.long), past_key_values=cache)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and "Exception ignored" not in done.stderr, done.stderr

@@ -294,27 +294,3 @@ def test_bf16_error_is_no_larger_than_transformers_own(seed):
         exact = model.float()(**alone(prompt), use_cache=False).logits
     assert mine.dtype is torch.bfloat16
     assert (mine.float() - exact).norm() <= (theirs.float() - exact).norm()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(dtype):
-    device = torch.device("cuda")
-    model = small_model(3, 4, 128, 0).to(device, dtype)
-    texts = {name: value.to(device) for name, value in padded(prompts(1, 140, 7)).items()}
-    options = {**GREEDY, "max_new_tokens": 20}
-    if dtype is torch.float32:
-        with poisoned(model) as cache:
-            mine = model.generate(**texts, **options, past_key_values=cache)
-            for row, length in enumerate((140, 7)):
-                text = {"input_ids": texts["input_ids"][row : row + 1, 140 - length :]}
-                text["attention_mask"] = torch.ones_like(text["input_ids"])
-                theirs = model.generate(**text, **options)
-                assert mine[row, 140:].tolist() == theirs[0, length:].tolist()
-    for options in ({"num_beams": 4}, {"do_sample": True}):
-        with attach(model, max_requests=8, max_tokens=512) as cache:
-            out = model.generate(
-                **texts, **{**GREEDY, **options}, max_new_tokens=20, past_key_values=cache
-            )
-            assert out.shape == (2, 160)
-            cache.manager.check_integrity()

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import AttentionSubBlock, CacheConfig, KVCacheManager, prepare_forward
 from dsv4.cache.layout import checkpoint_bytes
@@ -104,6 +105,74 @@ def assert_same(got, expected):
     for mine, theirs in zip(got[1], expected[1], strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
+
+
+class SeenOps(TorchDispatchMode):
+    """Collects the names of this library's ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "dsv4":
+            self.names.add(func._schema.name.removeprefix("dsv4::"))
+        return func(*args, **(kwargs or {}))
+
+
+FORWARD_OPS = {"write_layer", "select_entries", "attend"}
+GATHER_OPS = {"gather_swa_kv", "gather_compressed_kv", "gather_all_compressed_kv"}
+
+
+@pytest.mark.parametrize("step", [forward_and_gather, in_parts], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(("backend", "device"), BACKENDS, ids=lambda name: name)
+def test_a_step_through_the_ops_is_the_direct_one(backend, device, step):
+    options = {"backend": backend, "device": device}
+    direct = run_layers(step, **options)
+    with SeenOps() as seen:
+        through_ops = run_layers(step, **options)
+    assert FORWARD_OPS < seen.names < FORWARD_OPS | GATHER_OPS
+    assert_same(through_ops, direct)
+
+
+def test_captures_through_the_ops_are_the_direct_ones():
+    def run():
+        manager = KVCacheManager(
+            CONFIG, max_requests=1, num_blocks=6, max_forward_tokens=512, num_checkpoints=4
+        )
+        poison(manager)
+        ids = torch.arange(300)
+        slot, _ = manager.resume_request(ids)
+        inputs = model_projections(CONFIG, 300, seed=3)
+        plan = prepare_forward(manager, [slot], [0], [300])
+        assert plan.captures is not None
+        for layer_idx in (SWA, CSA, HCA):
+            manager.acquire(layer_idx, plan).forward(inputs[layer_idx], WEIGHTS[layer_idx])
+        plan.complete()
+        return manager, [manager.checkpoints.storage.clone()]
+
+    direct = run()
+    with SeenOps() as seen:
+        through_ops = run()
+    assert {"capture_window", "capture_tails"} < seen.names
+    assert_same(through_ops, direct)
+
+
+def test_a_profiler_sees_the_ops():
+    with torch.profiler.profile() as profiled:
+        run_layers(forward_and_gather, layers=(CSA,))
+    names = {event.key for event in profiled.key_averages()}
+    assert {f"dsv4::{name}" for name in FORWARD_OPS} < names
+
+
+def test_nothing_that_is_stored_or_given_has_a_gradient():
+    def step(handle, inputs, weights):
+        norm, sinks = (x.clone().requires_grad_() for x in (weights.kv_norm, weights.sinks))
+        return handle.forward(inputs, weights._replace(kv_norm=norm, sinks=sinks))
+
+    manager, results = run_layers(step)
+    assert not any(result.requires_grad for result in results)
+    assert not any(tensor.requires_grad for tensor in manager.tensors().values())
 
 
 @pytest.mark.parametrize("layer_idx", [SWA, CSA, HCA])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dsv4.cache.capacity import blocks_for
+from dsv4.cache.captured_forward import check_graph_device
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import CacheConfig
 from dsv4.formats import IndexFormatName, KVFormatName
@@ -45,6 +46,7 @@ def attach(
     max_forward_tokens: int = 8192,
     backend: str | None = None,
     batch_invariant: bool = False,
+    cuda_graphs: bool = False,
     **choices: Any,
 ) -> PagedCache:
     """Make a cache for a model, to be handed to it as `past_key_values`.
@@ -61,6 +63,9 @@ def attach(
         drafts_per_step: The most tokens that assisted decoding may reject in one step.
         max_forward_tokens: A forward of more tokens is run in parts, column by column.
         backend, batch_invariant: See `KVCacheManager`.
+        cuda_graphs: Capture the attention modules of decode steps at the first step of a batch
+            size, and replay them from then on. The weights, and the modules inside of attention,
+            must stay as they are at the capture; attach again after a change.
         **choices: Any other choice of `CacheConfig`, such as `block_tokens`.
     """
     _check_model(model)
@@ -73,6 +78,8 @@ def attach(
             f"Invalid max_forward_tokens: expected at least max_requests ({max_requests}), "
             f"got {max_forward_tokens}"
         )
+    if cuda_graphs:
+        check_graph_device(model.device)
     manager = KVCacheManager(
         config,
         max_requests=max_requests,
@@ -83,7 +90,7 @@ def attach(
         max_request_tokens=max_tokens,
         batch_invariant=batch_invariant,
     )
-    cache = PagedCache(model.model, manager)
+    cache = PagedCache(model.model, manager, cuda_graphs=cuda_graphs)
     for module, name, method in _routes(model):
         setattr(module, name, MethodType(method, module))
     return cache

@@ -19,9 +19,9 @@ from dsv4.kernels import (
     LayerProjections,
     LayerWeights,
 )
-from dsv4.kernels.reference.arithmetic import rotate
+from dsv4.model.rope import RopeTable
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin at each token, [num_tokens, 1, rope_dim / 2]
+Rotation = Tensor  # cos + i sin at each token, [num_tokens, 1, rope_dim / 2]
 
 
 def learned_weights(module: Any) -> LayerWeights:
@@ -34,6 +34,11 @@ def learned_weights(module: Any) -> LayerWeights:
         None if compressor is None else _compressor_weights(compressor),
         None if indexer is None else _compressor_weights(indexer),
     )
+
+
+def rotation_at(table: RopeTable, positions: Tensor) -> Rotation:
+    """What turns the queries at `positions` `[num_tokens]`."""
+    return torch.complex(table.cos[positions], table.sin[positions])[:, None]
 
 
 def attend(
@@ -59,11 +64,18 @@ def _project(
     compressor = module.compressor
     indexer = getattr(compressor, "indexer", None)
     return LayerProjections(
-        rotate(normed, *rotation).to(heads.dtype),
+        _rotated(normed, rotation).to(heads.dtype),
         _linear(module.kv_proj, hidden),
         None if compressor is None else _compressor_inputs(compressor, hidden),
         None if indexer is None else _index_inputs(indexer, hidden, q_low, config),
     )
+
+
+def _rotated(query: Tensor, rotation: Rotation) -> Tensor:
+    """RoPE in place on adjacent pairs of the trailing channels of `query` `[..., dim]` fp32."""
+    pairs = query[..., -2 * rotation.shape[-1] :].unflatten(-1, (-1, 2))
+    torch.view_as_complex(pairs).mul_(rotation)
+    return query
 
 
 def _index_inputs(indexer: Any, hidden: Tensor, q_low: Tensor, config: CacheConfig) -> IndexInputs:

@@ -4,6 +4,7 @@ It turns what transformers hands over, padded batches and beam indices, into rag
 and rollbacks of a `KVCacheManager` of its own.
 """
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,9 @@ from dsv4.integrations.transformers.attention import (
     Rotation,
     attend,
     learned_weights,
+    rotation_at,
 )
+from dsv4.integrations.transformers.captured_attention import CapturedAttention
 from dsv4.integrations.transformers.columns import BoolArray, Columns
 from dsv4.integrations.transformers.padding import (
     check_last_column,
@@ -34,7 +37,6 @@ from dsv4.integrations.transformers.padding import (
     read_mask,
     token_index,
 )
-from dsv4.model.rope import RopeTable
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,15 @@ class PaddedForward:
         shape: Rows and columns of the padded batch.
         token_index: `[num_tokens]`, flat indices of the tokens among rows × columns; None if
             there is no padding.
-        rotations: cos and sin at each token, by the layer's RoPE base.
+        rotations: cos + i sin at each token, by the layer's RoPE base.
+        captured: The modules as graphs, or None where they are run one launch after the other.
     """
 
     plan: ForwardPlan
     shape: tuple[int, int]
     token_index: Tensor | None
     rotations: dict[str, Rotation]
+    captured: CapturedAttention | None = None
 
 
 class PagedCache(AttachedCache):
@@ -65,7 +69,7 @@ class PagedCache(AttachedCache):
         drafts_per_step: The most tokens that `crop` can take back.
     """
 
-    def __init__(self, model: Any, manager: KVCacheManager) -> None:
+    def __init__(self, model: Any, manager: KVCacheManager, *, cuda_graphs: bool = False) -> None:
         super().__init__(layers=[])
         self._owner = weakref.ref(model)
         self._manager: KVCacheManager | None = manager
@@ -74,6 +78,9 @@ class PagedCache(AttachedCache):
         self._columns = Columns(0)
         self._forward: PaddedForward | None = None
         self._is_generating = False
+        self._has_graphs = cuda_graphs
+        self._captured: dict[int, CapturedAttention] = {}  # by batch
+        self._hidden_like: Tensor | None = None  # width and dtype of hidden states
         self.drafts_per_step = manager.config.drafts_per_step
 
     @property
@@ -147,16 +154,21 @@ class PagedCache(AttachedCache):
         self._check_blocks(int(needed), manager.allocator.num_free)
 
     @contextmanager
-    def forward(self, batch: int, num_columns: int, is_token: BoolArray | None) -> Iterator[None]:
+    def forward(
+        self, batch: int, num_columns: int, is_token: BoolArray | None
+    ) -> Iterator[ForwardPlan]:
         """Everything between is one forward of the model over so many rows and columns.
 
         Args:
             batch, num_columns: The shape of the new tokens, padding included.
             is_token: `[batch, num_columns]`, which of them are; None if all are.
+
+        Yields:
+            The forward's plan.
         """
         self._forward = self._start(batch, num_columns, is_token)
         try:
-            yield
+            yield self._forward.plan
         finally:
             self._forward = None
 
@@ -175,18 +187,30 @@ class PagedCache(AttachedCache):
             return torch.zeros_like(hidden)
         with torch.no_grad():
             tokens = hidden.flatten(0, 1)
-            if forward.token_index is not None:
-                tokens = tokens[forward.token_index]
-            handle = self.manager.acquire(layer_idx, forward.plan)
-            rotation = forward.rotations[handle.layer.rope_base]
-            output = attend(module, tokens, handle, self._weights[layer_idx], rotation)
-            if forward.token_index is not None:
-                padded = output.new_zeros(hidden.shape[0] * hidden.shape[1], output.shape[1])
-                output = padded.index_copy_(0, forward.token_index, output)
+            if forward.captured is None:
+                output = self._attend(layer_idx, module, tokens, forward)
+            else:
+                output = forward.captured.attend(layer_idx, tokens, forward.plan)
             output = output.view(hidden.shape)
         if torch.is_grad_enabled() and hidden.requires_grad:
             output = NoGradient.apply(output, hidden)  # type: ignore[no-untyped-call]
         return output
+
+    def _attend(
+        self, layer_idx: int, module: Any, tokens: Tensor, forward: PaddedForward
+    ) -> Tensor:
+        """The same for rows and columns in one axis, launch by launch."""
+        num_padded, index = len(tokens), forward.token_index
+        if self._hidden_like is None:
+            self._hidden_like = torch.empty_like(tokens[:0])
+        if index is not None:
+            tokens = tokens[index]
+        handle = self.manager.acquire(layer_idx, forward.plan)
+        rotation = forward.rotations[handle.layer.rope_base]
+        output = attend(module, tokens, handle, self._weights[layer_idx], rotation)
+        if index is None:
+            return output
+        return output.new_zeros(num_padded, output.shape[1]).index_copy_(0, index, output)
 
     def check_owner(self, model: Any) -> None:
         """Refuse a model that this cache was not made for: its rows are of other weights."""
@@ -215,6 +239,9 @@ class PagedCache(AttachedCache):
         """Plan the forward; if that is refused, nothing has changed."""
         manager, is_new, before = self.manager, not self._slots, self._lengths(batch)
         after = before + _counts(is_token, num_columns)
+        captured = None
+        if self._has_graphs and num_columns == 1 and is_token is None:
+            captured = self._capture(batch, int(after.max()))
         slots = [manager.open_request() for _ in range(batch)] if is_new else self._slots
         try:
             plan = prepare_forward(manager, slots, before, after)
@@ -229,8 +256,32 @@ class PagedCache(AttachedCache):
             plan,
             (batch, num_columns),
             token_index(is_token, manager.device),
-            {base: _rotation(table, plan) for base, table in manager.rope_tables.items()},
+            {} if captured is not None else self._rotations(plan),
+            captured,
         )
+
+    def _rotations(self, plan: ForwardPlan) -> dict[str, Rotation]:
+        tables, positions = self.manager.rope_tables, plan.tokens.positions
+        return {base: rotation_at(table, positions) for base, table in tables.items()}
+
+    def _capture(self, batch: int, longest: int) -> CapturedAttention | None:
+        """The graphs for a decode step; None before the first forward, or after a torn one.
+
+        A batch keeps those of the longest text it has had.
+        """
+        manager, model, hidden = self.manager, self._owner(), self._hidden_like
+        captured = self._captured.get(batch)
+        if captured is not None and captured.fits(batch, longest):
+            return captured
+        too_long = longest > manager.capacity.max_request_tokens
+        if model is None or hidden is None or too_long or manager.has_open_forward:
+            return None
+        modules = [layer.self_attn for layer in model.layers]
+        with torch.inference_mode(False), torch.no_grad():
+            self._captured[batch] = CapturedAttention(
+                manager, modules, self._weights, batch=batch, hidden=hidden, longest=longest
+            )
+        return self._captured[batch]
 
     def _check_batch(self, batch: int) -> None:
         if self._slots and batch != len(self._slots):
@@ -275,9 +326,10 @@ class PagedCache(AttachedCache):
         if self._manager is not None:
             self.reset()
             self._manager, self._weights = None, ()
+            self._captured = {}
 
     def __del__(self) -> None:
-        if getattr(self, "_manager", None) is not None:
+        if getattr(self, "_manager", None) is not None and not sys.is_finalizing():
             self.close()
 
     def __enter__(self) -> "PagedCache":
@@ -391,8 +443,3 @@ def _counts(is_token: BoolArray | None, num_columns: int) -> NDArray[np.int64] |
 def _free(manager: KVCacheManager, slots: list[int]) -> None:
     for slot in reversed(slots):  # so that they are given out again in the same order
         manager.free_request(slot)
-
-
-def _rotation(table: RopeTable, plan: ForwardPlan) -> Rotation:
-    positions = plan.tokens.positions
-    return table.cos[positions][:, None], table.sin[positions][:, None]

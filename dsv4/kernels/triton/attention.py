@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.formats import next_power_of_two
 from dsv4.kernels import AttentionResult, LayerLayout, LayerMemory, TokenMap
 from dsv4.kernels.triton.decode import GROUP, load_group
 from dsv4.kernels.triton.gather import (
@@ -385,7 +386,7 @@ def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> At
         return AttendLaunch(heads=SMALLEST_DOT, tile=16, num_warps=8)
     is_hopper = architecture(memory.partials.device) == "sm_90"
     largest = LARGEST_BLOCK if is_hopper else LARGEST_BLOCK // 2
-    heads = min(largest, max(SMALLEST_DOT, triton.next_power_of_2(num_heads)))
+    heads = min(largest, max(SMALLEST_DOT, next_power_of_two(num_heads)))
     if is_hopper and not INTERPRETED and _has_gluon_kernel(num_heads, heads, memory.layout):
         return AttendLaunch(heads, tile=64, num_warps=8, is_gluon=True)
     return AttendLaunch(heads, tile=64 if heads == LARGEST_BLOCK else 32, num_warps=8)
@@ -483,7 +484,7 @@ def _launch(
     **arguments: Any,
 ) -> None:
     row, num_heads = memory.layout.kv_row, query.shape[1]
-    partials, stats = _cut_partials(memory)
+    partials, stats = memory.cut_partials
     grid = (num_tokens * -(-num_heads // launch.heads), splits.num_splits)
     arguments |= {
         "query_ptr": query, "partials_ptr": partials, "stats_ptr": stats,
@@ -515,17 +516,10 @@ def _combine(
     **results: Any,
 ) -> None:
     row, num_heads = memory.layout.kv_row, results["lse_ptr"].shape[1]
-    partials, stats = _cut_partials(memory)
+    partials, stats = memory.cut_partials
     _combine_kernel[(num_tokens * num_heads,)](
         **results, partials_ptr=partials, stats_ptr=stats, positions_ptr=tokens.positions,
         first_token=first_token, num_splits=splits.num_splits, NUM_HEADS=num_heads, DIM=row.dim,
-        ROPE=row.rope_dim, BLOCK=triton.next_power_of_2(row.dim), SPLITS=COMBINED_AT_ONCE,
+        ROPE=row.rope_dim, BLOCK=next_power_of_two(row.dim), SPLITS=COMBINED_AT_ONCE,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _cut_partials(memory: LayerMemory) -> tuple[Tensor, Tensor]:
-    """Accumulators, and largest logits and sums, side by side."""
-    flat, dim = memory.partials.view(-1), memory.layout.head_dim
-    num_accumulators = flat.shape[0] // (dim + 2) * dim
-    return flat[:num_accumulators], flat[num_accumulators:]

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dsv4.formats import next_power_of_two
 from dsv4.kernels import (
     EntryInputs,
     LayerMemory,
@@ -505,15 +506,15 @@ def _grid(
     channels = min(launch.channels, block)
     num_tiles = num_index_tiles = num_tokens
     if has_chunks:
-        num_tiles = triton.cdiv(num_tokens, 128 if ratio == 128 else 4 * launch.rows)
-        num_index_tiles = triton.cdiv(num_tokens, 4 * index_rows)
+        num_tiles = -(-num_tokens // (128 if ratio == 128 else 4 * launch.rows))
+        num_index_tiles = -(-num_tokens // (4 * index_rows))
     num_programs = 0
     if writes.entries is not None:
         num_programs += num_tiles * (block // channels if ratio == 128 else 1)
     if writes.index_keys is not None:
         num_programs += num_index_tiles
     if writes.window is not None:
-        num_programs += triton.cdiv(num_tokens, launch.window_rows)
+        num_programs += -(-num_tokens // launch.window_rows)
     return _Grid(num_programs, num_tiles, num_index_tiles, index_rows, channels)
 
 
@@ -542,9 +543,9 @@ def _arguments(
         **_entry_arguments("index_", writes.index_keys, tokens),
         "index_tail_offset": layout.index_tail_offset, "index_page_offset": layout.index_offset,
         "global_scale_ptr": memory.pooled if scale is None else scale,
-        "DIM": row.dim, "ROPE": row.rope_dim, "BLOCK": triton.next_power_of_2(row.dim),
+        "DIM": row.dim, "ROPE": row.rope_dim, "BLOCK": next_power_of_two(row.dim),
         "KV_FORMAT": f"kv_{row.name}", "KV_DATA": row.data_bytes, "KV_SCALE": row.scale_bytes,
-        "INDEX_DIM": key.dim, "INDEX_BLOCK": triton.next_power_of_2(key.dim),
+        "INDEX_DIM": key.dim, "INDEX_BLOCK": next_power_of_two(key.dim),
         "INDEX_FORMAT": f"index_{key.name}", "INDEX_DATA": key.data_bytes,
         "INDEX_SCALE": key.scale_bytes, "HAS_HADAMARD": has_hadamard,
         "HAS_GLOBAL_SCALE": scale is not None, "LOG_INDEX": key.dim.bit_length() - 1,

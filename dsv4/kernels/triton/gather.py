@@ -231,7 +231,7 @@ def _launch(
         return Gathered(values, is_present)
     if launch is None:
         launch = gather_launch(is_present.numel(), device)
-    num_tiles = triton.cdiv(shape[-1], launch.tile)
+    num_tiles = -(-shape[-1] // launch.tile)
     nothing = pages.data  # stands in for what this source doesn't have
     arguments = {
         "rows_ptr": nothing, "outer_stride": 0, "inner_stride": 0,

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.formats import PagedRows
+from dsv4.formats import PagedRows, next_power_of_two
 from dsv4.kernels import LayerMemory, Selection, TokenMap
 from dsv4.kernels.index_scratch import (
     IndexScratch,
@@ -661,8 +661,8 @@ def score_entries(
     """Fill the workspace's scores for the tokens whose queries it holds."""
     keys = _index_keys(memory)
     cut = score_cut(keys.format.name, tokens)
-    num_groups = triton.cdiv(num_tokens, cut.tokens)
-    splits = min(triton.cdiv(max_entries, cut.tile), max(1, cut.programs // num_groups))
+    num_groups = -(-num_tokens // cut.tokens)
+    splits = min(-(-max_entries // cut.tile), max(1, cut.programs // num_groups))
     _score_kernel[(num_groups, splits)](
         scores_ptr=scratch.scores, scores_stride=scratch.scores.stride(0),
         data_ptr=keys.data, scale_ptr=keys.scales, page_stride=keys.data.stride(0),
@@ -690,7 +690,7 @@ def _shared_arguments(
     topk: int,
 ) -> dict[str, Any]:
     row = memory.layout.index_row
-    block, heads = triton.next_power_of_2(row.dim), padded_heads(num_heads)
+    block, heads = next_power_of_two(row.dim), padded_heads(num_heads)
     return {
         "ready_ptr": scratch.queries, "ready_weights_ptr": scratch.weights,
         "ready_weights_stride": scratch.weights.stride(0),

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dsv4.formats import next_power_of_two
 from dsv4.kernels import Selection, TokenMap
 from dsv4.kernels.index_scratch import GROUP, group_levels, narrow_width, padded_entries
 from dsv4.kernels.triton.primitives import INTERPRETED
@@ -475,14 +476,14 @@ def choose_best(
         "RATIO": ratio, "LEVELS": levels, "VECTOR": vector, "launch_pdl": LAUNCH_EARLY,
     }  # fmt: skip
     if levels:
-        grid = (num_tokens, triton.cdiv(max_entries, CHUNK))
+        grid = (num_tokens, -(-max_entries // CHUNK))
         _group_kernel[grid](**shared, CHUNK=CHUNK, num_warps=CHUNK_WARPS)
     _topk_kernel[(num_tokens,)](
         **shared, entry_idx_ptr=chosen.entry_idx, rows_ptr=chosen.rows, counts_ptr=chosen.counts,
         max_entries=max_entries,
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         ENTRIES_PER_BLOCK=entries_per_block, WIDTH=width,
-        BLOCK_K=triton.next_power_of_2(topk),
+        BLOCK_K=next_power_of_two(topk),
         num_warps=max(MIN_WARPS, min(MAX_WARPS, width // (32 * KEYS_PER_THREAD))),
     )  # fmt: skip
 
@@ -494,7 +495,7 @@ def program_shape(max_entries: int, *, topk: int) -> tuple[int, int]:
     levels = group_levels(max_entries, topk=topk)
     if levels:
         return levels, narrow_width(topk)
-    return 0, max(MIN_WIDTH, triton.next_power_of_2(max_entries))
+    return 0, max(MIN_WIDTH, next_power_of_two(max_entries))
 
 
 def distinct_sizes(longest: int, *, topk: int) -> list[int]:

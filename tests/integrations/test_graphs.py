@@ -1,0 +1,166 @@
+"""Decode steps by graphs: what the same steps give launch by launch, for every use of the cache.
+
+On the CPU a graph is stood in for by one that runs the module again over the captured buffers.
+"""
+
+import importlib
+
+import pytest
+import torch
+
+from dsv4.cache import captured_layers
+from dsv4.integrations.transformers import attach, cache, captured_attention
+from tests.integrations.generation import GREEDY, alone, padded, poisoned, prompts, small_model
+
+
+class RepeatedRun:
+    """Runs again what a CUDA graph would repeat, into the same output."""
+
+    def capture(self, run):
+        self.run = run
+        run()
+        self.output = run()
+        return self.output
+
+    def replay(self):
+        self.output.copy_(self.run())
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    monkeypatch.setattr(captured_attention, "SHORTEST", 32)
+    if request.param == "cpu":
+        attaching = importlib.import_module("dsv4.integrations.transformers.attach")
+        monkeypatch.setattr(attaching, "check_graph_device", lambda device: None)
+        graphs = lambda device, count: [RepeatedRun() for _ in range(count)]  # noqa: E731
+        monkeypatch.setattr(captured_layers, "new_graphs", graphs)
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Batch and length of every capture."""
+    made = []
+
+    class Counted(captured_attention.CapturedAttention):
+        def __init__(self, *args, batch, longest, **kwargs):
+            made.append((batch, longest))
+            super().__init__(*args, batch=batch, longest=longest, **kwargs)
+
+    monkeypatch.setattr(cache, "CapturedAttention", Counted)
+    return made
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {}
+
+
+@pytest.fixture
+def model(models, device):
+    if device not in models:
+        models[device] = small_model(3, 4, 128, 0).to(device)
+    return models[device]
+
+
+def generate(model, inputs, *, cuda_graphs, **options) -> list[list[int]]:
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
+    with poisoned(model, cuda_graphs=cuda_graphs) as cache:
+        ids = model.generate(**inputs, **{**GREEDY, **options}, past_key_values=cache)
+        cache.manager.check_integrity()
+    return ids.tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 4}, {"prompt_lookup_num_tokens": 3}, {"num_return_sequences": 2}],
+    ids=["greedy", "beams", "assisted", "sequences"],
+)
+def test_ids_are_those_without_graphs(model, captures, options):
+    texts = prompts(1, 120) if "prompt_lookup_num_tokens" in options else prompts(1, 120, 7)
+    if "num_return_sequences" in options:
+        options = {**options, "do_sample": True, "temperature": 1e-6}
+    options = {**options, "max_new_tokens": 20}
+    plain = generate(model, padded(texts), cuda_graphs=False, **options)
+    assert not captures
+    assert generate(model, padded(texts), cuda_graphs=True, **options) == plain
+    assert captures[-1][1] == 129  # where the capture of up to 128 tokens is too short
+
+
+def test_a_batch_is_captured_once(model, captures):
+    with poisoned(model, cuda_graphs=True) as cache:
+        for length in (60, 40, 5):
+            text = alone(prompts(length, length)[0].to(model.device))
+            mine = model.generate(**text, **GREEDY, max_new_tokens=4, past_key_values=cache)
+            theirs = model.generate(**text, **GREEDY, max_new_tokens=4)
+            assert mine.tolist() == theirs.tolist()
+            cache.reset()
+        assert captures == [(1, 61)]
+        both = {name: value.to(model.device) for name, value in padded(prompts(3, 9, 5)).items()}
+        model.generate(**both, **GREEDY, max_new_tokens=2, past_key_values=cache)
+        assert captures == [(1, 61), (2, 10)]
+
+
+def test_the_longest_text_that_there_is_room_for(model, captures):
+    (prompt,) = prompts(4, 250)
+    text = alone(prompt.to(model.device))
+    with poisoned(model, cuda_graphs=True, max_tokens=256) as cache:
+        mine = model.generate(**text, **GREEDY, max_new_tokens=7, past_key_values=cache)
+        assert mine.tolist() == model.generate(**text, **GREEDY, max_new_tokens=7).tolist()
+        assert captures == [(1, 251)] and cache.lengths == [256]
+        with pytest.raises(ValueError, match="expected at most 256, got 257"):
+            model(text["input_ids"][:, :1], past_key_values=cache)
+        assert cache.lengths == [256]
+
+
+def test_outputs_stay_when_the_graph_runs_again(model):
+    attention, outputs = model.model.layers[0].self_attn, []
+    hook = attention.register_forward_hook(lambda *call: outputs.append(call[-1][0]))
+    try:
+        with poisoned(model, cuda_graphs=True) as cache, torch.no_grad():
+            kept = []
+            for token in (3, 5, 7):
+                ids = torch.tensor([[token]], device=model.device)
+                model(ids, past_key_values=cache)
+                kept.append(outputs[-1].clone())
+    finally:
+        hook.remove()
+    for output, copy in zip(outputs, kept, strict=True):
+        assert torch.equal(output, copy)
+    assert not torch.equal(kept[1], kept[2])
+
+
+def test_a_capture_serves_any_grad_mode(model):
+    ids = torch.tensor([[3]], device=model.device)
+    with poisoned(model, cuda_graphs=True) as cache:
+        for mode in (torch.inference_mode, torch.inference_mode, torch.no_grad, torch.enable_grad):
+            with mode():
+                logits = model(ids, past_key_values=cache).logits
+        with pytest.raises(RuntimeError, match="No gradients through a PagedCache"):
+            logits.sum().backward()
+    with poisoned(model, cuda_graphs=True) as cache:
+        for _ in range(2):
+            model(ids, past_key_values=cache)
+        assert not any(out.requires_grad for out in cache._captured[1]._layers._outputs)
+
+
+def test_what_was_not_captured_is_refused(model):
+    with poisoned(model, cuda_graphs=True) as cache, torch.no_grad():
+        ids = torch.tensor([[3], [5]], device=model.device)
+        for _ in range(2):
+            model(ids, past_key_values=cache)
+        layers = cache._captured[2]._layers
+        assert layers.fits(2, layers.max_length)
+        assert not layers.fits(1, 2) and not layers.fits(2, layers.max_length + 1)
+        with (
+            cache.forward(2, 2, None) as plan,
+            pytest.raises(ValueError, match="expected 2 requests of one token each, up to 32 long"),
+        ):
+            layers.replay(0, plan)
+
+
+def test_graphs_need_a_gpu():
+    model = small_model(5, 4)
+    with pytest.raises(ValueError, match="Invalid device of a captured forward: expected cuda"):
+        attach(model, max_requests=1, max_tokens=256, cuda_graphs=True)
+    assert "forward" not in vars(model.model)
