@@ -145,6 +145,26 @@ def test_a_fork_saves_no_boundary_that_rejected_tokens_reached(rejected, saved):
     machine.every_request_is_right()
 
 
+def test_a_block_that_its_last_user_never_published_can_go():
+    machine = Life()
+    machine.start(every_blocks=0, host_blocks=0)
+    machine.open()
+    assert machine.grow({0: 8}, seed=0)
+    machine.fork(0)  # slot 1 shares a block that only slot 0 will publish
+    machine.open()
+    assert machine.grow({0: 4}, seed=0) and machine.grow({2: 12}, seed=5)
+    machine.free(0)
+    machine.free(1)
+    tree = machine.manager.prefix.tree
+    assert tree.num_evictable == 1 and tree.num_blocks == 2
+    tree.evict(1)  # meets the shared block first
+    machine.free(0)
+    assert tree.num_evictable == 1
+    tree.evict(1)
+    machine.manager.check_integrity()
+    assert not tree.nodes and machine.manager.allocator.num_free == SHORT.num_blocks
+
+
 def test_ids_decide_a_sequence():
     first, second = (WHOLE.oracle_of(bytes(ids)) for ids in ([0, 1, 1, 0], [0, 1, 0, 0]))
     for mine, other in zip(first.layers, second.layers, strict=True):
