@@ -5,6 +5,7 @@ oracle, however its request came by them.
 """
 
 import functools
+import random
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dsv4 import CacheConfig, CheckpointPolicy, KVCacheManager, prepare_forward
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
+from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels.reference.dense import dense_layer
 from dsv4.testing import (
     Row,
@@ -146,6 +148,20 @@ def short_world(kind=World, **where):
     return kind(config, max_tokens=40, num_blocks=9, **where)
 
 
+def random_world(seed):
+    """A short world of other sizes and row formats."""
+    choose = random.Random(seed)
+    block = choose.choice([8, 16, 24])
+    choices = {
+        "compress_ratios": choose.choice([(4,), (0, 4), (4, 0, 4)]), "block_tokens": block,
+        "sliding_window": choose.choice([4, 8, 12, 16]), "index_topk": choose.choice([2, 4]),
+        "drafts_per_step": choose.choice([0, 1, 2, 5]),
+        "kv_format": choose.choice(KV_FORMATS), "index_format": choose.choice(INDEX_FORMATS),
+    }  # fmt: skip
+    config = CacheConfig.tiny(**{**BASE, **choices})
+    return World(config, max_tokens=5 * block, num_blocks=choose.choice([7, 9, 12]))
+
+
 WHOLE, SHORT = whole_world(), short_world()
 
 
@@ -248,7 +264,8 @@ class Life(RuleBasedStateMachine):
         self.check_results(results, rows, grown)
         for slot, new in grown.items():
             self.tokens[slot] = new
-            self.floors[slot] = max(self.floors[slot], len(new) - DRAFTS)
+            floor = len(new) - self.world.config.drafts_per_step
+            self.floors[slot] = max(self.floors[slot], floor)
             if is_noted:
                 self.note(slot)
         return True
@@ -494,10 +511,12 @@ class WholeLife(Life):
     num_lives = num_steps = 0
 
 
+def machine_in(world, machine=Life):
+    """The machine in another world."""
+    return type(machine.__name__, (machine,), {"world": world, "num_lives": 0, "num_steps": 0})
+
+
 def on_kernels(machine, device):
     """The machine with Triton's kernels, which are their own oracle."""
     make_world = short_world if machine is Life else whole_world
-    world = make_world(KernelWorld, device=device, backend="triton")
-    return type(
-        f"{machine.__name__}OnKernels", (machine,), {"world": world, "num_lives": 0, "num_steps": 0}
-    )
+    return machine_in(make_world(KernelWorld, device=device, backend="triton"), machine)
