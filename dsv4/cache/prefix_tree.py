@@ -198,20 +198,6 @@ class PrefixTree:
         self.num_evicted_blocks += num_blocks
         self._blocks.release(np.array(ids, dtype=np.int32))
 
-    def _next_victim(self) -> PrefixNode:
-        """The least recently used block that can go; there is one.
-
-        A block may have been met while in use, and its last user, such as a fork from before it
-        was published, has not told when it left. If only such blocks remain, all are queued anew.
-        """
-        node = self._queue.pop(self._can_leave_device)
-        if node is None:
-            for each in self.nodes.values():
-                self._enqueue(each)
-            node = self._queue.pop(self._can_leave_device)
-        assert node is not None, "num_evictable counts blocks that can't go"
-        return node
-
     def restore(self, nodes: Iterable[PrefixNode], blocks: IntArray) -> None:
         """Bring nodes that are on the host to blocks, which become the tree's."""
         nodes = list(nodes)
@@ -269,6 +255,20 @@ class PrefixTree:
     def owned_checkpoints(self) -> list[int]:
         """The checkpoints that the tree owns."""
         return [node.checkpoint for node in self._checkpointed]
+
+    def _next_victim(self) -> PrefixNode:
+        """The least recently used block that can go; there is one.
+
+        A block may have been met while in use, and its last user, such as a fork from before it
+        was published, has not told when it left. If only such blocks remain, all are queued anew.
+        """
+        node = self._queue.pop(self._can_leave_device)
+        if node is None:
+            for each in self.nodes.values():
+                self._enqueue(each)
+            node = self._queue.pop(self._can_leave_device)
+        assert node is not None, "num_evictable counts blocks that can't go"
+        return node
 
     def _can_leave_device(self, node: PrefixNode) -> bool:
         return node.is_device_leaf and self._blocks.num_owners[node.block] == 1

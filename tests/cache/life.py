@@ -29,6 +29,7 @@ from dsv4.testing import (
     poison,
 )
 from tests.cache.live import assert_same, dense_bytes, live_bytes
+from tests.handles import RecordingHandle, turned_into
 
 DRAFTS = 3
 BASE = {"num_query_heads": 1, "head_dim": 80, "rope_dim": 16, "index_num_heads": 16,
@@ -178,13 +179,9 @@ def run_layers(manager, weights, rows):
     plan = prepare_forward(manager, *map(list, lengths))
     results = []
     for idx, layer_weights in enumerate(weights):
-        handle, inputs = manager.acquire(idx, plan), forward_inputs(rows, idx)
-        handle.write(inputs, layer_weights)
-        index, chosen = inputs.indexer, None
-        if index is not None:
-            chosen = handle.select_entries(index.query, index.head_weights)
-        output = handle.attend(inputs.query, layer_weights.sinks, chosen).output
-        results.append(LayerResult(output, None if chosen is None else chosen.entry_idx))
+        handle = turned_into(RecordingHandle, manager.acquire(idx, plan))
+        output = handle.forward(forward_inputs(rows, idx), layer_weights).output
+        results.append(LayerResult(output, next(iter(handle.selections), None)))
     return results
 
 

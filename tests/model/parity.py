@@ -5,9 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4 import AttentionSubBlock, CacheConfig, KVCacheManager, LayerCacheHandle, prepare_forward
+from dsv4 import AttentionSubBlock, CacheConfig, KVCacheManager, prepare_forward
 from dsv4.model.random_hf import RecordedLayer
 from dsv4.testing import poison
+from tests.handles import RecordingHandle, turned_into
 
 TOLERANCE = 5e-6  # of the largest output
 TIE = 1e-5  # of the largest score: closer than this, the model leaves the choice open
@@ -52,7 +53,7 @@ class CachedRun:
             hidden = torch.cat(
                 [self.recorded[seq][layer_idx].hidden[before:after] for seq, before, after in rows]
             )
-            handle = _RecordingHandle.of(self.manager.acquire(layer_idx, plan))
+            handle = turned_into(RecordingHandle, self.manager.acquire(layer_idx, plan))
             output = block(hidden, handle)
             for row, part in enumerate(output.split(counts)):
                 self.outputs[rows[row][0]][layer_idx].append(part)
@@ -84,21 +85,6 @@ class CachedRun:
                 assert error <= limit, (
                     f"sequence {sequence}, layer {layer_idx}: error {error:.3g} > {limit:.3g}"
                 )
-
-
-class _RecordingHandle(LayerCacheHandle):
-    """A handle that remembers what was selected."""
-
-    @classmethod
-    def of(cls, handle: LayerCacheHandle) -> "_RecordingHandle":
-        recording = cls(**{name: getattr(handle, name) for name in handle.__dataclass_fields__})
-        object.__setattr__(recording, "selections", [])
-        return recording
-
-    def select_entries(self, query: Tensor, head_weights: Tensor):
-        selection = super().select_entries(query, head_weights)
-        self.selections.append(selection.entry_idx)
-        return selection
 
 
 def _check_selection(scores: Tensor, chosen: Tensor, ratio: int) -> Tensor:

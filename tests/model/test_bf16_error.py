@@ -14,6 +14,7 @@ from dsv4.kernels import Selection
 from dsv4.kernels.reference.addressing import entry_rows, token_slots
 from dsv4.model.random_hf import random_hf_model
 from dsv4.testing import poison
+from tests.handles import turned_into
 
 NUM_TOKENS, PROMPT = 300, 250
 REAL_WIDTHS = {
@@ -71,8 +72,9 @@ def run_cached(attention, config: CacheConfig, hidden: Tensor, chosen: Tensor | 
     outputs = []
     for before, after in [(0, PROMPT), *((n, n + 1) for n in range(PROMPT, NUM_TOKENS))]:
         handle = manager.acquire(0, prepare_forward(manager, [slot], [before], [after]))
-        fields = {name: getattr(handle, name) for name in handle.__dataclass_fields__}
-        outputs.append(block(hidden[before:after], ChosenHandle(**fields, chosen=chosen)))
+        outputs.append(
+            block(hidden[before:after], turned_into(ChosenHandle, handle, chosen=chosen))
+        )
     return torch.cat(outputs)
 
 

@@ -1,0 +1,28 @@
+"""Handles that tests watch or steer."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from dsv4 import LayerCacheHandle
+from dsv4.kernels import Selection
+
+_Handle = TypeVar("_Handle", bound=LayerCacheHandle)
+
+
+def turned_into(kind: type[_Handle], handle: LayerCacheHandle, **more: Any) -> _Handle:
+    """The same handle as one of another kind."""
+    return kind(**{each.name: getattr(handle, each.name) for each in fields(handle)}, **more)
+
+
+@dataclass(eq=False)
+class RecordingHandle(LayerCacheHandle):
+    """A handle that remembers which entries were selected, `[num_tokens, topk]` each time."""
+
+    selections: list[Tensor] = field(default_factory=list)
+
+    def select_entries(self, query: Tensor, head_weights: Tensor) -> Selection:
+        selection = super().select_entries(query, head_weights)
+        self.selections.append(selection.entry_idx)
+        return selection
