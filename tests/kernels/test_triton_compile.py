@@ -29,9 +29,11 @@ def test_no_kernel_spills(arch):
     assert counts["_attend_kernel"] + counts["gluon_attend_kernel"] == 10
     assert counts["gluon_attend_kernel"] == (6 if arch == 90 else 0)
     assert counts.keys() >= {"_write_kernel", "_edge_kernel", "_topk_kernel", "_combine_kernel"}
-    spilling = {k["kernel"]: k["spilled_bytes"] for k in kernels if k["spilled_bytes"]}
+    spilling: Counter[str] = Counter()
+    for kernel in kernels:
+        spilling[kernel["kernel"]] = max(spilling[kernel["kernel"]], kernel["spilled_bytes"])
     # Its warps share all registers there are; numbers that loops don't change are put aside.
-    assert spilling.pop("gluon_attend_kernel", 0) <= 160
-    assert spilling == {}
+    assert spilling.pop("gluon_attend_kernel", 0) <= 40
+    assert +spilling == {}
     # A kernel that asks for more tensor memory than there is becomes a trap of a few registers.
     assert [kernel for kernel in kernels if kernel["registers"] < 16] == []

@@ -1,9 +1,8 @@
 """Decoding of fp8 rows by warps of their own, on Hopper: tiles of rows to stages in shared memory.
 
-E4M3 becomes BF16 by its bits: exponent and mantissa take BF16's places, 120 powers of two too
-low, and two exact products with powers of two follow, of which the second is the scale. A NaN code
-would be 480; a row that has one gets a NaN logit, which makes a NaN of every output, as the code
-itself would.
+E4M3 becomes BF16 by the conversions there are, by way of FP16 and FP32, all of them exact, and so
+is the product with the scale. A NaN code stays one, and makes a NaN of the row's logit and with it
+of every output.
 """
 
 from triton.experimental import gluon
@@ -15,6 +14,9 @@ GROUP = gl.constexpr(64)  # channels that share a scale
 CODE_GROUPS = gl.constexpr(7)
 DIM = gl.constexpr(512)
 ROPE = gl.constexpr(64)
+PART = gl.constexpr(128)  # channels of a buffer; stores to one buffer would wait for each other
+PARTS = gl.constexpr(4)
+SIDE_PARTS = gl.constexpr(2)  # of the channels of a group of warps that multiplies
 DATA_BYTES = gl.constexpr(576)
 SCALE_BYTES = gl.constexpr(8)
 DECODING_WARPS = gl.constexpr(8)
@@ -30,18 +32,20 @@ VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 DECODE = gl.constexpr("""
 {
-    .reg .b32 low, high, bits, power;
-    mov.b32 power, 0x7B807B80;
-    prmt.b32 low, $2, 0, 0x1404;
-    prmt.b32 high, $2, 0, 0x3424;
-    shr.u32 bits, low, 4;
-    and.b32 bits, bits, 0x07F007F0;
-    lop3.b32 low, low, 0x80008000, bits, 0xEA;
-    shr.u32 bits, high, 4;
-    and.b32 bits, bits, 0x07F007F0;
-    lop3.b32 high, high, 0x80008000, bits, 0xEA;
-    mul.rn.bf16x2 low, low, power;
-    mul.rn.bf16x2 high, high, power;
+    .reg .b16 codes_0, codes_1, half_0, half_1, half_2, half_3;
+    .reg .b32 low, high;
+    .reg .f32 value_0, value_1, value_2, value_3;
+    mov.b32 {codes_0, codes_1}, $2;
+    cvt.rn.f16x2.e4m3x2 low, codes_0;
+    cvt.rn.f16x2.e4m3x2 high, codes_1;
+    mov.b32 {half_0, half_1}, low;
+    mov.b32 {half_2, half_3}, high;
+    cvt.f32.f16 value_0, half_0;
+    cvt.f32.f16 value_1, half_1;
+    cvt.f32.f16 value_2, half_2;
+    cvt.f32.f16 value_3, half_3;
+    cvt.rn.bf16x2.f32 low, value_1, value_0;
+    cvt.rn.bf16x2.f32 high, value_3, value_2;
     mul.rn.bf16x2 $0, low, $3;
     mul.rn.bf16x2 $1, high, $3;
 }
@@ -76,17 +80,17 @@ def find_rows(tile, end, where, ENTRIES: gl.constexpr, WINDOW: gl.constexpr,
     -1 where there is none.
     """
     position, window_start, in_workspace, num_rows, list_ptr, list_stride, table_ptr = where
-    NUMBER: gl.constexpr = list_ptr.dtype.element_ty if ENTRIES == "listed" else gl.int32
     row = tile * TILE + gl.arange(0, TILE, layout=ROWS)
-    found = gl.full((TILE,), -1, NUMBER, layout=ROWS)
+    found = gl.full((TILE,), -1, gl.int32, layout=ROWS)
     if tile < end:
         if tile < WINDOW // TILE:
             at = position - (WINDOW - 1) + row
             kept = gl.where(in_workspace, window_start + row, at % RING_ROWS)
-            found = gl.where(at >= 0, kept, -1).to(NUMBER)
+            found = gl.where(at >= 0, kept, -1)
         elif ENTRIES == "listed":
             entry = (row - WINDOW).to(gl.int64)
-            found = gl.load(list_ptr + entry * list_stride, mask=row < num_rows, other=-1)
+            listed = gl.load(list_ptr + entry * list_stride, mask=row < num_rows, other=-1)
+            found = listed.to(gl.int32)  # a device's rows are fewer than 2^31
         elif ENTRIES == "all":
             column = (row - WINDOW) // ENTRY_ROWS
             found = gl.load(table_ptr + column, mask=row < num_rows, other=-1)
@@ -102,7 +106,7 @@ def row_pointers(tile, found, bases, ENTRIES: gl.constexpr, WINDOW: gl.constexpr
     if ENTRIES != "none":
         is_window = tile < WINDOW // TILE
         if ENTRIES == "listed":
-            listed = found.to(gl.uint64)
+            listed = found.to(gl.uint32)
             page, entry_row = listed // ENTRY_ROWS, listed % ENTRY_ROWS
         else:
             entry = tile * TILE - WINDOW + gl.arange(0, TILE, layout=ROWS)
@@ -148,11 +152,10 @@ def load_rotated(data_ptr, is_present):
 
 
 @gluon.jit
-def store_groups(words, pair: gl.constexpr, left, right):
-    """Store two groups of channels side by side; each store waits for the one before it."""
+def store_groups(part, left, right):
+    """Store two groups of channels side by side."""
     both = gl.permute(gl.join(left, right), (0, 2, 1))
-    both = gl.reshape(both, (TILE, GROUP))
-    words.slice(pair * GROUP, GROUP, dim=1).store(both)
+    part._reinterpret(gl.int32, (TILE, GROUP), OPERAND_WORDS).store(gl.reshape(both, (TILE, GROUP)))
 
 
 @gluon.jit
@@ -160,12 +163,6 @@ def decode_group(codes, scales, group: gl.constexpr):
     """A group of channels as words of two BF16 numbers."""
     scale, words = gl.broadcast(scale_pair(scales, group)[:, None], codes[group])
     return gl.convert_layout(decode_words(words, scale), WIDE, assert_trivial=True)
-
-
-@gluon.jit
-def nan_marks(codes):
-    """Words whose bytes have their top bit set where the code is NaN: 0x7F and one is 0x80."""
-    return (codes & 0x7F7F7F7F) + 0x01010101
 
 
 @gluon.jit
@@ -186,10 +183,10 @@ def decode_tiles(tiles, memory, where, bases, ENTRIES: gl.constexpr, WINDOW: gl.
 
     The next tile is loaded before one is decoded, where there are registers for both, or after it.
 
-    A row's bias is added to its logits: 0, -inf where there is none, NaN where it has one.
+    A row's bias is added to its logits: 0, -inf where there is none.
     """
     first, end, step = tiles
-    stages, biases, full, empty = memory
+    parts, biases, full, empty = memory
     IS_LISTED: gl.constexpr = ENTRIES == "listed"
     found = find_rows(first, end, where, ENTRIES, WINDOW, RING_ROWS, ENTRY_ROWS)
     data_ptr, scale_ptr = row_pointers(first, found, bases, ENTRIES, WINDOW, ENTRY_ROWS)
@@ -210,17 +207,12 @@ def decode_tiles(tiles, memory, where, bases, ENTRIES: gl.constexpr, WINDOW: gl.
         elif IS_LISTED:
             prefetch_rows(data_ptr)
         mbarrier.wait(empty.index(stage), (count // STAGES + 1) % 2)
-        words = stages.index(stage)._reinterpret(gl.int32, (TILE, DIM // 2), OPERAND_WORDS)
-        marks = nan_marks(codes[6])
         for pair in gl.static_range(3):
             left = decode_group(codes, scales, 2 * pair)
             right = decode_group(codes, scales, 2 * pair + 1)
-            marks |= nan_marks(codes[2 * pair]) | nan_marks(codes[2 * pair + 1])
-            store_groups(words, pair, left, right)
-        store_groups(words, 3, decode_group(codes, scales, 6), rotated)
-        has_nan = (gl.reduce_or(marks, 1) & -0x7F7F7F80) != 0
-        bias = gl.where(has_nan, float("nan"), 0.0)
-        biases.index(stage).store(gl.where(is_present, bias, float("-inf")))
+            store_groups(parts[pair].index(stage), left, right)
+        store_groups(parts[3].index(stage), decode_group(codes, scales, 6), rotated)
+        biases.index(stage).store(gl.where(is_present, 0.0, float("-inf")))
         fence_async_shared()  # it waits for loads
         if not IS_EARLY:
             if not IS_LISTED:

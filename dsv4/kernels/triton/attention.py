@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.formats import next_power_of_two
 from dsv4.kernels import AttentionResult, LayerLayout, LayerMemory, TokenMap
@@ -192,6 +193,9 @@ def _attend_kernel(
     ENTRIES says where the rows after the window come from: `listed`, the first num_entries of a
     token's line of rows_ptr; `all` that the token sees, at most num_entries; or `none`.
     """
+    if not INTERPRETED:
+        gdc_launch_dependents()
+        gdc_wait()
     BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     part = tl.program_id(0) // BLOCKS
     token = first_token + part
@@ -283,6 +287,9 @@ def _combine_kernel(
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One head of a token: its parts are merged, SPLITS at a time, in the order of the splits."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
+        gdc_wait()
     part, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
     channel = tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros((1, BLOCK), tl.float32)
@@ -388,7 +395,7 @@ def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> At
     largest = LARGEST_BLOCK if is_hopper else LARGEST_BLOCK // 2
     heads = min(largest, max(SMALLEST_DOT, next_power_of_two(num_heads)))
     if is_hopper and not INTERPRETED and _has_gluon_kernel(num_heads, heads, memory.layout):
-        return AttendLaunch(heads, tile=64, num_warps=8, is_gluon=True)
+        return AttendLaunch(heads, tile=64, num_warps=4, is_gluon=True)
     return AttendLaunch(heads, tile=64 if heads == LARGEST_BLOCK else 32, num_warps=8)
 
 
@@ -496,14 +503,15 @@ def _launch(
 
         hopper._attend_kernel[grid](
             **arguments, **hopper.CUTS[launch.heads]._asdict(), HEADS=launch.heads,
-            num_warps=launch.num_warps,
+            num_warps=launch.num_warps, launch_pdl=True,
         )  # fmt: skip
         return
     _attend_kernel[grid](
         **arguments, FORMAT=f"kv_{row.name}", DIM=row.dim,
         ROPE=row.rope_dim, DATA_BYTES=row.data_bytes, SCALE_BYTES=row.scale_bytes,
         IS_BF16=_is_bf16(query.dtype, memory), HEADS=launch.heads,
-        TILE=launch.tile, num_warps=launch.num_warps, num_stages=1, enable_fp_fusion=False,
+        TILE=launch.tile, num_warps=launch.num_warps, num_stages=1, launch_pdl=True,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -521,5 +529,5 @@ def _combine(
         **results, partials_ptr=partials, stats_ptr=stats, positions_ptr=tokens.positions,
         first_token=first_token, num_splits=splits.num_splits, NUM_HEADS=num_heads, DIM=row.dim,
         ROPE=row.rope_dim, BLOCK=next_power_of_two(row.dim), SPLITS=COMBINED_AT_ONCE,
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=4, launch_pdl=True, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,0 +1,127 @@
+"""Multiplying for 64 heads on Hopper: heads are the rows of both products.
+
+Two groups of warps, the sides, are partitions of their own. Both take the softmax of every tile,
+and each has one half of the output's channels: weights stay in registers, and nothing passes
+between the sides.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dsv4.kernels.gluon.decode import DIM, PART, PARTS, SIDE_PARTS, TILE
+from dsv4.kernels.gluon.softmax import (
+    DENSE,
+    finite_base,
+    log_sum_exp,
+    output_factor,
+    part_offsets,
+    rotate_back,
+    wait_for_query,
+)
+
+HEADS = gl.constexpr(64)
+LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
+HEAD_ROWS = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
+
+
+@gluon.jit
+def start_logits(query, parts, biases, count, stage):
+    """Start the product of the queries and a tile's rows, on top of the rows' biases.
+
+    That the query's place seems to change keeps its many addresses out of registers.
+    """
+    place = count >> 24  # 0
+    bias = biases.index(stage).load(gl.SliceLayout(0, LOGITS))[None, :]
+    pending = gl.zeros((HEADS, TILE), gl.float32, layout=LOGITS) + bias
+    for part in gl.static_range(PARTS):
+        keys = parts[part].index(stage).permute((1, 0))
+        pending = warpgroup_mma(query[part].index(place), keys, pending, is_async=True)
+    return pending
+
+
+@gluon.jit
+def add_output(acc, shrink, weights, parts, stage, SIDE: gl.constexpr):
+    """Shrink a side's accumulators and add its product of a tile's weights and rows.
+
+    All of them shrink before the first product starts, which would wait for none of it.
+    """
+    factor = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
+    shrunk, pending = gl.tuple(()), gl.tuple(())
+    for part in gl.static_range(SIDE_PARTS):
+        shrunk = shrunk + (acc[part] * factor,)
+    for part in gl.static_range(SIDE_PARTS):
+        values = parts[SIDE * SIDE_PARTS + part].index(stage)
+        pending = pending + (warpgroup_mma(weights, values, shrunk[part], is_async=True),)
+    return warpgroup_mma_wait(0, deps=pending)
+
+
+@gluon.jit
+def multiply_many(tiles, memory, query, barriers, scale, results, STAGES: gl.constexpr,
+                  IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
+    """The softmax of 64 heads, and a side's half of the output's channels."""
+    first, end, step = tiles
+    parts, biases, full, empty = memory
+    is_loaded, is_done = barriers
+    acc = gl.tuple(())
+    for _ in gl.static_range(SIDE_PARTS):
+        acc = acc + (gl.zeros((HEADS, PART), gl.float32, layout=OUTPUT),)
+    largest = gl.full((HEADS,), float("-inf"), gl.float32, layout=HEAD_ROWS)
+    total = gl.zeros((HEADS,), gl.float32, layout=HEAD_ROWS)
+    wait_for_query(is_loaded, SIDE)
+    count = 0
+    for _ in range(first, end, step):
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), count // STAGES % 2)
+        logits = warpgroup_mma_wait(0, deps=[start_logits(query, parts, biases, count, stage)])
+        new_largest = gl.maximum(largest, gl.max(logits, axis=1) * scale)
+        base = finite_base(new_largest)
+        shrink = gl.exp2(largest - base)
+        tile_weights = gl.exp2(logits * scale - base[:, None])
+        largest, total = new_largest, total * shrink + gl.sum(tile_weights, axis=1)
+        weights = gl.convert_layout(tile_weights.to(gl.bfloat16), WEIGHTS, assert_trivial=True)
+        acc = add_output(acc, shrink, weights, parts, stage, SIDE)
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        count += 1
+    mbarrier.arrive(is_done, count=1)
+    mbarrier.wait(is_done, 0)
+    store_many(acc, largest, total, query, results, first < end, IS_SPLIT, SIDE)
+
+
+@gluon.jit
+def store_many(acc, largest, total, query, results, has_rows, IS_SPLIT: gl.constexpr,
+               SIDE: gl.constexpr):  # fmt: skip
+    """What a side has of the output, or of a part of it."""
+    (sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, position,
+     first_head, query_row, partial_row) = results  # fmt: skip
+    head = gl.arange(0, HEADS, layout=HEAD_ROWS)
+    if IS_SPLIT:
+        if SIDE == 0:
+            gl.store(stats_ptr + 2 * (partial_row + head), largest)
+            gl.store(stats_ptr + 2 * (partial_row + head) + 1, total)
+        for part in gl.static_range(SIDE_PARTS):
+            at = part_offsets(SIDE * SIDE_PARTS + part, HEADS, OUTPUT)
+            gl.store(partials_ptr + partial_row * DIM + at, acc[part], mask=has_rows)
+    else:
+        if SIDE == 0:
+            gl.store(lse_ptr + query_row + head, log_sum_exp(largest, total))
+        factor = output_factor(gl.load(sinks_ptr + first_head + head), largest, total)
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
+        # By way of shared memory, where the query is not needed any more, rows are stored whole.
+        for part in gl.static_range(SIDE_PARTS):
+            values = acc[part] * factor[:, None]
+            if SIDE * SIDE_PARTS + part == PARTS - 1:
+                values = rotate_back(values, cos_ptr, sin_ptr, position)
+            query[SIDE * SIDE_PARTS + part].index(0).store(values.to(gl.bfloat16))
+        gl.thread_barrier()
+        for part in gl.static_range(SIDE_PARTS):
+            at = part_offsets(SIDE * SIDE_PARTS + part, HEADS, DENSE)
+            values = query[SIDE * SIDE_PARTS + part].index(0).load(DENSE)
+            gl.store(output_ptr + query_row * DIM + at, values)
