@@ -446,7 +446,7 @@ def real(preset: str, ratios: tuple[int, ...], step: str, name: str = "fp8", **c
 @pytest.mark.parametrize("step", LENGTHS)
 @pytest.mark.parametrize("ratios", [SWA, CSA, HCA], ids=list(TYPES))
 @pytest.mark.parametrize(
-    ("preset", "heads"), [("flash", 64), ("flash", 8), ("flash", 32), ("pro", 128)]
+    ("preset", "heads"), [("flash", 64), ("flash", 8), ("flash", 32), ("pro", 128), ("pro", 96)]
 )
 @pytest.mark.parametrize("invariant", [False, True])
 def test_the_real_width(preset, heads, ratios, step, invariant):

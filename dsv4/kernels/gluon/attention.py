@@ -36,7 +36,7 @@ class Cut(NamedTuple):
 
 
 # By heads of a program.
-CUTS = {16: Cut(3, 128, 128), 32: Cut(2, 128, 128), 64: Cut(2, 64, 192)}
+CUTS = {16: Cut(3, 128, 128), 64: Cut(2, 64, 192)}
 
 
 @gluon.jit
@@ -48,14 +48,15 @@ def make_barrier(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def multiply(tiles, memory, query, barriers, weights, scale, results, NUM_HEADS: gl.constexpr,
+def multiply(tiles, memory, query, barriers, sides, scale, results, NUM_HEADS: gl.constexpr,
              STAGES: gl.constexpr, IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """A side's work, as it is shared for so many heads."""
     HEADS: gl.constexpr = query[0].shape[1]
     if HEADS == 64:
-        multiply_many(tiles, memory, query, barriers, scale, results, STAGES, IS_SPLIT, SIDE)
+        multiply_many(tiles, memory, query, barriers, scale, results, NUM_HEADS, STAGES,
+                      IS_SPLIT, SIDE)  # fmt: skip
     else:
-        multiply_few(tiles, memory, query, barriers, weights, scale, results, NUM_HEADS, STAGES,
+        multiply_few(tiles, memory, query, barriers, sides, scale, results, NUM_HEADS, STAGES,
                      IS_SPLIT, SIDE)  # fmt: skip
 
 
@@ -130,22 +131,26 @@ def _attend_kernel(
     empty = gl.allocate_shared_memory(gl.int64, (STAGES, 1), mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=2 if HEADS == 64 else 1)
     tiles = first, end, tile_step
     memory = parts, biases, full, empty
     results = (sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr,
                position, first_head, query_row,
                (nth.to(gl.int64) * num_splits + split) * NUM_HEADS + first_head)  # fmt: skip
     barriers = make_barrier(1), make_barrier(2)
-    weights = gl.tuple(())
-    if HEADS < 64:
-        weights = gl.allocate_shared_memory(gl.bfloat16, (2, HEADS, TILE), OPERAND)
+    sides = gl.tuple(())
+    if HEADS == 16:
+        for _ in gl.static_range(2):
+            weights = gl.allocate_shared_memory(gl.bfloat16, (HEADS, TILE), OPERAND)
+            largest = gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR)
+            total = gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR)
+            sides = sides + ((weights, largest, total),)
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (multiply, (tiles, memory, query, barriers, weights, scale, results, NUM_HEADS, STAGES,
+            (multiply, (tiles, memory, query, barriers, sides, scale, results, NUM_HEADS, STAGES,
                         IS_SPLIT, 0)),
-            (multiply, (tiles, memory, query, barriers, weights, scale, results, NUM_HEADS, STAGES,
+            (multiply, (tiles, memory, query, barriers, sides, scale, results, NUM_HEADS, STAGES,
                         IS_SPLIT, 1)),
             (decode_tiles, (tiles, memory, where, bases, ENTRIES, WINDOW, RING_ROWS, ENTRY_ROWS,
                             STAGES, DECODING_REGISTERS >= 128)),

@@ -1,7 +1,9 @@
-"""Multiplying for 16 or 32 heads on Hopper: a tile's rows, then channels, are a product's rows.
+"""Multiplying for 16 heads on Hopper: a tile's rows, then channels, are a product's rows.
 
-A product has at least 64 rows, so that with fewer heads everything is transposed. Sides share the
-work as in `gluon.many_heads`; weights go by way of shared memory, where a product wants them.
+A product has at least 64 rows, so that with fewer heads everything is transposed. Two groups of
+warps, the sides, are partitions of their own: each takes every second tile, with a softmax of its
+own, and they meet once, at the end. There each leaves what it has in the stage of its last tile,
+which nobody else needs any more, and merges one half of the channels.
 """
 
 from triton.experimental import gluon
@@ -28,105 +30,104 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def start_logits(query, parts, biases, count, stage, LAYOUT: gl.constexpr):
-    """Start the product of a tile's rows and the queries, on top of the rows' biases.
-
-    That the query's place seems to change keeps its many addresses out of registers.
-    """
-    HEADS: gl.constexpr = query[0].shape[1]
-    place = count >> 24  # 0
-    bias = biases.index(stage).load(gl.SliceLayout(1, LAYOUT))[:, None]
-    pending = gl.zeros((TILE, HEADS), gl.float32, layout=LAYOUT) + bias
-    for part in gl.static_range(PARTS):
-        heads = query[part].index(place).permute((1, 0))
-        pending = warpgroup_mma(parts[part].index(stage), heads, pending, is_async=True)
-    return pending
-
-
-@gluon.jit
-def add_output(acc, shrink, weights, parts, stage, SIDE: gl.constexpr):
-    """Shrink a side's accumulators and add its product of a tile's rows and weights."""
-    pending = gl.tuple(())
-    for part in gl.static_range(SIDE_PARTS):
-        channels = parts[SIDE * SIDE_PARTS + part].index(stage).permute((1, 0))
-        shrunk = acc[part] * shrink[None, :]
-        pending = pending + (warpgroup_mma(channels, weights, shrunk, is_async=True),)
-    return warpgroup_mma_wait(0, deps=pending)
-
-
-@gluon.jit
-def multiply_few(tiles, memory, query, barriers, weights, scale, results,
+def multiply_few(tiles, memory, query, barriers, sides, scale, results,
                  NUM_HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
                  SIDE: gl.constexpr):  # fmt: skip
-    """The softmax of a program's heads, and a side's half of the output's channels."""
+    """A side's tiles, for all of a program's heads, of which NUM_HEADS are there."""
     HEADS: gl.constexpr = query[0].shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+    LOGITS_T: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     first, end, step = tiles
     parts, biases, full, empty = memory
     is_loaded, is_done = barriers
-    weights = weights.index(SIDE).permute((1, 0))
+    weights, largest_memory, total_memory = sides[SIDE]
+    weights = weights.permute((1, 0))
+    num_tiles = gl.where(end > first, gl.cdiv(end - first, step), 0)
     acc = gl.tuple(())
-    for _ in gl.static_range(SIDE_PARTS):
-        acc = acc + (gl.zeros((PART, HEADS), gl.float32, layout=LAYOUT),)
-    largest = gl.full((HEADS,), float("-inf"), gl.float32, layout=gl.SliceLayout(0, LAYOUT))
-    totals = gl.zeros((TILE, HEADS), gl.float32, layout=LAYOUT)
+    for _ in gl.static_range(PARTS):
+        acc = acc + (gl.zeros((PART, HEADS), gl.float32, layout=LOGITS_T),)
+    largest = gl.full((HEADS,), float("-inf"), gl.float32, layout=gl.SliceLayout(0, LOGITS_T))
+    totals = gl.zeros((TILE, HEADS), gl.float32, layout=LOGITS_T)
     wait_for_query(is_loaded, SIDE)
-    count = 0
-    for _ in range(first, end, step):
+    for count in range(SIDE, num_tiles, 2):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES % 2)
-        pending = start_logits(query, parts, biases, count, stage, LAYOUT)
+        bias = biases.index(stage).load(gl.SliceLayout(1, LOGITS_T))
+        pending = gl.zeros((TILE, HEADS), gl.float32, layout=LOGITS_T) + bias[:, None]
+        place = count >> 24  # 0; that it seems to change keeps many addresses out of registers
+        for part in gl.static_range(PARTS):
+            heads = query[part].index(place).permute((1, 0))
+            pending = warpgroup_mma(parts[part].index(stage), heads, pending, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[pending])
         new_largest = gl.maximum(largest, gl.max(logits, axis=0) * scale)
         base = finite_base(new_largest)
         shrink = gl.exp2(largest - base)
         tile_weights = gl.exp2(logits * scale - base[None, :])
         weights.store(tile_weights.to(gl.bfloat16))
-        largest, totals = new_largest, totals * shrink[None, :] + tile_weights
         fence_async_shared()
         gl.thread_barrier()
-        acc = add_output(acc, shrink, weights, parts, stage, SIDE)
+        new_acc = gl.tuple(())
+        for part in gl.static_range(PARTS):
+            channels = parts[part].index(stage).permute((1, 0))
+            shrunk = acc[part] * shrink[None, :]
+            new_acc = new_acc + (warpgroup_mma(channels, weights, shrunk, is_async=True),)
+        totals = totals * shrink[None, :] + tile_weights
+        largest = new_largest
+        acc = warpgroup_mma_wait(0, deps=new_acc)
         gl.thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
-        count += 1
+
+    largest_memory.store(largest)
+    total_memory.store(gl.sum(totals, axis=0))
+    for part in gl.static_range(PARTS):
+        left_values(parts[part], num_tiles, HEADS, STAGES, SIDE).permute((1, 0)).store(acc[part])
+    gl.thread_barrier()
     mbarrier.arrive(is_done, count=1)
     mbarrier.wait(is_done, 0)
-    store_few(acc, largest, gl.sum(totals, axis=0), parts, results, first < end, NUM_HEADS,
-              IS_SPLIT, SIDE)  # fmt: skip
+    merge_sides(parts, num_tiles, sides, results, NUM_HEADS, HEADS, STAGES, IS_SPLIT, SIDE)
 
 
 @gluon.jit
-def store_few(acc, largest, total, parts, results, has_rows, NUM_HEADS: gl.constexpr,
-              IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
-    """What a side has of the output, or of a part of it, by way of the first stage."""
-    HEADS: gl.constexpr = acc[0].shape[1]
+def left_values(part, num_tiles, HEADS: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr):
+    """Where a side leaves a part of its accumulators, `[HEADS, PART]`: its last tile's stage."""
+    last = (num_tiles + 1 - SIDE) // 2 * 2 - 2 + SIDE  # below 0 if it has none
+    stage = (last + 2 * STAGES) % STAGES
+    return part.index(stage)._reinterpret(gl.float32, (HEADS, PART), PLAIN)
+
+
+@gluon.jit
+def merge_sides(parts, num_tiles, sides, results, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
+              STAGES: gl.constexpr, IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
+    """Merge a half of the channels of both sides."""
     (sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, position,
      first_head, query_row, partial_row) = results  # fmt: skip
-    for part in gl.static_range(SIDE_PARTS):
-        stage = parts[SIDE * SIDE_PARTS + part].index(0)
-        stage._reinterpret(gl.float32, (HEADS, PART), PLAIN).permute((1, 0)).store(acc[part])
-    gl.thread_barrier()
-    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, DENSE))
+    HEAD: gl.constexpr = gl.SliceLayout(1, DENSE)
+    head = gl.arange(0, HEADS, layout=HEAD)
     is_head = head < NUM_HEADS
-    largest = gl.convert_layout(largest, gl.SliceLayout(1, DENSE))
-    total = gl.convert_layout(total, gl.SliceLayout(1, DENSE))
+    largest_0, largest_1 = sides[0][1].load(HEAD), sides[1][1].load(HEAD)
+    largest = gl.maximum(largest_0, largest_1)
+    base = finite_base(largest)
+    grow_0, grow_1 = gl.exp2(largest_0 - base), gl.exp2(largest_1 - base)
+    total = sides[0][2].load(HEAD) * grow_0 + sides[1][2].load(HEAD) * grow_1
     if SIDE == 0:
         if IS_SPLIT:
             gl.store(stats_ptr + 2 * (partial_row + head), largest, mask=is_head)
             gl.store(stats_ptr + 2 * (partial_row + head) + 1, total, mask=is_head)
         else:
             gl.store(lse_ptr + query_row + head, log_sum_exp(largest, total), mask=is_head)
-    sink = gl.load(sinks_ptr + first_head + head, mask=is_head, other=0.0)
-    factor = output_factor(sink, largest, total)[:, None]
+    if not IS_SPLIT:
+        sink = gl.load(sinks_ptr + first_head + head, mask=is_head, other=0.0)
+        factor = output_factor(sink, largest, total)
+        grow_0, grow_1 = grow_0 * factor, grow_1 * factor
     for part in gl.static_range(SIDE * SIDE_PARTS, (SIDE + 1) * SIDE_PARTS):
-        values = parts[part].index(0)._reinterpret(gl.float32, (HEADS, PART), PLAIN).load(DENSE)
+        left = left_values(parts[part], num_tiles, HEADS, STAGES, 0).load(DENSE)
+        right = left_values(parts[part], num_tiles, HEADS, STAGES, 1).load(DENSE)
+        values = left * grow_0[:, None] + right * grow_1[:, None]
         at = part_offsets(part, HEADS, DENSE)
         if IS_SPLIT:
-            mask = is_head[:, None] & has_rows
+            mask = is_head[:, None] & (num_tiles > 0)
             gl.store(partials_ptr + partial_row * DIM + at, values, mask=mask)
         else:
-            values *= factor
             if part == PARTS - 1:
                 values = gl.convert_layout(rotate_back(values, cos_ptr, sin_ptr, position), DENSE)
-            gl.store(output_ptr + query_row * DIM + at, values.to(gl.bfloat16),
-                     mask=is_head[:, None])  # fmt: skip
+            out = values.to(gl.bfloat16)
+            gl.store(output_ptr + query_row * DIM + at, out, mask=is_head[:, None])

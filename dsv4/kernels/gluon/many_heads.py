@@ -1,4 +1,4 @@
-"""Multiplying for 64 heads on Hopper: heads are the rows of both products.
+"""Multiplying for up to 64 heads on Hopper: heads are the rows of both products.
 
 Two groups of warps, the sides, are partitions of their own. Both take the softmax of every tile,
 and each has one half of the output's channels: weights stay in registers, and nothing passes
@@ -63,9 +63,10 @@ def add_output(acc, shrink, weights, parts, stage, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def multiply_many(tiles, memory, query, barriers, scale, results, STAGES: gl.constexpr,
-                  IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
-    """The softmax of 64 heads, and a side's half of the output's channels."""
+def multiply_many(tiles, memory, query, barriers, scale, results,
+                  NUM_HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
+                  SIDE: gl.constexpr):  # fmt: skip
+    """The softmax of 64 heads, those of NUM_HEADS that are there, and a side's half of the output's channels."""
     first, end, step = tiles
     parts, biases, full, empty = memory
     is_loaded, is_done = barriers
@@ -92,27 +93,31 @@ def multiply_many(tiles, memory, query, barriers, scale, results, STAGES: gl.con
         count += 1
     mbarrier.arrive(is_done, count=1)
     mbarrier.wait(is_done, 0)
-    store_many(acc, largest, total, query, results, first < end, IS_SPLIT, SIDE)
+    store_many(acc, largest, total, query, results, first < end, NUM_HEADS,
+               IS_SPLIT, SIDE)  # fmt: skip
 
 
 @gluon.jit
-def store_many(acc, largest, total, query, results, has_rows, IS_SPLIT: gl.constexpr,
-               SIDE: gl.constexpr):  # fmt: skip
+def store_many(acc, largest, total, query, results, has_rows, NUM_HEADS: gl.constexpr,
+               IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """What a side has of the output, or of a part of it."""
     (sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, position,
      first_head, query_row, partial_row) = results  # fmt: skip
     head = gl.arange(0, HEADS, layout=HEAD_ROWS)
+    is_head = first_head + head < NUM_HEADS
     if IS_SPLIT:
         if SIDE == 0:
-            gl.store(stats_ptr + 2 * (partial_row + head), largest)
-            gl.store(stats_ptr + 2 * (partial_row + head) + 1, total)
+            gl.store(stats_ptr + 2 * (partial_row + head), largest, mask=is_head)
+            gl.store(stats_ptr + 2 * (partial_row + head) + 1, total, mask=is_head)
         for part in gl.static_range(SIDE_PARTS):
             at = part_offsets(SIDE * SIDE_PARTS + part, HEADS, OUTPUT)
-            gl.store(partials_ptr + partial_row * DIM + at, acc[part], mask=has_rows)
+            is_there = has_rows & (first_head * DIM + at < NUM_HEADS * DIM)
+            gl.store(partials_ptr + partial_row * DIM + at, acc[part], mask=is_there)
     else:
         if SIDE == 0:
-            gl.store(lse_ptr + query_row + head, log_sum_exp(largest, total))
-        factor = output_factor(gl.load(sinks_ptr + first_head + head), largest, total)
+            gl.store(lse_ptr + query_row + head, log_sum_exp(largest, total), mask=is_head)
+        sink = gl.load(sinks_ptr + first_head + head, mask=is_head, other=0.0)
+        factor = output_factor(sink, largest, total)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
         # By way of shared memory, where the query is not needed any more, rows are stored whole.
         for part in gl.static_range(SIDE_PARTS):
@@ -124,4 +129,5 @@ def store_many(acc, largest, total, query, results, has_rows, IS_SPLIT: gl.const
         for part in gl.static_range(SIDE_PARTS):
             at = part_offsets(SIDE * SIDE_PARTS + part, HEADS, DENSE)
             values = query[SIDE * SIDE_PARTS + part].index(0).load(DENSE)
-            gl.store(output_ptr + query_row * DIM + at, values)
+            is_there = first_head * DIM + at < NUM_HEADS * DIM
+            gl.store(output_ptr + query_row * DIM + at, values, mask=is_there)

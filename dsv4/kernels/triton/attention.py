@@ -393,17 +393,18 @@ def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> At
         return AttendLaunch(heads=SMALLEST_DOT, tile=16, num_warps=8)
     is_hopper = architecture(memory.partials.device) == "sm_90"
     largest = LARGEST_BLOCK if is_hopper else LARGEST_BLOCK // 2
-    heads = min(largest, max(SMALLEST_DOT, next_power_of_two(num_heads)))
-    if is_hopper and not INTERPRETED and _has_gluon_kernel(num_heads, heads, memory.layout):
+    if is_hopper and not INTERPRETED and _has_gluon_kernel(memory.layout):
+        heads = SMALLEST_DOT if num_heads <= SMALLEST_DOT else LARGEST_BLOCK
         return AttendLaunch(heads, tile=64, num_warps=4, is_gluon=True)
+    heads = min(largest, max(SMALLEST_DOT, next_power_of_two(num_heads)))
     return AttendLaunch(heads, tile=64 if heads == LARGEST_BLOCK else 32, num_warps=8)
 
 
-def _has_gluon_kernel(num_heads: int, block: int, layout: LayerLayout) -> bool:
-    """Whether `kernels.gluon` takes such rows, and that many heads in blocks."""
+def _has_gluon_kernel(layout: LayerLayout) -> bool:
+    """Whether `kernels.gluon` takes such rows."""
     row = layout.kv_row
     is_taken = layout.kv_format == "fp8" and (row.dim, row.rope_dim) == (512, 64)
-    return is_taken and layout.window % 64 == 0 and (num_heads <= 32 or num_heads % block == 0)
+    return is_taken and layout.window % 64 == 0
 
 
 def split_room(num_tokens: int, num_heads: int, launch: AttendLaunch, memory: LayerMemory) -> int:
