@@ -66,7 +66,7 @@ def add_output(acc, shrink, weights, parts, stage, SIDE: gl.constexpr):
 def multiply_many(tiles, memory, query, barriers, scale, results,
                   NUM_HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
                   SIDE: gl.constexpr):  # fmt: skip
-    """The softmax of 64 heads, those of NUM_HEADS that are there, and a side's half of the output's channels."""
+    """The softmax of 64 heads, and a side's half of the output's channels."""
     first, end, step = tiles
     parts, biases, full, empty = memory
     is_loaded, is_done = barriers
