@@ -33,7 +33,7 @@ def test_no_kernel_spills(arch):
     for kernel in kernels:
         spilling[kernel["kernel"]] = max(spilling[kernel["kernel"]], kernel["spilled_bytes"])
     # Its warps share all registers there are; numbers that loops don't change are put aside.
-    assert spilling.pop("gluon_attend_kernel", 0) <= 40
+    assert spilling.pop("gluon_attend_kernel", 0) <= 160
     assert +spilling == {}
     # A kernel that asks for more tensor memory than there is becomes a trap of a few registers.
     assert [kernel for kernel in kernels if kernel["registers"] < 16] == []

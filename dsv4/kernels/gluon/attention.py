@@ -10,7 +10,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from dsv4.kernels.gluon.decode import (
     DECODING_WARPS,
@@ -23,7 +23,7 @@ from dsv4.kernels.gluon.decode import (
     decode_tiles,
 )
 from dsv4.kernels.gluon.few_heads import multiply_few
-from dsv4.kernels.gluon.many_heads import multiply_many
+from dsv4.kernels.gluon.many_heads import EXCHANGED, multiply_many
 from dsv4.kernels.gluon.softmax import DENSE, load_query
 
 
@@ -48,15 +48,24 @@ def make_barrier(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def multiply(tiles, memory, query, barriers, sides, scale, results, NUM_HEADS: gl.constexpr,
+def side_memory(HEADS: gl.constexpr):
+    """For a side of few heads: weights of a tile; the largest logits and sums that it ends with."""
+    weights = gl.allocate_shared_memory(gl.bfloat16, (HEADS, TILE), OPERAND)
+    largest = gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR)
+    total = gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR)
+    return weights, largest, total
+
+
+@gluon.jit
+def multiply(tiles, memory, query, barriers, between, scale, results, NUM_HEADS: gl.constexpr,
              STAGES: gl.constexpr, IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """A side's work, as it is shared for so many heads."""
     HEADS: gl.constexpr = query[0].shape[1]
     if HEADS == 64:
-        multiply_many(tiles, memory, query, barriers, scale, results, NUM_HEADS, STAGES,
+        multiply_many(tiles, memory, query, barriers, between, scale, results, NUM_HEADS, STAGES,
                       IS_SPLIT, SIDE)  # fmt: skip
     else:
-        multiply_few(tiles, memory, query, barriers, sides, scale, results, NUM_HEADS, STAGES,
+        multiply_few(tiles, memory, query, barriers, between, scale, results, NUM_HEADS, STAGES,
                      IS_SPLIT, SIDE)  # fmt: skip
 
 
@@ -84,8 +93,7 @@ def _attend_kernel(
     MULTIPLYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """A token and HEADS of its heads over one split of its rows."""
-    gdc_launch_dependents()
-    gdc_wait()
+    gdc_wait()  # what comes next starts when this is done: its programs would fill idle processors
     BLOCKS: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     nth = gl.program_id(0) // BLOCKS
     first_head = gl.program_id(0) % BLOCKS * HEADS
@@ -138,19 +146,17 @@ def _attend_kernel(
                position, first_head, query_row,
                (nth.to(gl.int64) * num_splits + split) * NUM_HEADS + first_head)  # fmt: skip
     barriers = make_barrier(1), make_barrier(2)
-    sides = gl.tuple(())
-    if HEADS == 16:
-        for _ in gl.static_range(2):
-            weights = gl.allocate_shared_memory(gl.bfloat16, (HEADS, TILE), OPERAND)
-            largest = gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR)
-            total = gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR)
-            sides = sides + ((weights, largest, total),)
+    if HEADS == 64:
+        exchanged = gl.allocate_shared_memory(gl.float32, (2, HEADS, TILE), EXCHANGED)
+        between = exchanged, make_barrier(2), make_barrier(2)
+    else:
+        between = side_memory(HEADS), side_memory(HEADS)
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (multiply, (tiles, memory, query, barriers, sides, scale, results, NUM_HEADS, STAGES,
+            (multiply, (tiles, memory, query, barriers, between, scale, results, NUM_HEADS, STAGES,
                         IS_SPLIT, 0)),
-            (multiply, (tiles, memory, query, barriers, sides, scale, results, NUM_HEADS, STAGES,
+            (multiply, (tiles, memory, query, barriers, between, scale, results, NUM_HEADS, STAGES,
                         IS_SPLIT, 1)),
             (decode_tiles, (tiles, memory, where, bases, ENTRIES, WINDOW, RING_ROWS, ENTRY_ROWS,
                             STAGES, DECODING_REGISTERS >= 128)),

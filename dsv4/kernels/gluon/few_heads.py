@@ -30,7 +30,7 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def multiply_few(tiles, memory, query, barriers, sides, scale, results,
+def multiply_few(tiles, memory, query, barriers, between, scale, results,
                  NUM_HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
                  SIDE: gl.constexpr):  # fmt: skip
     """A side's tiles, for all of a program's heads, of which NUM_HEADS are there."""
@@ -39,7 +39,7 @@ def multiply_few(tiles, memory, query, barriers, sides, scale, results,
     first, end, step = tiles
     parts, biases, full, empty = memory
     is_loaded, is_done = barriers
-    weights, largest_memory, total_memory = sides[SIDE]
+    weights, largest_memory, total_memory = between[SIDE]
     weights = weights.permute((1, 0))
     num_tiles = gl.where(end > first, gl.cdiv(end - first, step), 0)
     acc = gl.tuple(())
@@ -83,7 +83,7 @@ def multiply_few(tiles, memory, query, barriers, sides, scale, results,
     gl.thread_barrier()
     mbarrier.arrive(is_done, count=1)
     mbarrier.wait(is_done, 0)
-    merge_sides(parts, num_tiles, sides, results, NUM_HEADS, HEADS, STAGES, IS_SPLIT, SIDE)
+    merge_sides(parts, num_tiles, between, results, NUM_HEADS, HEADS, STAGES, IS_SPLIT, SIDE)
 
 
 @gluon.jit
@@ -95,7 +95,7 @@ def left_values(part, num_tiles, HEADS: gl.constexpr, STAGES: gl.constexpr, SIDE
 
 
 @gluon.jit
-def merge_sides(parts, num_tiles, sides, results, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
+def merge_sides(parts, num_tiles, between, results, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
               STAGES: gl.constexpr, IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """Merge a half of the channels of both sides."""
     (sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, position,
@@ -103,11 +103,11 @@ def merge_sides(parts, num_tiles, sides, results, NUM_HEADS: gl.constexpr, HEADS
     HEAD: gl.constexpr = gl.SliceLayout(1, DENSE)
     head = gl.arange(0, HEADS, layout=HEAD)
     is_head = head < NUM_HEADS
-    largest_0, largest_1 = sides[0][1].load(HEAD), sides[1][1].load(HEAD)
+    largest_0, largest_1 = between[0][1].load(HEAD), between[1][1].load(HEAD)
     largest = gl.maximum(largest_0, largest_1)
     base = finite_base(largest)
     grow_0, grow_1 = gl.exp2(largest_0 - base), gl.exp2(largest_1 - base)
-    total = sides[0][2].load(HEAD) * grow_0 + sides[1][2].load(HEAD) * grow_1
+    total = between[0][2].load(HEAD) * grow_0 + between[1][2].load(HEAD) * grow_1
     if SIDE == 0:
         if IS_SPLIT:
             gl.store(stats_ptr + 2 * (partial_row + head), largest, mask=is_head)

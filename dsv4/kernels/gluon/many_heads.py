@@ -1,8 +1,8 @@
 """Multiplying for up to 64 heads on Hopper: heads are the rows of both products.
 
-Two groups of warps, the sides, are partitions of their own. Both take the softmax of every tile,
-and each has one half of the output's channels: weights stay in registers, and nothing passes
-between the sides.
+Two groups of warps, the sides, are partitions of their own, and each has one half of the channels.
+Logits are the sum of both halves' products, which the sides exchange by way of shared memory. Both
+then take the softmax, so that weights stay in registers.
 """
 
 from triton.experimental import gluon
@@ -29,21 +29,39 @@ LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 HEAD_ROWS = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
+# Of logits on their way: the rows that a warp stores at once are in different banks.
+EXCHANGED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 
 @gluon.jit
-def start_logits(query, parts, biases, count, stage):
-    """Start the product of the queries and a tile's rows, on top of the rows' biases.
+def start_logits(query, parts, biases, count, stage, SIDE: gl.constexpr):
+    """Start a side's product of the queries and a tile's rows; one is on top of the rows' biases.
 
     That the query's place seems to change keeps its many addresses out of registers.
     """
     place = count >> 24  # 0
-    bias = biases.index(stage).load(gl.SliceLayout(0, LOGITS))[None, :]
-    pending = gl.zeros((HEADS, TILE), gl.float32, layout=LOGITS) + bias
-    for part in gl.static_range(PARTS):
+    pending = gl.zeros((HEADS, TILE), gl.float32, layout=LOGITS)
+    if SIDE == 0:
+        pending += biases.index(stage).load(gl.SliceLayout(0, LOGITS))[None, :]
+    for part in gl.static_range(SIDE * SIDE_PARTS, (SIDE + 1) * SIDE_PARTS):
         keys = parts[part].index(stage).permute((1, 0))
         pending = warpgroup_mma(query[part].index(place), keys, pending, is_async=True)
     return pending
+
+
+@gluon.jit
+def add_other(logits, between, count, SIDE: gl.constexpr):
+    """Add the other side's logits of the tile to a side's own; both get the same sums."""
+    exchanged, is_written, is_taken = between
+    mbarrier.wait(is_taken, (count + 1) % 2)
+    exchanged.index(SIDE).store(logits)
+    gl.thread_barrier()
+    mbarrier.arrive(is_written, count=1)
+    mbarrier.wait(is_written, count % 2)
+    logits += exchanged.index(1 - SIDE).load(LOGITS)
+    gl.thread_barrier()
+    mbarrier.arrive(is_taken, count=1)
+    return logits
 
 
 @gluon.jit
@@ -63,7 +81,7 @@ def add_output(acc, shrink, weights, parts, stage, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def multiply_many(tiles, memory, query, barriers, scale, results,
+def multiply_many(tiles, memory, query, barriers, between, scale, results,
                   NUM_HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
                   SIDE: gl.constexpr):  # fmt: skip
     """The softmax of 64 heads, and a side's half of the output's channels."""
@@ -80,7 +98,8 @@ def multiply_many(tiles, memory, query, barriers, scale, results,
     for _ in range(first, end, step):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES % 2)
-        logits = warpgroup_mma_wait(0, deps=[start_logits(query, parts, biases, count, stage)])
+        pending = start_logits(query, parts, biases, count, stage, SIDE)
+        logits = add_other(warpgroup_mma_wait(0, deps=[pending]), between, count, SIDE)
         new_largest = gl.maximum(largest, gl.max(logits, axis=1) * scale)
         base = finite_base(new_largest)
         shrink = gl.exp2(largest - base)
