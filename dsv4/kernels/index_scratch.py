@@ -16,7 +16,7 @@ WHOLE_ENTRIES = 8192  # entries that one program takes as they are
 NARROW_ENTRIES = 4096  # the fewest that it has room for when it starts from groups
 GROUP = 8  # neighbours whose largest score stands for them
 MIN_HEADS = 16  # of a matrix product
-QUERY_BYTES = {"fp8": 1, "fp32": 4}  # of a channel, by key format; 2 for the others
+QUERY_BYTES = {"fp8": 1, "mxfp4": 1, "fp32": 4}  # of a channel, by key format; 2 for the others
 
 
 class IndexScratch(NamedTuple):

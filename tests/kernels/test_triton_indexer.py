@@ -220,17 +220,16 @@ def test_queries_are_the_references(name, dtype):
     is_scored = visible_counts(handle) > handle.config.index_topk
     want = reference_query(handle, query)[is_scored]
     heads, dim = query.shape[1:]
-    dtypes = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "mxfp4": torch.float16}
+    dtypes = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "mxfp4": torch.float8_e5m2}
     got = scratch.queries.view(dtypes.get(name, torch.bfloat16)).float()
     got = got.view(len(query), heads, dim)[is_scored]
     scaled = weights.float()[is_scored] * (dim * heads) ** -0.5
     folded = scratch.weights[is_scored][:, :heads] / scaled
     if name == "mxfp4":
         rests = scratch.weights[is_scored][:, heads:].unflatten(1, (dim // 32, heads))
-        got = got.unflatten(-1, (dim // 32, 2, 2, 4, 2))  # as mxfp4_operand orders them
-        got = got.permute(0, 1, 5, 2, 4, 6, 3).unflatten(-1, (1, 2)).flatten(2)
-        got = got.unflatten(-1, (dim // 32, 32)) * rests.transpose(1, 2)[..., None]
-        got = got.flatten(-2) * 2.0**8
+        got = got.unflatten(-1, (dim // 32, 2, 2, 4, 2))  # as `key_operand` orders channels
+        got = got.permute(0, 1, 5, 2, 4, 6, 3).reshape(*got.shape[:2], dim // 32, 32)
+        got = (got * rests.transpose(1, 2)[..., None]).flatten(-2) * 2.0**8
     if name == "nvfp4":
         got = got.unflatten(-1, (2, dim // 2)).transpose(-1, -2).flatten(-2) * 0.5
     if name in ("fp8", "mxfp4"):

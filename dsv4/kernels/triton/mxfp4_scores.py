@@ -5,10 +5,11 @@ scale: looked up in the 8 magnitudes that a scale makes of the codes, as FP16's 
 query's are E2M1 values times their group's power of two over that of the head's largest group,
 which is part of the weight. One product over all channels is then the sum that is scored.
 
-FP16 holds keys' scales between 2^-20 and 2^6, and groups of a head within 2^23 of each other.
-Beyond, an operand of a key is NaN (of code 0 it is 0 with any scale), and what is missing for a
-query's group is its rest, a power of two, which makes the head's weight NaN. Scores that come out
-NaN are then made anew, group by group: a group's sums are multiplied by its rest and its scale.
+The upper bytes, which are E5M2, hold keys' scales between 2^-20 and 2^6, and groups of a head
+within 2^21 of each other. Beyond, an operand of a key is NaN (of code 0 it is 0 with any scale),
+and what is missing for a query's group is its rest, a power of two, which makes the head's weight
+NaN. Scores that come out NaN are then made anew, group by group, and much slower: a group's sums
+are multiplied by its rest and its scale.
 """
 
 import triton
@@ -18,7 +19,8 @@ from dsv4.kernels.triton.decode import e2m1_values, ue8m0_values
 from dsv4.kernels.triton.key_tiles import load_pages, pages_of_tile, tile_blocks
 from dsv4.kernels.triton.primitives import INTERPRETED, loop_bound, power_of_two
 
-MIN_QUERY_EXPONENT = tl.constexpr(-23)  # of a factor that keeps E2M1 values exact in FP16
+MIN_E5M2_EXPONENT = tl.constexpr(-15)  # of a factor that keeps E2M1 values exact in E5M2
+QUERY_EXPONENT = tl.constexpr(6)  # of the factor of a head's largest group
 MIDDLE_SCALE = tl.constexpr(120)  # UE8M0 byte, 2^-7, of keys whose operands are their codes' values
 SCALE_REACH = tl.constexpr(13)  # how far from the middle a scale's exponent may be
 MIDDLE_FACTOR = tl.constexpr(2.0**7)  # of the middle scale's operands to their keys
@@ -34,19 +36,25 @@ def head_exponents(scales):
 
 @triton.jit
 def mxfp4_weight_factor(scales):
-    """What heads' scales, operands of keys and `sum_positive`, which is twice the sum, leave."""
+    """`[ROWS]`: what a head's weight is multiplied by, since operands and sums are too large."""
     _exponents, largest = head_exponents(scales)
-    return power_of_two(largest) * (0.5 / MIDDLE_FACTOR)
+    return power_of_two(largest - QUERY_EXPONENT) * (0.5 / MIDDLE_FACTOR)
+
+
+@triton.jit
+def e5m2_code(x):
+    """fp32 numbers that E5M2 holds to their codes: the upper halves of FP16's."""
+    return (x.to(tl.float16).to(tl.uint16, bitcast=True) >> 8).to(tl.uint8)
 
 
 @triton.jit
 def store_mxfp4_query(values, scales, ready_ptr, rest_ptr, BLOCK_HEADS: tl.constexpr,
                       ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Store FP16 operands in the order of `key_operand`'s channels, and the groups' rests."""
+    """Store E5M2 codes in the order of `key_operand`'s channels, and the groups' rests."""
     GROUPS: tl.constexpr = BLOCK // 32
     exponents, largest = head_exponents(scales)
-    wanted = exponents - largest[:, None]
-    exponent = tl.maximum(wanted, MIN_QUERY_EXPONENT)
+    wanted = exponents - largest[:, None] + QUERY_EXPONENT
+    exponent = tl.maximum(wanted, MIN_E5M2_EXPONENT)
     rest = power_of_two(tl.maximum(wanted - exponent, -126))
     group = tl.arange(0, GROUPS)[None, :]
     tl.store(rest_ptr[:, None] + group * BLOCK_HEADS, rest)
@@ -54,16 +62,16 @@ def store_mxfp4_query(values, scales, ready_ptr, rest_ptr, BLOCK_HEADS: tl.const
     codes = tl.reshape(values.to(tl.int32), (ROWS, GROUPS, 16))
     byte = 16 * tl.arange(0, GROUPS)[None, :, None] + tl.arange(0, 16)[None, None, :]
     channel = byte // 4 % GROUPS * 32 + byte // 2 % 2 * 8 + byte // (4 * GROUPS) * 2 + byte % 2
-    even_ptr = ready_ptr.to(tl.pointer_type(tl.float16))[:, None, None] + channel
-    tl.store(even_ptr, (e2m1_values(codes & 15) * factor).to(tl.float16))
-    tl.store(even_ptr + 16, (e2m1_values(codes >> 4) * factor).to(tl.float16))
+    even_ptr = ready_ptr[:, None, None] + channel
+    tl.store(even_ptr, e5m2_code(e2m1_values(codes & 15) * factor))
+    tl.store(even_ptr + 16, e5m2_code(e2m1_values(codes >> 4) * factor))
 
 
 @triton.jit
 def load_operands(ready_ptr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Stored operands of ROWS heads, `[BLOCK, ROWS]`."""
+    """Stored codes of ROWS heads as FP16, `[BLOCK, ROWS]`."""
     at = tl.arange(0, ROWS)[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]
-    query = tl.load(ready_ptr.to(tl.pointer_type(tl.float16)) + at)
+    query = (tl.load(ready_ptr + at).to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     return query.to(tl.float32) if INTERPRETED else query
 
 
@@ -294,7 +302,7 @@ def score_by_groups(
         score = tl.zeros((TILE, TOKENS), tl.float32)
         for start in tl.range(0, TOKENS * BLOCK_HEADS, SOME_HEADS, num_stages=1):
             token = start // BLOCK_HEADS
-            query = load_operands(ready_ptr + start * (2 * BLOCK), SOME_HEADS, BLOCK)
+            query = load_operands(ready_ptr + start * BLOCK, SOME_HEADS, BLOCK)
             weight_ptr = ready_weights_ptr + token * ready_weights_stride + start % BLOCK_HEADS
             weight_ptr += tl.arange(0, SOME_HEADS)
             products = group_products(words, scale_ptr, query, weight_ptr + BLOCK_HEADS,
