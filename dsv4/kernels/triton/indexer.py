@@ -6,20 +6,15 @@ A token that sees no more than topk entries is neither made ready nor scored.
 Operands of the products, by key format. All are exact, and so is every product:
 
     fp8     E4M3 codes; the key's scale multiplies the score, the query's is part of the weight
-    mxfp4   keys E4M3, E2M1 values times 2^-6; queries E5M2, E2M1 values times their group's power
-            of two over that of the head's largest group, which is part of the weight. A group of
-            32 channels is a product of its own, whose sum is exact; the key's scale multiplies it
+    mxfp4   FP16: E2M1 values times their group's scale, a query's over that of the head's largest
+            group, which is part of the weight (`mxfp4_scores`)
     nvfp4   BF16: E2M1 values times their group's E4M3 scale, 6 significant bits; the square of
             the global scale is part of the weight
     bf16    BF16
     fp32    fp32
 
-Hopper adds E4M3 products with 13 bits after the leading one, less than fp32's 23, but as many as 32
-products of E2M1 values need. FP8_PRODUCTS off makes BF16 operands of fp8's codes, at half the rate.
-
-E5M2 holds the groups of a head whose scales are within 2^21 of each other. What is missing for a
-group below that is its rest, a power of two that multiplies its sums; almost always all rests are
-1, and then nothing is multiplied.
+Hopper adds E4M3 products with 13 bits after the leading one, less than fp32's 23. FP8_PRODUCTS off
+makes BF16 operands of fp8's codes, at half the rate.
 
 Tokens of a chunk are scored a few at a time, if they are of one request: keys are read once for
 all of them.
@@ -65,7 +60,8 @@ class ScoreCut(NamedTuple):
     """What a launch that scores is cut into.
 
     A program takes `tokens` tokens and multiplies `tile` keys at a time, while the next
-    `stages - 1` tiles are on their way. Keys are split over programs, up to `programs` in all.
+    `stages - 1` tiles are on their way (of mxfp4 always one). Keys are split over programs, up to
+    `programs` in all.
     """
 
     tile: int
@@ -77,7 +73,7 @@ class ScoreCut(NamedTuple):
 
 SCORE_CUTS = {
     "fp8": ScoreCut(tile=128, warps=4, stages=3, programs=396),
-    "mxfp4": ScoreCut(tile=64, warps=4, stages=4, programs=396),
+    "mxfp4": ScoreCut(tile=64, warps=4, stages=2, programs=528),
     "nvfp4": ScoreCut(tile=128, warps=4, stages=3, programs=528),
     "bf16": ScoreCut(tile=64, warps=4, stages=3, programs=528),
     "fp32": ScoreCut(tile=32, warps=8, stages=3, programs=528),

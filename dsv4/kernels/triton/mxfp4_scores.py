@@ -21,9 +21,10 @@ from dsv4.kernels.triton.primitives import INTERPRETED, loop_bound, power_of_two
 
 MIN_E5M2_EXPONENT = tl.constexpr(-15)  # of a factor that keeps E2M1 values exact in E5M2
 QUERY_EXPONENT = tl.constexpr(6)  # of the factor of a head's largest group
+SMALLER = tl.constexpr(2.0**-6)  # the inverse of that factor
 MIDDLE_SCALE = tl.constexpr(120)  # UE8M0 byte, 2^-7, of keys whose operands are their codes' values
 SCALE_REACH = tl.constexpr(13)  # how far from the middle a scale's exponent may be
-MIDDLE_FACTOR = tl.constexpr(2.0**7)  # of the middle scale's operands to their keys
+TOO_LARGE = tl.constexpr(2.0 * 2.0**7 * 2.0**6)  # the ReLU, operands of keys and of queries
 SOME_HEADS = tl.constexpr(16)  # that are multiplied at a time where it takes long anyway
 
 
@@ -38,7 +39,7 @@ def head_exponents(scales):
 def mxfp4_weight_factor(scales):
     """`[ROWS]`: what a head's weight is multiplied by, since operands and sums are too large."""
     _exponents, largest = head_exponents(scales)
-    return power_of_two(largest - QUERY_EXPONENT) * (0.5 / MIDDLE_FACTOR)
+    return power_of_two(largest) * (1.0 / TOO_LARGE)
 
 
 @triton.jit
@@ -204,16 +205,15 @@ def key_operand(words, tables, BLOCK: tl.constexpr, TILE: tl.constexpr,
 
 
 @triton.jit
-def sum_positive(products, weights, BLOCK_HEADS: tl.constexpr, TOKENS: tl.constexpr,
-                 TILE: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
-    """`[TILE, TOKENS]`, in the order of entries: 2 sum_h w_h ReLU(q_h · k) of `key_operand`'s rows.
+def sum_heads(products, weights, BLOCK_HEADS: tl.constexpr, TOKENS: tl.constexpr,
+              TILE: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+    """`[TILE, TOKENS]`, in the order of entries: sum_h w_h x_h of `key_operand`'s rows.
 
-    A GPU adds |x| to x twice as fast as it compares x with 0. Heads that aren't there weigh 0, and
-    their products are 0, or NaN as all of the key are.
+    Heads that aren't there weigh 0, and their products are 0, or NaN as all of the key are.
     """
     SHAPE: tl.constexpr = strips(TILE, WARPS)
-    weighted = (products + tl.abs(products)) * weights[None, :]
-    score = tl.sum(tl.reshape(weighted, (TILE, TOKENS, BLOCK_HEADS)), axis=2)
+    weighted = tl.reshape(products * weights[None, :], (TILE, TOKENS, BLOCK_HEADS))
+    score = tl.sum(weighted, axis=2)
     rows = tl.reshape(score, (SHAPE[0], SHAPE[2], SHAPE[1], SHAPE[3], TOKENS))
     return tl.reshape(tl.permute(rows, (0, 2, 1, 3, 4)), (TILE, TOKENS))
 
@@ -261,7 +261,9 @@ def score_mxfp4(
         next_words = load_words(data_page, page_row, DATA_BYTES, DIM, BLOCK)
         next_scales = load_scales(scale_page, page_row, next_entry < count, SCALE_BYTES, DIM, BLOCK)
         products = tl.dot(key_operand(words, code_tables(scales), BLOCK, TILE, WARPS), query)
-        score = sum_positive(products, weights, BLOCK_HEADS, TOKENS, TILE, WARPS)
+        # Twice the ReLU, and NaN of NaN; a GPU compares half as many numbers as it adds.
+        positive = products + tl.abs(products)
+        score = sum_heads(positive, weights, BLOCK_HEADS, TOKENS, TILE, WARPS)
         is_page = blocks >= 0
         if pages_of_tile(ENTRIES_PER_BLOCK, TILE) != 1:
             is_page = is_page[:, None]
@@ -307,8 +309,9 @@ def score_by_groups(
             weight_ptr += tl.arange(0, SOME_HEADS)
             products = group_products(words, scale_ptr, query, weight_ptr + BLOCK_HEADS,
                                       BLOCK_HEADS, DIM, BLOCK, TILE, WARPS)  # fmt: skip
-            weights = tl.load(weight_ptr) * MIDDLE_FACTOR
-            part = sum_positive(products, weights, SOME_HEADS, 1, TILE, WARPS)
+            positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            weights = tl.load(weight_ptr) * TOO_LARGE
+            part = sum_heads(positive, weights, SOME_HEADS, 1, TILE, WARPS)
             score += tl.where(tl.arange(0, TOKENS)[None, :] == token, part, 0.0)
         tl.store(scores_ptr + entry, score, mask=old != old)
 
@@ -327,7 +330,7 @@ def group_products(words, scale_ptr, query, rest_ptr, BLOCK_HEADS: tl.constexpr,
         low_table, high_table = code_tables(tl.where(is_group, MIDDLE_SCALE, 0))
         tables = (tl.where(is_group, low_table, 0), tl.where(is_group, high_table, 0))
         part = tl.dot(key_operand(words, tables, BLOCK, TILE, WARPS), query)
-        part *= tl.load(rest_ptr + group * BLOCK_HEADS)[None, :]
+        part *= (tl.load(rest_ptr + group * BLOCK_HEADS) * SMALLER)[None, :]
         scale = tl.reshape(ue8m0_values(tl.load(scale_ptr + group)), SHAPE)
         products += part * tl.reshape(tl.permute(scale, (0, 2, 1, 3)), (TILE, 1))
     return products
