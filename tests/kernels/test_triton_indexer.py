@@ -139,7 +139,7 @@ def exact_scores(handle, query, weights):
     sizes = torch.einsum("ned,nhd->neh", values.abs(), ready.abs())
     size = torch.einsum("neh,nh->ne", sizes, scaled.abs())
     unit = (2 * dim + heads + 16) * 2.0**-24
-    if DEVICE == "cuda" and config.index_format == "fp8" and indexer.FP8_PRODUCTS:
+    if DEVICE == "cuda" and config.index_format in ("fp8", "mxfp4") and indexer.FP8_PRODUCTS:
         unit += (dim + dim // 32) * 2.0**-13
     return torch.einsum("neh,nh->ne", products, scaled), unit * size
 
@@ -227,8 +227,8 @@ def test_queries_are_the_references(name, dtype):
     folded = scratch.weights[is_scored][:, :heads] / scaled
     if name == "mxfp4":
         rests = scratch.weights[is_scored][:, heads:].unflatten(1, (dim // 32, heads))
-        got = got.unflatten(-1, (dim // 32, 2, 2, 4, 2))  # as `key_operand` orders channels
-        got = got.permute(0, 1, 5, 2, 4, 6, 3).reshape(*got.shape[:2], dim // 32, 32)
+        got = got.unflatten(-1, (dim // 32, 2, 4, 4))  # as `key_operand` orders channels
+        got = got.permute(0, 1, 4, 2, 3, 5).reshape(*got.shape[:2], dim // 32, 32)
         got = (got * rests.transpose(1, 2)[..., None]).flatten(-2) * 2.0**8
     if name == "nvfp4":
         got = got.unflatten(-1, (2, dim // 2)).transpose(-1, -2).flatten(-2) * 0.5

@@ -62,18 +62,22 @@ def store_mxfp4_query(values, scales, ready_ptr, rest_ptr, BLOCK_HEADS: tl.const
     factor = power_of_two(exponent)[:, :, None]
     codes = tl.reshape(values.to(tl.int32), (ROWS, GROUPS, 16))
     byte = 16 * tl.arange(0, GROUPS)[None, :, None] + tl.arange(0, 16)[None, None, :]
-    channel = byte // 4 % GROUPS * 32 + byte // 2 % 2 * 8 + byte // (4 * GROUPS) * 2 + byte % 2
+    channel = byte // 4 % GROUPS * 32 + byte // 2 % 2 * 16 + byte // (4 * GROUPS) * 4 + byte % 2 * 2
     even_ptr = ready_ptr[:, None, None] + channel
     tl.store(even_ptr, e5m2_code(e2m1_values(codes & 15) * factor))
-    tl.store(even_ptr + 16, e5m2_code(e2m1_values(codes >> 4) * factor))
+    tl.store(even_ptr + 1, e5m2_code(e2m1_values(codes >> 4) * factor))
 
 
 @triton.jit
 def load_operands(ready_ptr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Stored codes of ROWS heads as FP16, `[BLOCK, ROWS]`."""
     at = tl.arange(0, ROWS)[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]
-    query = (tl.load(ready_ptr + at).to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    return query.to(tl.float32) if INTERPRETED else query
+    codes = tl.load(ready_ptr + at)
+    if INTERPRETED:
+        query = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        query = codes.to(tl.float8e5, bitcast=True)
+    return query
 
 
 @triton.jit
@@ -128,7 +132,7 @@ def code_bits(words, low_table, high_table, INDEX: tl.constexpr):
     code = words >> (4 * INDEX)
     table = tl.where((code & 4) == 0, low_table, high_table)
     byte = (table >> (8 * (code & 3))) & 0x7F
-    return (byte | ((code & 8) << 4)) << 8
+    return byte | ((code & 8) << 4)
 
 
 @triton.jit
@@ -140,41 +144,43 @@ def operand_words(words, low_table, high_table):
     """
     if INTERPRETED:
         pairs = ()
-        for index in tl.static_range(4):
-            FIRST: tl.constexpr = index // 2 * 4 + index % 2
-            lower = code_bits(words, low_table, high_table, FIRST)
-            upper = code_bits(words, low_table, high_table, FIRST + 2)
-            pairs = pairs + (lower | (upper << 16),)  # type: ignore[assignment]
+        for half in tl.static_range(2):
+            found = tl.zeros(words.shape, tl.int32)
+            for index in tl.static_range(4):
+                code = code_bits(words, low_table, high_table, 4 * half + index)
+                found |= code << (8 * index)
+            pairs = pairs + (found,)  # type: ignore[assignment]
     else:
         pairs = tl.inline_asm_elementwise(
             """{
             .reg .b32 codes, moved, signs, first, second;
-            and.b32 codes, $4, 0x77777777;
-            prmt.b32 first, $5, $6, codes;
+            and.b32 codes, $2, 0x77777777;
+            prmt.b32 first, $3, $4, codes;
             shr.u32 codes, codes, 16;
-            prmt.b32 second, $5, $6, codes;
-            shl.b32 moved, $4, 4;
-            prmt.b32 signs, moved, $4, 0x5140;
-            lop3.b32 first, signs, 0x80808080, first, 0xEA;
-            prmt.b32 signs, moved, $4, 0x7362;
-            lop3.b32 second, signs, 0x80808080, second, 0xEA;
-            prmt.b32 $0, first, 0, 0x2404;
-            prmt.b32 $1, first, 0, 0x3414;
-            prmt.b32 $2, second, 0, 0x2404;
-            prmt.b32 $3, second, 0, 0x3414;
+            prmt.b32 second, $3, $4, codes;
+            shl.b32 moved, $2, 4;
+            prmt.b32 signs, moved, $2, 0x5140;
+            lop3.b32 $0, signs, 0x80808080, first, 0xEA;
+            prmt.b32 signs, moved, $2, 0x7362;
+            lop3.b32 $1, signs, 0x80808080, second, 0xEA;
             }""",
-            "=&r,=&r,=&r,=&r,r,r,r", [words, low_table, high_table],
-            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
+            "=&r,=&r,r,r,r", [words, low_table, high_table],
+            dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
         )  # fmt: skip
     return pairs
 
 
 @triton.jit
 def split_halves(words):
-    """`[..., 2]`: the lower and the upper half of words as FP16."""
-    halves = tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16))
-    halves = halves.to(tl.float16, bitcast=True)
-    return halves.to(tl.float32) if INTERPRETED else halves
+    """`[..., 2, 2]`: the bytes of words as E5M2, 0 and 1, 2 and 3."""
+    even = tl.join(words.to(tl.uint8), (words >> 16).to(tl.uint8))
+    odd = tl.join((words >> 8).to(tl.uint8), (words >> 24).to(tl.uint8))
+    codes = tl.join(even, odd)
+    if INTERPRETED:
+        values = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        values = codes.to(tl.float8e5, bitcast=True)
+    return values
 
 
 @triton.constexpr_function
@@ -196,10 +202,9 @@ def key_operand(words, tables, BLOCK: tl.constexpr, TILE: tl.constexpr,
     low_table, high_table = tables
     words = tl.reshape(words, (TILE, BLOCK // 32, 4))
     pairs = operand_words(words, low_table[:, :, None], high_table[:, :, None])
-    first = tl.join(split_halves(pairs[0]), split_halves(pairs[1]))
-    second = tl.join(split_halves(pairs[2]), split_halves(pairs[3]))
-    codes = tl.reshape(tl.join(first, second), (TILE, 4, BLOCK // 32, 2, 2, 2))
-    channels = tl.permute(codes, (0, 2, 4, 5, 1, 3))
+    codes = tl.join(split_halves(pairs[0]), split_halves(pairs[1]))
+    codes = tl.reshape(codes, (TILE, 4, BLOCK // 32, 2, 2, 2))
+    channels = tl.permute(codes, (0, 2, 5, 1, 3, 4))
     rows = tl.reshape(channels, (SHAPE[0], SHAPE[1], SHAPE[2], SHAPE[3], BLOCK))
     return tl.reshape(tl.permute(rows, (0, 2, 1, 3, 4)), (TILE, BLOCK))
 
