@@ -22,7 +22,7 @@ from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.codec import encode
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
 from dsv4.kernels.reference.indexer import index_query, select_topk
-from dsv4.kernels.triton import indexer
+from dsv4.kernels.triton import indexer, mxfp4_scores
 from dsv4.testing import POISON_BYTE
 from tests.kernels import test_triton_gather as gather
 
@@ -139,7 +139,7 @@ def exact_scores(handle, query, weights):
     sizes = torch.einsum("ned,nhd->neh", values.abs(), ready.abs())
     size = torch.einsum("neh,nh->ne", sizes, scaled.abs())
     unit = (2 * dim + heads + 16) * 2.0**-24
-    if DEVICE == "cuda" and config.index_format == "fp8" and indexer.FP8_PRODUCTS:
+    if DEVICE == "cuda" and config.index_format in ("fp8", "mxfp4") and indexer.FP8_PRODUCTS:
         unit += (dim + dim // 32) * 2.0**-13
     return torch.einsum("neh,nh->ne", products, scaled), unit * size
 
@@ -227,8 +227,9 @@ def test_queries_are_the_references(name, dtype):
     folded = scratch.weights[is_scored][:, :heads] / scaled
     if name == "mxfp4":
         rests = scratch.weights[is_scored][:, heads:].unflatten(1, (dim // 32, heads))
-        got = got.unflatten(-1, (dim // 32, 2, 16)).transpose(-1, -2).flatten(-2)
-        got = (got * rests.transpose(1, 2)[..., None]).flatten(-2) * 2.0**-6
+        got = got.unflatten(-1, (dim // 32, 2, 4, 4))  # as `key_operand` orders channels
+        got = got.permute(0, 1, 4, 2, 3, 5).reshape(*got.shape[:2], dim // 32, 32)
+        got = (got * rests.transpose(1, 2)[..., None]).flatten(-2) * 2.0**8
     if name == "nvfp4":
         got = got.unflatten(-1, (2, dim // 2)).transpose(-1, -2).flatten(-2) * 0.5
     if name in ("fp8", "mxfp4"):
@@ -270,6 +271,47 @@ def test_scale_bytes_at_the_ends():
     assert got.isnan().nonzero().flatten().tolist() == [5]
     error = (got - scores[0, :count]).abs()
     assert (error <= bound[0, :count])[got == got].all() and (got[got == got] != 0).any()
+
+
+def key_scores(handle, query, weights):
+    """Scores of the first token, those in fp64, and their bound."""
+    scores, bound = exact_scores(handle, query, weights)
+    count = visible_counts(handle)[0]
+    got = prepared(handle, query, weights).scores[0, :count].double()
+    return got, scores[0, :count], bound[0, :count]
+
+
+@pytest.mark.parametrize("spread", [0, 3, 120])
+@pytest.mark.parametrize("middle", [60, 107, 120, 133, 190])
+def test_scales_that_operands_hold_and_others(middle, spread):
+    """Every code, at scales on either side of the first and the last that FP16 operands hold."""
+    handle = filled(tiny(index_format="mxfp4"), [300], [301])
+    query, weights = random_query(handle)
+    keys = handle.memory.index_keys
+    generator = torch.Generator().manual_seed(middle)
+    shape = keys.scales.shape
+    offsets = torch.randint(-1 - spread, 2 + spread, shape, generator=generator)
+    keys.scales.copy_((middle + offsets).clamp(0, 220))  # larger scores overflow
+    keys.data.copy_(torch.randint(0, 256, keys.data.shape, generator=generator))
+    got, want, bound = key_scores(handle, query, weights)
+    assert (want != 0).all() and ((got - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("byte", [0, 1, 106, 134, 254])
+def test_a_group_of_zeros_may_have_any_scale(byte, monkeypatch):
+    """Its operands are 0 all the same; under the interpreter also: nothing is scored twice."""
+    handle = filled(tiny(index_format="mxfp4"), [300], [301])
+    query, weights = random_query(handle)
+    keys = handle.memory.index_keys
+    keys.data[:, :, :16] = 0x80
+    keys.data[:, ::2] = 0
+    keys.scales[:, :, 0] = byte
+    keys.scales[:, ::2] = byte
+    if DEVICE == "cpu":
+        monkeypatch.setattr(mxfp4_scores, "score_by_groups", None)
+    got, want, bound = key_scores(handle, query, weights)
+    assert (got[::2] == 0).all() and (want[1::2] != 0).all()
+    assert ((got - want).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
