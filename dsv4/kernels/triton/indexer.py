@@ -6,15 +6,15 @@ A token that sees no more than topk entries is neither made ready nor scored.
 Operands of the products, by key format. All are exact, and so is every product:
 
     fp8     E4M3 codes; the key's scale multiplies the score, the query's is part of the weight
-    mxfp4   FP16: E2M1 values times their group's scale, a query's over that of the head's largest
+    mxfp4   E5M2: E2M1 values times their group's scale, a query's over that of the head's largest
             group, which is part of the weight (`mxfp4_scores`)
     nvfp4   BF16: E2M1 values times their group's E4M3 scale, 6 significant bits; the square of
             the global scale is part of the weight
     bf16    BF16
     fp32    fp32
 
-Hopper adds E4M3 products with 13 bits after the leading one, less than fp32's 23. FP8_PRODUCTS off
-makes BF16 operands of fp8's codes, at half the rate.
+Hopper adds products of E4M3 and E5M2 with 13 bits after the leading one, less than fp32's 23.
+FP8_PRODUCTS off makes BF16 operands of fp8's codes, at half the rate.
 
 Tokens of a chunk are scored a few at a time, if they are of one request: keys are read once for
 all of them.
@@ -61,7 +61,7 @@ class ScoreCut(NamedTuple):
 
     A program takes `tokens` tokens and multiplies `tile` keys at a time, while the next
     `stages - 1` tiles are on their way (of mxfp4 always one). Keys are split over programs, up to
-    `programs` in all.
+    `programs` in all. maxnreg bounds the registers of a thread.
     """
 
     tile: int
@@ -69,11 +69,12 @@ class ScoreCut(NamedTuple):
     stages: int
     programs: int
     tokens: int = 1
+    maxnreg: int | None = None
 
 
 SCORE_CUTS = {
     "fp8": ScoreCut(tile=128, warps=4, stages=3, programs=396),
-    "mxfp4": ScoreCut(tile=64, warps=4, stages=2, programs=528),
+    "mxfp4": ScoreCut(tile=64, warps=4, stages=2, programs=660, maxnreg=104),
     "nvfp4": ScoreCut(tile=128, warps=4, stages=3, programs=528),
     "bf16": ScoreCut(tile=64, warps=4, stages=3, programs=528),
     "fp32": ScoreCut(tile=32, warps=8, stages=3, programs=528),
@@ -493,7 +494,7 @@ def score_entries(
         DATA_BYTES=keys.format.data_bytes, SCALE_BYTES=keys.format.scale_bytes,
         ENTRIES_PER_BLOCK=keys.rows_per_page, FP8_PRODUCTS=FP8_PRODUCTS, num_tokens=num_tokens,
         TILE=cut.tile, TOKENS=cut.tokens, STAGES=cut.stages, WARPS=cut.warps,
-        num_warps=cut.warps,
+        num_warps=cut.warps, maxnreg=cut.maxnreg,
         **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token, topk=topk),
     )  # fmt: skip
 

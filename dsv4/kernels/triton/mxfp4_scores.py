@@ -1,15 +1,15 @@
 """Scores of MXFP4 index keys: queries as their operands, and the products.
 
-Operands are FP16, and every product is exact. A key's are its E2M1 values times their group's
-scale: looked up in the 8 magnitudes that a scale makes of the codes, as FP16's upper bytes. A
-query's are E2M1 values times their group's power of two over that of the head's largest group,
-which is part of the weight. One product over all channels is then the sum that is scored.
+Operands are E5M2, and every product is exact. A key's are its E2M1 values times their group's
+scale: looked up in the 8 magnitudes that a scale makes of the codes. A query's are E2M1 values
+times their group's power of two over that of the head's largest group, which is part of the weight.
+One product over all channels is then the sum that is scored; on Hopper it has 13 bits, as for fp8.
 
-The upper bytes, which are E5M2, hold keys' scales between 2^-20 and 2^6, and groups of a head
-within 2^21 of each other. Beyond, an operand of a key is NaN (of code 0 it is 0 with any scale),
+E5M2 holds keys' scales between 2^-20 and 2^6, and groups of a head within 2^21 of each other.
+Beyond, an operand of a key is NaN (but 0 for code 0 of a smaller scale, as groups of zeros have),
 and what is missing for a query's group is its rest, a power of two, which makes the head's weight
 NaN. Scores that come out NaN are then made anew, group by group, and much slower: a group's sums
-are multiplied by its rest and its scale.
+are exact, and multiplied by its rest and its scale.
 """
 
 import triton
@@ -49,6 +49,16 @@ def e5m2_code(x):
 
 
 @triton.jit
+def e5m2_operand(codes):
+    """E5M2 codes as what is multiplied."""
+    if INTERPRETED:
+        operand = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        operand = codes.to(tl.float8e5, bitcast=True)
+    return operand
+
+
+@triton.jit
 def store_mxfp4_query(values, scales, ready_ptr, rest_ptr, BLOCK_HEADS: tl.constexpr,
                       ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Store E5M2 codes in the order of `key_operand`'s channels, and the groups' rests."""
@@ -56,11 +66,12 @@ def store_mxfp4_query(values, scales, ready_ptr, rest_ptr, BLOCK_HEADS: tl.const
     exponents, largest = head_exponents(scales)
     wanted = exponents - largest[:, None] + QUERY_EXPONENT
     exponent = tl.maximum(wanted, MIN_E5M2_EXPONENT)
-    rest = power_of_two(tl.maximum(wanted - exponent, -126))
-    group = tl.arange(0, GROUPS)[None, :]
-    tl.store(rest_ptr[:, None] + group * BLOCK_HEADS, rest)
     factor = power_of_two(exponent)[:, :, None]
     codes = tl.reshape(values.to(tl.int32), (ROWS, GROUPS, 16))
+    is_zero = tl.max(codes & 0x77, axis=2) == 0
+    rest = tl.where(is_zero, 1.0, power_of_two(tl.maximum(wanted - exponent, -126)))
+    group = tl.arange(0, GROUPS)[None, :]
+    tl.store(rest_ptr[:, None] + group * BLOCK_HEADS, rest)
     byte = 16 * tl.arange(0, GROUPS)[None, :, None] + tl.arange(0, 16)[None, None, :]
     channel = byte // 4 % GROUPS * 32 + byte // 2 % 2 * 16 + byte // (4 * GROUPS) * 4 + byte % 2 * 2
     even_ptr = ready_ptr[:, None, None] + channel
@@ -69,15 +80,10 @@ def store_mxfp4_query(values, scales, ready_ptr, rest_ptr, BLOCK_HEADS: tl.const
 
 
 @triton.jit
-def load_operands(ready_ptr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Stored codes of ROWS heads as FP16, `[BLOCK, ROWS]`."""
+def load_query_codes(ready_ptr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Stored codes of ROWS heads, `[BLOCK, ROWS]`."""
     at = tl.arange(0, ROWS)[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]
-    codes = tl.load(ready_ptr + at)
-    if INTERPRETED:
-        query = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        query = codes.to(tl.float8e5, bitcast=True)
-    return query
+    return tl.load(ready_ptr + at)
 
 
 @triton.jit
@@ -115,20 +121,22 @@ def load_scales(scale_page, page_row, is_entry, SCALE_BYTES: tl.constexpr, DIM: 
 
 @triton.jit
 def code_tables(scales):
-    """Upper bytes of FP16 of the magnitudes 0 to 1.5, and 2 to 6, times their scales.
+    """E5M2 codes of the magnitudes 0 to 1.5, and 2 to 6, times their scales, 4 in a word.
 
-    Those of scales that don't fit are NaN, but for 0.
+    Those of scales that don't fit are NaN, but for 0 times a smaller one.
     """
     exponent = scales - MIDDLE_SCALE
-    fits = (exponent >= -SCALE_REACH) & (exponent <= SCALE_REACH)
-    low = tl.where(fits, exponent * 0x04040400 + 0x3E3C3800, 0x7F7F7F00)
-    high = tl.where(fits, exponent * 0x04040404 + 0x46444240, 0x7F7F7F7F)
+    is_large, is_small = exponent > SCALE_REACH, exponent < -SCALE_REACH
+    low = tl.where(is_small, 0x7F7F7F00, exponent * 0x04040400 + 0x3E3C3800)
+    high = tl.where(is_small, 0x7F7F7F7F, exponent * 0x04040404 + 0x46444240)
+    low = tl.where(is_large, 0x7F7F7F7F, low)
+    high = tl.where(is_large, 0x7F7F7F7F, high)
     return low, high
 
 
 @triton.jit
 def code_bits(words, low_table, high_table, INDEX: tl.constexpr):
-    """FP16 bits of one of the 8 codes of words, as `operand_words` finds them."""
+    """The E5M2 code of one of the 8 codes of words, as `operand_words` finds it."""
     code = words >> (4 * INDEX)
     table = tl.where((code & 4) == 0, low_table, high_table)
     byte = (table >> (8 * (code & 3))) & 0x7F
@@ -137,21 +145,20 @@ def code_bits(words, low_table, high_table, INDEX: tl.constexpr):
 
 @triton.jit
 def operand_words(words, low_table, high_table):
-    """Words of 8 codes to FP16 bits, 2 in a word: codes 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+    """Words of 8 codes to E5M2 codes, 4 in a word: those of codes 0 to 3, and 4 to 7.
 
-    4 codes without their signs choose bytes of the tables; signs are brought to the same bytes,
-    and those to the upper halves of FP16.
+    4 codes without their signs choose bytes of the tables; signs are brought to the same bytes.
     """
     if INTERPRETED:
-        pairs = ()
+        halves = ()
         for half in tl.static_range(2):
             found = tl.zeros(words.shape, tl.int32)
             for index in tl.static_range(4):
                 code = code_bits(words, low_table, high_table, 4 * half + index)
                 found |= code << (8 * index)
-            pairs = pairs + (found,)  # type: ignore[assignment]
+            halves = halves + (found,)  # type: ignore[assignment]
     else:
-        pairs = tl.inline_asm_elementwise(
+        halves = tl.inline_asm_elementwise(
             """{
             .reg .b32 codes, moved, signs, first, second;
             and.b32 codes, $2, 0x77777777;
@@ -167,20 +174,15 @@ def operand_words(words, low_table, high_table):
             "=&r,=&r,r,r,r", [words, low_table, high_table],
             dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
         )  # fmt: skip
-    return pairs
+    return halves
 
 
 @triton.jit
-def split_halves(words):
-    """`[..., 2, 2]`: the bytes of words as E5M2, 0 and 1, 2 and 3."""
+def word_operands(words):
+    """`[..., 2, 2]`: the bytes of words as operands, 0 and 1, 2 and 3."""
     even = tl.join(words.to(tl.uint8), (words >> 16).to(tl.uint8))
     odd = tl.join((words >> 8).to(tl.uint8), (words >> 24).to(tl.uint8))
-    codes = tl.join(even, odd)
-    if INTERPRETED:
-        values = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        values = codes.to(tl.float8e5, bitcast=True)
-    return values
+    return e5m2_operand(tl.join(even, odd))
 
 
 @triton.constexpr_function
@@ -192,7 +194,7 @@ def strips(TILE, WARPS):
 @triton.jit
 def key_operand(words, tables, BLOCK: tl.constexpr, TILE: tl.constexpr,
                 WARPS: tl.constexpr):  # fmt: skip
-    """`[TILE, BLOCK]` FP16: codes in words `[TILE, BLOCK / 8]`, by tables `[TILE, BLOCK / 32]`.
+    """`[TILE, BLOCK]` E5M2: codes in words `[TILE, BLOCK / 8]`, by tables `[TILE, BLOCK / 32]`.
 
     Rows and channels come in an order that leaves them in the thread that loaded them. Of 16
     channels that are multiplied at once each of 4 threads has 4, from its own quarter of a row;
@@ -201,8 +203,8 @@ def key_operand(words, tables, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SHAPE: tl.constexpr = strips(TILE, WARPS)
     low_table, high_table = tables
     words = tl.reshape(words, (TILE, BLOCK // 32, 4))
-    pairs = operand_words(words, low_table[:, :, None], high_table[:, :, None])
-    codes = tl.join(split_halves(pairs[0]), split_halves(pairs[1]))
+    halves = operand_words(words, low_table[:, :, None], high_table[:, :, None])
+    codes = tl.join(word_operands(halves[0]), word_operands(halves[1]))
     codes = tl.reshape(codes, (TILE, 4, BLOCK // 32, 2, 2, 2))
     channels = tl.permute(codes, (0, 2, 5, 1, 3, 4))
     rows = tl.reshape(channels, (SHAPE[0], SHAPE[1], SHAPE[2], SHAPE[3], BLOCK))
@@ -237,13 +239,13 @@ def score_mxfp4(
     shared memory.
     """
     ready_ptr, ready_weights_ptr, ready_weights_stride = ready
-    query = load_operands(ready_ptr, TOKENS * BLOCK_HEADS, BLOCK)
+    query = e5m2_operand(load_query_codes(ready_ptr, TOKENS * BLOCK_HEADS, BLOCK))
     head = tl.arange(0, TOKENS * BLOCK_HEADS)
     weight_ptr = ready_weights_ptr + head // BLOCK_HEADS * ready_weights_stride + head % BLOCK_HEADS
     weights = tl.load(weight_ptr)
-    for group in tl.static_range(BLOCK // 32):
-        rest = tl.load(weight_ptr + (group + 1) * BLOCK_HEADS)
-        weights = tl.where(rest < 1.0, float("nan"), weights)
+    group = tl.arange(0, BLOCK // 32)[:, None]
+    rests = tl.load(weight_ptr[None, :] + (group + 1) * BLOCK_HEADS)
+    weights = tl.where(tl.min(rests, axis=0) < 1.0, float("nan"), weights)
     count = tl.max(counts, axis=0)
     highest = tl.zeros((TILE, TOKENS), tl.float32)
     first_tile, step = tl.program_id(1), tl.num_programs(1)
@@ -305,15 +307,17 @@ def score_by_groups(
         data_page, scale_page = key_pages(memory, blocks, ENTRIES_PER_BLOCK, TILE)
         page_row = entry % ENTRIES_PER_BLOCK
         words = load_words(data_page, page_row, DATA_BYTES, DIM, BLOCK)
+        tables = code_tables(tl.full((1, BLOCK // 32), MIDDLE_SCALE, tl.int32))
+        keys = key_operand(words, tables, BLOCK, TILE, WARPS)
         scale_ptr = scale_page + page_row * SCALE_BYTES
         score = tl.zeros((TILE, TOKENS), tl.float32)
         for start in tl.range(0, TOKENS * BLOCK_HEADS, SOME_HEADS, num_stages=1):
             token = start // BLOCK_HEADS
-            query = load_operands(ready_ptr + start * BLOCK, SOME_HEADS, BLOCK)
+            codes = load_query_codes(ready_ptr + start * BLOCK, SOME_HEADS, BLOCK)
             weight_ptr = ready_weights_ptr + token * ready_weights_stride + start % BLOCK_HEADS
             weight_ptr += tl.arange(0, SOME_HEADS)
-            products = group_products(words, scale_ptr, query, weight_ptr + BLOCK_HEADS,
-                                      BLOCK_HEADS, DIM, BLOCK, TILE, WARPS)  # fmt: skip
+            products = group_products(keys, scale_ptr, codes, weight_ptr + BLOCK_HEADS, BLOCK_HEADS,
+                                      DIM, BLOCK, TILE, WARPS)  # fmt: skip
             positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
             weights = tl.load(weight_ptr) * TOO_LARGE
             part = sum_heads(positive, weights, SOME_HEADS, 1, TILE, WARPS)
@@ -322,20 +326,29 @@ def score_by_groups(
 
 
 @triton.jit
-def group_products(words, scale_ptr, query, rest_ptr, BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr,
-                   BLOCK: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+def group_products(keys, scale_ptr, query_codes, rest_ptr, BLOCK_HEADS: tl.constexpr,
+                   DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+                   WARPS: tl.constexpr):  # fmt: skip
     """`[TILE, SOME_HEADS]`: the sum of the groups' products, each exact, times their scales.
 
-    scale_ptr `[TILE, 1]` points to the keys' first scales, rest_ptr to the heads' first rests.
+    keys are operands without their scales. scale_ptr `[TILE, 1]` points to the keys' first scales,
+    rest_ptr to the heads' first rests. Products of a group are multiples of 2^-2 and together
+    below 2^11, times the query's factor: 13 bits hold them.
     """
     SHAPE: tl.constexpr = strips(TILE, WARPS)
     products = tl.zeros((TILE, SOME_HEADS), tl.float32)
     for group in tl.range(DIM // 32, num_stages=1):
-        is_group = tl.arange(0, BLOCK // 32)[None, :] == group
-        low_table, high_table = code_tables(tl.where(is_group, MIDDLE_SCALE, 0))
-        tables = (tl.where(is_group, low_table, 0), tl.where(is_group, high_table, 0))
-        part = tl.dot(key_operand(words, tables, BLOCK, TILE, WARPS), query)
+        own_codes = tl.where(channel_groups(BLOCK)[:, None] == group, query_codes, 0)
+        part = tl.dot(keys, e5m2_operand(own_codes))
         part *= (tl.load(rest_ptr + group * BLOCK_HEADS) * SMALLER)[None, :]
         scale = tl.reshape(ue8m0_values(tl.load(scale_ptr + group)), SHAPE)
         products += part * tl.reshape(tl.permute(scale, (0, 2, 1, 3)), (TILE, 1))
     return products
+
+
+@triton.jit
+def channel_groups(BLOCK: tl.constexpr):
+    """`[BLOCK]`: the group of each channel, in the order of `key_operand`."""
+    channel = tl.arange(0, BLOCK)
+    word = channel % 16 // 4 * (BLOCK // 32) + channel // 32
+    return word // 4
