@@ -334,14 +334,18 @@ def scored_again(monkeypatch):
     return tiles
 
 
-def with_scales(first, last, *, seed=5):
-    """A request with every code in its mxfp4 keys, and scale bytes from first to last."""
+def with_scales(first, last):
+    """A request whose mxfp4 keys have every code, and scale bytes from first to last."""
     handle = filled(tiny(index_format="mxfp4"), [300], [301])
-    keys = handle.memory.index_keys
-    generator = torch.Generator().manual_seed(seed)
+    replace_keys(handle.memory.index_keys, first, last)
+    return handle
+
+
+def replace_keys(keys, first, last):
+    """Random codes, and scale bytes from first to last."""
+    generator = torch.Generator().manual_seed(5)
     keys.scales.copy_(torch.randint(first, last + 1, keys.scales.shape, generator=generator))
     keys.data.copy_(torch.randint(0, 256, keys.data.shape, generator=generator))
-    return handle
 
 
 @pytest.mark.parametrize(
@@ -404,7 +408,7 @@ def test_groups_of_a_query_that_operands_hold_and_others(octaves, is_held, score
     query, weights = random_query(handle)
     query[:, :, 32:] = 0
     query[:, :, 32] = 6
-    query[:, :, :32] = torch.randint(1, 7, (32,)) * 2.0**-octaves
+    query[:, :, :32] = (torch.arange(32, device=DEVICE) % 6 + 1) * 2.0**-octaves
     query[:, :, 0] = -6 * 2.0**-octaves
     keys = handle.memory.index_keys
     keys.data[:, ::2, 16:] = 0
@@ -432,7 +436,7 @@ def test_sums_with_13_bits_lose_what_the_bound_says(name, is_worst):
     handle = filled(tiny(index_format=name), [300], [301])
     keys = handle.memory.index_keys
     if name == "mxfp4":
-        keys.scales.random_(107, 134)
+        replace_keys(keys, 107, 133)
     query, weights = random_query(handle)
     rows = visible_entry_rows(keys, handle.tokens, slice(0, 1), ratio=4, max_entries=75)
     values, ready = gather_rows(keys, rows).double(), reference_query(handle, query)[:1].double()
@@ -604,6 +608,15 @@ def test_scores_at_the_real_width(name, fp8_products, monkeypatch):
         if count > handle.config.index_topk:
             error = (got[token, :count].double() - scores[token, :count]).abs()
             assert (error <= bound[token, :count]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("first", "last"), [(107, 133), (106, 134), (0, 220)])
+def test_scales_at_the_real_width(first, last):
+    handle = real_handle("mxfp4", before=[9000], after=[9001])
+    replace_keys(handle.memory.index_keys, first, last)
+    got, want, bound = key_scores(handle, *random_query(handle))
+    assert (want != 0).all() and ((got - want).abs() <= bound).all()
 
 
 @pytest.mark.gpu
