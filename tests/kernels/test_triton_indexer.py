@@ -7,7 +7,13 @@ exact and u = 2^-24, a score differs by at most
 
 since each of the dim additions of a product loses at most 2u of what is added (tensor cores cut
 off), those over heads u each, and weights, scales and the reference's own rounding less than 16 u.
-Products of E4M3 on Hopper keep 13 bits: each of them, and the sum so far once per 32, loses 2^-13.
+
+Hopper adds FP8 products (E4M3 of fp8 keys, E5M2 of mxfp4) to the sum so far, 32 at a time: all are
+cut off 13 bits below the largest one's leading bit, the largest loses nothing by it, and their sum
+is cut off in the same way. Cutting off makes nothing larger, so every number on the way is at most
+A_h = Σ_d |q_d k_d|, and 33 of them for each 32 channels lose at most 2^-13 A_h. A zero or subnormal
+operand may count with the exponent of the smallest normal number, so operands are taken as no
+smaller in this A_h. mxfp4 keys that E5M2 doesn't hold are added group by group, which is exact.
 """
 
 from dataclasses import dataclass, field, replace
@@ -19,10 +25,10 @@ from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS
 from dsv4.kernels import Selection, load_backend, reference
 from dsv4.kernels.reference import addressing
-from dsv4.kernels.reference.codec import encode
+from dsv4.kernels.reference.codec import encode, read_rows
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
 from dsv4.kernels.reference.indexer import index_query, select_topk
-from dsv4.kernels.triton import indexer
+from dsv4.kernels.triton import indexer, mxfp4_scores
 from dsv4.testing import POISON_BYTE
 from tests.kernels import test_triton_gather as gather
 
@@ -138,10 +144,42 @@ def exact_scores(handle, query, weights):
     products = torch.einsum("ned,nhd->neh", values, ready).relu()
     sizes = torch.einsum("ned,nhd->neh", values.abs(), ready.abs())
     size = torch.einsum("neh,nh->ne", sizes, scaled.abs())
-    unit = (2 * dim + heads + 16) * 2.0**-24
-    if DEVICE == "cuda" and config.index_format == "fp8" and indexer.FP8_PRODUCTS:
-        unit += (dim + dim // 32) * 2.0**-13
-    return torch.einsum("neh,nh->ne", products, scaled), unit * size
+    bound = (2 * dim + heads + 16) * 2.0**-24 * size
+    has_fp8_products = config.index_format == "fp8" and indexer.FP8_PRODUCTS
+    if DEVICE == "cuda" and (has_fp8_products or config.index_format == "mxfp4"):
+        bound += fp8_loss(keys, rows, values, ready, scaled)
+    return torch.einsum("neh,nh->ne", products, scaled), bound
+
+
+def fp8_loss(keys, rows, values, ready, scaled):
+    """What scores lose by sums with 13 bits after the leading one, `[tokens, entries]`."""
+    dim = values.shape[-1]
+    sizes = torch.einsum("ned,nhd->neh", *fp8_sizes(keys.format.name, values, ready))
+    loss = (dim + dim // 32) * 2.0**-13 * torch.einsum("neh,nh->ne", sizes, scaled.abs())
+    return loss if keys.format.name == "fp8" else loss * is_held(keys, rows)
+
+
+def fp8_sizes(name, values, ready):
+    """Magnitudes of keys and queries, no smaller than their operands' smallest normal number.
+
+    That is 2^-6 of E4M3, where a row's largest value is 224 at least; and 2^-14 of E5M2, where keys
+    of mxfp4 are multiplied by 2^7, and a query's largest value is at least 3 times 2^6.
+    """
+    largest_key, largest_query = (x.abs().amax(-1, keepdim=True) for x in (values, ready))
+    if name == "fp8":
+        key_floor, query_floor = largest_key * (2.0**-6 / 224), largest_query * (2.0**-6 / 224)
+    else:
+        key_floor = torch.full_like(largest_key, 2.0**-21)
+        query_floor = largest_query * (2.0**-20 / 3)
+    return torch.maximum(values.abs(), key_floor), torch.maximum(ready.abs(), query_floor)
+
+
+def is_held(keys, rows):
+    """Whether E5M2 operands hold the mxfp4 keys at `rows`: each group's scale, or its zeros."""
+    stored = read_rows(keys, rows.clamp(min=0).flatten())
+    is_zero = (stored.data.unflatten(1, (-1, 16)) & 0x77 == 0).all(-1)
+    fits = (stored.scales <= 133) & ((stored.scales >= 107) | is_zero)
+    return fits.all(-1).view(rows.shape)
 
 
 def assert_selected(got: Selection, handle, query, weights) -> float:
@@ -227,8 +265,9 @@ def test_queries_are_the_references(name, dtype):
     folded = scratch.weights[is_scored][:, :heads] / scaled
     if name == "mxfp4":
         rests = scratch.weights[is_scored][:, heads:].unflatten(1, (dim // 32, heads))
-        got = got.unflatten(-1, (dim // 32, 2, 16)).transpose(-1, -2).flatten(-2)
-        got = (got * rests.transpose(1, 2)[..., None]).flatten(-2) * 2.0**-6
+        got = got.unflatten(-1, (dim // 32, 2, 4, 4))  # as `key_operand` orders channels
+        got = got.permute(0, 1, 4, 2, 3, 5).reshape(*got.shape[:2], dim // 32, 32)
+        got = (got * rests.transpose(1, 2)[..., None]).flatten(-2) * 2.0**8
     if name == "nvfp4":
         got = got.unflatten(-1, (2, dim // 2)).transpose(-1, -2).flatten(-2) * 0.5
     if name in ("fp8", "mxfp4"):
@@ -270,6 +309,167 @@ def test_scale_bytes_at_the_ends():
     assert got.isnan().nonzero().flatten().tolist() == [5]
     error = (got - scores[0, :count]).abs()
     assert (error <= bound[0, :count])[got == got].all() and (got[got == got] != 0).any()
+
+
+def key_scores(handle, query, weights):
+    """Scores of the first token, those in fp64, and their bound."""
+    scores, bound = exact_scores(handle, query, weights)
+    count = visible_counts(handle)[0]
+    got = prepared(handle, query, weights).scores[0, :count].double()
+    return got, scores[0, :count], bound[0, :count]
+
+
+@pytest.fixture
+def scored_again(monkeypatch):
+    """The tiles that were scored group by group; on a GPU nobody sees them."""
+    tiles = []
+
+    def count_and_score(tile, *arguments):
+        tiles.append(tile)
+        original(tile, *arguments)
+
+    original = mxfp4_scores.score_by_groups
+    if DEVICE == "cpu":
+        monkeypatch.setattr(mxfp4_scores, "score_by_groups", count_and_score)
+    return tiles
+
+
+def with_scales(first, last):
+    """A request whose mxfp4 keys have every code, and scale bytes from first to last."""
+    handle = filled(tiny(index_format="mxfp4"), [300], [301])
+    replace_keys(handle.memory.index_keys, first, last)
+    return handle
+
+
+def replace_keys(keys, first, last):
+    """Random codes, and scale bytes from first to last."""
+    generator = torch.Generator().manual_seed(5)
+    keys.scales.copy_(torch.randint(first, last + 1, keys.scales.shape, generator=generator))
+    keys.data.copy_(torch.randint(0, 256, keys.data.shape, generator=generator))
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(106, 108), (132, 134), (106, 134), (59, 61), (189, 191), (0, 220)],  # larger scores overflow
+)
+def test_keys_that_operands_hold_and_others(first, last, scored_again):
+    handle = with_scales(first, last)
+    query, weights = random_query(handle)
+    got, want, bound = key_scores(handle, query, weights)
+    assert (want != 0).all() and ((got - want).abs() <= bound).all()
+    assert scored_again or DEVICE == "cuda"
+
+
+@pytest.mark.parametrize(("first", "last"), [(107, 107), (107, 133), (133, 133)])
+def test_keys_that_operands_hold_are_scored_once(first, last, scored_again):
+    handle = with_scales(first, last)
+    query, weights = random_query(handle)
+    got, want, bound = key_scores(handle, query, weights)
+    assert (want != 0).all() and ((got - want).abs() <= bound).all()
+    assert not scored_again
+
+
+@pytest.mark.parametrize("byte", [0, 1, 106, 134, 220])
+def test_a_group_of_zeros_may_have_any_scale(byte, scored_again):
+    """Those of a smaller scale, as zeros have, are multiplied as they are."""
+    handle = with_scales(107, 133)
+    query, weights = random_query(handle)
+    keys = handle.memory.index_keys
+    keys.data[:, :, :16] = 0x80
+    keys.data[:, ::2] = 0
+    keys.scales[:, :, 0] = byte
+    keys.scales[:, ::2] = byte
+    got, want, bound = key_scores(handle, query, weights)
+    assert (got[::2] == 0).all() and (want[1::2] != 0).all()
+    assert ((got - want).abs() <= bound).all()
+    assert bool(scored_again) == (byte > 133) or DEVICE == "cuda"
+
+
+@pytest.mark.parametrize("codes", [0x00, 0x88, 0x7A])
+@pytest.mark.parametrize(("first", "last"), [(107, 133), (30, 220)])
+def test_a_nan_scale_makes_its_key_nan(first, last, codes):
+    """With any codes, zeros too, and no other key."""
+    handle = with_scales(first, last)
+    query, weights = random_query(handle)
+    keys = handle.memory.index_keys
+    page = handle.tokens.block_table[handle.request_slots[0], 0]
+    keys.scales[page, 5, 1] = 255
+    keys.data[page, 5, 16:] = codes
+    got, want, bound = key_scores(handle, query, weights)
+    assert got.isnan().nonzero().flatten().tolist() == [5]
+    others = torch.arange(len(got), device=got.device) != 5
+    assert ((got - want).abs() <= bound)[others].all() and (got[others] != 0).any()
+
+
+@pytest.mark.parametrize(("octaves", "is_held"), [(0, True), (21, True), (22, False), (99, False)])
+def test_groups_of_a_query_that_operands_hold_and_others(octaves, is_held, scored_again):
+    """The first group is so much smaller than the second, which keeps its scale when it rotates."""
+    handle = filled(tiny(index_format="mxfp4", index_hadamard=False), [300], [301])
+    query, weights = random_query(handle)
+    query[:, :, 32:] = 0
+    query[:, :, 32] = 6
+    query[:, :, :32] = (torch.arange(32, device=DEVICE) % 6 + 1) * 2.0**-octaves
+    query[:, :, 0] = -6 * 2.0**-octaves
+    keys = handle.memory.index_keys
+    keys.data[:, ::2, 16:] = 0
+    got, want, bound = key_scores(handle, query, weights)
+    assert (want[::2] != 0).any() and ((got - want).abs() <= bound).all()
+    assert bool(scored_again) != is_held or DEVICE == "cuda"
+
+
+@pytest.mark.parametrize("choices", [{}, {"index_head_dim": 96}, {"index_num_heads": 5}], ids=str)
+def test_zeros_of_a_query_need_no_scale(choices, scored_again):
+    """Groups of zeros have the smallest scale there is, and so have padding channels and heads."""
+    handle = filled(tiny(index_format="mxfp4", index_hadamard=False, **choices), [300], [301])
+    query, weights = random_query(handle)
+    query[:, ::2, :32] = 0
+    query[:, 1] = 0
+    got, want, bound = key_scores(handle, query, weights)
+    assert (want != 0).any() and ((got - want).abs() <= bound).all()
+    assert not scored_again
+
+
+@pytest.mark.parametrize("is_worst", [False, True])
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_sums_with_13_bits_lose_what_the_bound_says(name, is_worst):
+    """Hopper's additions, done here; at worst a half of the products is lost beside one of them."""
+    handle = filled(tiny(index_format=name), [300], [301])
+    keys = handle.memory.index_keys
+    if name == "mxfp4":
+        replace_keys(keys, 107, 133)
+    query, weights = random_query(handle)
+    rows = visible_entry_rows(keys, handle.tokens, slice(0, 1), ratio=4, max_entries=75)
+    values, ready = gather_rows(keys, rows).double(), reference_query(handle, query)[:1].double()
+    if is_worst:
+        values[:], ready[:], weights[:] = 0, 1, 1
+        values[:, :, 0], values[:, :, 32:] = 1, 1.5 * 2.0**-14
+    scaled = weights[:1].double()
+    products = values[:, :, None] * ready[:, None]
+    key_sizes, query_sizes = fp8_sizes(name, values, ready)
+    exponents = leading_bit(key_sizes)[:, :, None] + leading_bit(query_sizes)[:, None]
+    sums = added_with_13_bits(products, exponents)
+    error = ((products.sum(-1).relu() - sums.relu()) * scaled[:, None]).sum(-1)
+    loss = fp8_loss(keys, rows, values, ready, scaled)
+    assert (error.abs() <= loss).all() and (error != 0).any()
+    assert not is_worst or (error > loss / 3).all()
+
+
+def leading_bit(x):
+    """The exponents of numbers: 0 of 1, and of 0 a small one."""
+    return torch.where(x == 0, -99, torch.frexp(x).exponent - 1)
+
+
+def added_with_13_bits(products, exponents):
+    """Sums over the last dimension, 32 products at a time, which are aligned by their exponents."""
+    total = products.new_zeros(products.shape[:-1])
+    for start in range(0, products.shape[-1], 32):
+        addends = torch.cat((products[..., start : start + 32], total[..., None]), dim=-1)
+        largest = torch.maximum(exponents[..., start : start + 32].amax(-1), leading_bit(total))
+        unit = torch.exp2(largest.double() - 13)
+        added = (torch.trunc(addends / unit[..., None]) * unit[..., None]).sum(-1)
+        unit = torch.exp2(leading_bit(added).double() - 13)
+        total = torch.trunc(added / unit) * unit
+    return total
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
@@ -408,6 +608,15 @@ def test_scores_at_the_real_width(name, fp8_products, monkeypatch):
         if count > handle.config.index_topk:
             error = (got[token, :count].double() - scores[token, :count]).abs()
             assert (error <= bound[token, :count]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("first", "last"), [(107, 133), (106, 134), (0, 220)])
+def test_scales_at_the_real_width(first, last):
+    handle = real_handle("mxfp4", before=[9000], after=[9001])
+    replace_keys(handle.memory.index_keys, first, last)
+    got, want, bound = key_scores(handle, *random_query(handle))
+    assert (want != 0).all() and ((got - want).abs() <= bound).all()
 
 
 @pytest.mark.gpu

@@ -48,6 +48,15 @@ def make_barrier(COUNT: gl.constexpr):
 
 
 @gluon.jit
+def memory_between(HEADS: gl.constexpr):
+    """What the sides share: logits on their way with two barriers, or a memory for each side."""
+    if HEADS == 64:
+        exchanged = gl.allocate_shared_memory(gl.float32, (2, HEADS, TILE), EXCHANGED)
+        return exchanged, make_barrier(2), make_barrier(2)
+    return side_memory(HEADS), side_memory(HEADS)
+
+
+@gluon.jit
 def side_memory(HEADS: gl.constexpr):
     """For a side of few heads: weights of a tile; the largest logits and sums that it ends with."""
     weights = gl.allocate_shared_memory(gl.bfloat16, (HEADS, TILE), OPERAND)
@@ -146,11 +155,7 @@ def _attend_kernel(
                position, first_head, query_row,
                (nth.to(gl.int64) * num_splits + split) * NUM_HEADS + first_head)  # fmt: skip
     barriers = make_barrier(1), make_barrier(2)
-    if HEADS == 64:
-        exchanged = gl.allocate_shared_memory(gl.float32, (2, HEADS, TILE), EXCHANGED)
-        between = exchanged, make_barrier(2), make_barrier(2)
-    else:
-        between = side_memory(HEADS), side_memory(HEADS)
+    between = memory_between(HEADS)
     gl.thread_barrier()
     gl.warp_specialize(
         [

@@ -6,20 +6,15 @@ A token that sees no more than topk entries is neither made ready nor scored.
 Operands of the products, by key format. All are exact, and so is every product:
 
     fp8     E4M3 codes; the key's scale multiplies the score, the query's is part of the weight
-    mxfp4   keys E4M3, E2M1 values times 2^-6; queries E5M2, E2M1 values times their group's power
-            of two over that of the head's largest group, which is part of the weight. A group of
-            32 channels is a product of its own, whose sum is exact; the key's scale multiplies it
+    mxfp4   E5M2: E2M1 values times their group's scale, a query's over that of the head's largest
+            group, which is part of the weight (`mxfp4_scores`)
     nvfp4   BF16: E2M1 values times their group's E4M3 scale, 6 significant bits; the square of
             the global scale is part of the weight
     bf16    BF16
     fp32    fp32
 
-Hopper adds E4M3 products with 13 bits after the leading one, less than fp32's 23, but as many as 32
-products of E2M1 values need. FP8_PRODUCTS off makes BF16 operands of fp8's codes, at half the rate.
-
-E5M2 holds the groups of a head whose scales are within 2^21 of each other. What is missing for a
-group below that is its rest, a power of two that multiplies its sums; almost always all rests are
-1, and then nothing is multiplied.
+Hopper adds products of E4M3 and E5M2 with 13 bits after the leading one, less than fp32's 23.
+FP8_PRODUCTS off makes BF16 operands of fp8's codes, at half the rate.
 
 Tokens of a chunk are scored a few at a time, if they are of one request: keys are read once for
 all of them.
@@ -41,6 +36,8 @@ from dsv4.kernels.index_scratch import (
     padded_heads,
 )
 from dsv4.kernels.triton.decode import e2m1_values, e4m3_values
+from dsv4.kernels.triton.key_tiles import load_pages, load_row_parts, tile_blocks
+from dsv4.kernels.triton.mxfp4_scores import mxfp4_weight_factor, score_mxfp4, store_mxfp4_query
 from dsv4.kernels.triton.primitives import (
     INTERPRETED,
     bf16_bits,
@@ -49,7 +46,6 @@ from dsv4.kernels.triton.primitives import (
     hadamard,
     load_rope,
     loop_bound,
-    power_of_two,
     rotate_tail,
 )
 from dsv4.kernels.triton.topk import choose_best, visible_entries
@@ -58,16 +54,14 @@ from dsv4.model.rope import RopeTable
 FP8_PRODUCTS = True
 QUERY_HEADS = 16  # heads of a program that makes queries ready
 QUERY_WARPS = 4
-MIN_E5M2_EXPONENT = tl.constexpr(-15)  # of a factor that keeps E2M1 values exact in E5M2
-KEY_EXPONENT = tl.constexpr(6)  # E2M1 codes are taken as E4M3 of 2^-6 times the value
-SIGN_BITS = tl.constexpr(-0x7F7F7F80)  # of the bytes of a word
 
 
 class ScoreCut(NamedTuple):
     """What a launch that scores is cut into.
 
     A program takes `tokens` tokens and multiplies `tile` keys at a time, while the next
-    `stages - 1` tiles are on their way. Keys are split over programs, up to `programs` in all.
+    `stages - 1` tiles are on their way (of mxfp4 always one). Keys are split over programs, up to
+    `programs` in all. maxnreg bounds the registers of a thread.
     """
 
     tile: int
@@ -75,11 +69,12 @@ class ScoreCut(NamedTuple):
     stages: int
     programs: int
     tokens: int = 1
+    maxnreg: int | None = None
 
 
 SCORE_CUTS = {
     "fp8": ScoreCut(tile=128, warps=4, stages=3, programs=396),
-    "mxfp4": ScoreCut(tile=64, warps=4, stages=4, programs=396),
+    "mxfp4": ScoreCut(tile=64, warps=4, stages=2, programs=660, maxnreg=104),
     "nvfp4": ScoreCut(tile=128, warps=4, stages=3, programs=528),
     "bf16": ScoreCut(tile=64, warps=4, stages=3, programs=528),
     "fp32": ScoreCut(tile=32, warps=8, stages=3, programs=528),
@@ -92,38 +87,6 @@ def nvfp4_scales(scales, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """E4M3 scales `[ROWS, BLOCK / 16]` to fp32 `[ROWS, BLOCK / 2]`, one for a pair of channels."""
     wide = tl.broadcast_to(e4m3_values(scales)[:, :, None], (ROWS, BLOCK // 16, 8))
     return tl.reshape(wide, (ROWS, BLOCK // 2))
-
-
-@triton.jit
-def head_exponents(scales):
-    """UE8M0 bytes `[ROWS, groups]` to the exponents of the groups and `[ROWS]` of the largest."""
-    exponents = scales.to(tl.int32) - 127
-    return exponents, tl.max(exponents, axis=1)
-
-
-@triton.jit
-def store_mxfp4_query(values, scales, ready_ptr, rest_ptr, BLOCK_HEADS: tl.constexpr,
-                      ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Store E5M2 operands, of each group its even channels first, and the groups' rests."""
-    GROUPS: tl.constexpr = BLOCK // 32
-    exponents, largest = head_exponents(scales)
-    wanted = exponents - largest[:, None] + KEY_EXPONENT
-    exponent = tl.maximum(wanted, MIN_E5M2_EXPONENT)
-    rest = power_of_two(tl.maximum(wanted - exponent, -126))
-    group = tl.arange(0, GROUPS)[None, :]
-    tl.store(rest_ptr[:, None] + group * BLOCK_HEADS, rest)
-    factor = power_of_two(exponent)[:, :, None]
-    codes = tl.reshape(values.to(tl.int32), (ROWS, GROUPS, 16))
-    at = 32 * tl.arange(0, GROUPS)[None, :, None] + tl.arange(0, 16)[None, None, :]
-    low_ptr = ready_ptr[:, None, None] + at
-    tl.store(low_ptr, e5m2_code(e2m1_values(codes & 15) * factor))
-    tl.store(low_ptr + 16, e5m2_code(e2m1_values(codes >> 4) * factor))
-
-
-@triton.jit
-def e5m2_code(x):
-    """fp32 numbers that E5M2 holds to their codes: the upper halves of fp16's."""
-    return (x.to(tl.float16).to(tl.uint16, bitcast=True) >> 8).to(tl.uint8)
 
 
 @triton.jit
@@ -193,8 +156,7 @@ def _query_kernel(
         if FORMAT == "index_fp8":
             weight = weight * scales
         elif FORMAT == "index_mxfp4":
-            _exponents, largest = head_exponents(scales)
-            weight = weight * power_of_two(largest)
+            weight = weight * mxfp4_weight_factor(scales)
         elif HAS_GLOBAL_SCALE:
             weight = weight * (global_scale * global_scale)
         tl.store(weight_ptr, weight)
@@ -219,24 +181,12 @@ def bf16_operand(bits):
 
 
 @triton.jit
-def e5m2_operand(code):
-    """E5M2 codes as what is multiplied."""
-    if INTERPRETED:
-        operand = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        operand = code.to(tl.float8e5, bitcast=True)
-    return operand
-
-
-@triton.jit
 def load_query(ready_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
                COUNT: tl.constexpr, BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr):  # fmt: skip
     """COUNT stored channels of ROWS heads from FIRST on, `[COUNT, ROWS]`."""
     at = tl.arange(0, ROWS)[None, :] * BLOCK + FIRST + tl.arange(0, COUNT)[:, None]
     if FORMAT == "index_fp8":
         query = fp8_operand(tl.load(ready_ptr + at), FP8_PRODUCTS)
-    elif FORMAT == "index_mxfp4":
-        query = e5m2_operand(tl.load(ready_ptr + at))
     elif FORMAT == "index_fp32":
         query = tl.load(ready_ptr.to(tl.pointer_type(tl.float32)) + at)
     else:
@@ -247,67 +197,14 @@ def load_query(ready_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.co
 @triton.jit
 def load_queries(ready_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                  FP8_PRODUCTS: tl.constexpr):  # fmt: skip
-    """The operands of a tile's products: of each group of MXFP4, of each half of NVFP4, or one."""
-    PARTS: tl.constexpr = num_products(FORMAT, BLOCK)
+    """The operands of a tile's products: of each half of NVFP4, or one."""
+    PARTS: tl.constexpr = 2 if FORMAT == "index_nvfp4" else 1
     WIDTH: tl.constexpr = BLOCK // PARTS
     queries = ()
     for part in tl.static_range(PARTS):
         query = load_query(ready_ptr, FORMAT, ROWS, part * WIDTH, WIDTH, BLOCK, FP8_PRODUCTS)
         queries = queries + (query,)  # type: ignore[assignment]
     return queries
-
-
-@triton.constexpr_function
-def num_products(FORMAT, BLOCK):
-    """Products that those of a key are the sum of."""
-    return {"index_mxfp4": BLOCK // 32, "index_nvfp4": 2}.get(FORMAT, 1)
-
-
-@triton.constexpr_function
-def pages_of_tile(ENTRIES_PER_BLOCK, TILE):
-    """Pages that a tile lies in if they are 1 or 2, else 0."""
-    if ENTRIES_PER_BLOCK % TILE == 0:
-        return 1
-    return 2 if 2 * ENTRIES_PER_BLOCK == TILE else 0
-
-
-@triton.jit
-def load_pages(pages_ptr, tile, count, ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Blocks of a tile's first and last page, or both times of each entry; -1 where there is none.
-
-    The pages of the next tile are asked for a tile ahead, so that its keys needn't wait for them.
-    """
-    PAGES: tl.constexpr = pages_of_tile(ENTRIES_PER_BLOCK, TILE)
-    entry = tile * TILE
-    if PAGES == 0:
-        entry += tl.arange(0, TILE)
-    first = tl.load(pages_ptr + entry // ENTRIES_PER_BLOCK, mask=entry < count, other=-1)
-    last = first
-    if PAGES == 2:
-        entry += ENTRIES_PER_BLOCK
-        last = tl.load(pages_ptr + entry // ENTRIES_PER_BLOCK, mask=entry < count, other=-1)
-    return first, last
-
-
-@triton.jit
-def tile_blocks(first, last, ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """`[TILE]`: the block of each entry of a tile."""
-    if pages_of_tile(ENTRIES_PER_BLOCK, TILE) == 2:
-        blocks = tl.where(tl.arange(0, TILE) < ENTRIES_PER_BLOCK, first, last)
-    else:
-        blocks = first + tl.zeros((TILE,), tl.int32)
-    return blocks
-
-
-@triton.jit
-def load_row_parts(row_ptr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """`[TILE, BLOCK]`: COUNT elements from row_ptr `[TILE]` on, then zeros."""
-    at = tl.arange(0, BLOCK)[None, :]
-    if COUNT == BLOCK:
-        values = tl.load(row_ptr[:, None] + at)
-    else:
-        values = tl.load(row_ptr[:, None] + at, mask=at < COUNT, other=0)
-    return values
 
 
 @triton.jit
@@ -341,92 +238,6 @@ def nvfp4_products(key_ptr, key_scale_ptr, queries, DIM: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def e2m1_operands(codes):
-    """Bytes of two E2M1 codes each as E4M3 operands, those of the lower halves first."""
-    if INTERPRETED:
-        low = e4m3_values(((codes & 8) << 4) | ((codes & 7) << 2))
-        high = e4m3_values((codes & 0x80) | ((codes >> 2) & 0x1C))
-    else:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 sign, rest;
-            shl.b32 sign, $2, 4;
-            shl.b32 rest, $2, 2;
-            and.b32 sign, sign, 0x80808080;
-            lop3.b32 $0, rest, 0x1C1C1C1C, sign, 0xEA;
-            shr.b32 rest, $2, 2;
-            and.b32 sign, $2, 0x80808080;
-            lop3.b32 $1, rest, 0x1C1C1C1C, sign, 0xEA;
-            }""",
-            "=&r,=&r,r", [codes], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
-        )  # fmt: skip
-        low = low.to(tl.float8e4nv, bitcast=True)
-        high = high.to(tl.float8e4nv, bitcast=True)
-    return low, high
-
-
-@triton.jit
-def split_groups(codes, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """Codes `[TILE, 16 × GROUPS]` as GROUPS times `[TILE, 16]`, for up to 4 groups."""
-    if GROUPS == 1:
-        return (codes,)
-    elif GROUPS == 2:
-        return tl.split(tl.permute(tl.reshape(codes, (TILE, 2, 16)), (0, 2, 1)))
-    else:
-        halves = tl.permute(tl.reshape(codes, (TILE, 2, 2, 16)), (0, 3, 2, 1))
-        low, high = tl.split(halves)
-        first, second = tl.split(low)
-        third, fourth = tl.split(high)
-        return first, second, third, fourth
-
-
-@triton.jit
-def load_scale_bytes(key_scale_ptr, USED: tl.constexpr, IS_WORD: tl.constexpr,
-                     TILE: tl.constexpr):  # fmt: skip
-    """`[TILE]` words of USED scale bytes, the first lowest; the others are 1."""
-    if IS_WORD:
-        words = tl.load(key_scale_ptr.to(tl.pointer_type(tl.int32)))
-    else:
-        words = tl.full((TILE,), 0x01010101, tl.int32)
-        for group in tl.static_range(USED):
-            byte = tl.load(key_scale_ptr + group).to(tl.int32)
-            words ^= (byte ^ 1) << (8 * group)
-    return words
-
-
-@triton.jit
-def group_scale(words, group: tl.constexpr):
-    """UE8M0 to fp32 of a byte of words `[TILE]`; the first is NaN if any byte is 255."""
-    bits = tl.maximum(((words >> (8 * group)) & 0xFF) << 23, 0x400000)
-    if group == 0:
-        has_nan = ((~words - 0x01010101) & words & SIGN_BITS) != 0
-        bits = tl.where(has_nan, 0x7FC00000, bits)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def mxfp4_products(key_ptr, key_scale_ptr, queries, rest_ptr, is_wide, DIM: tl.constexpr,
-                   BLOCK: tl.constexpr, BLOCK_HEADS: tl.constexpr, ROWS: tl.constexpr,
-                   TILE: tl.constexpr):  # fmt: skip
-    """`[TILE, ROWS]`: the sum of the groups' products, each exact, times their scales."""
-    LOADED: tl.constexpr = min(BLOCK // 32, 4)
-    products = tl.zeros((TILE, ROWS), tl.float32)
-    for first in tl.static_range(0, BLOCK // 32, LOADED):
-        USED: tl.constexpr = min(LOADED, DIM // 32 - first)
-        codes = load_row_parts(key_ptr + 16 * first, 16 * USED, 16 * LOADED)
-        words = load_scale_bytes(key_scale_ptr + first, USED, DIM % 128 == 0, TILE)
-        groups = split_groups(codes, LOADED, TILE)
-        for group in tl.static_range(LOADED):
-            low, high = e2m1_operands(groups[group])
-            keys = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (TILE, 32))
-            part = tl.dot(keys, queries[first + group])
-            if is_wide:
-                part *= tl.load(rest_ptr + (first + group) * BLOCK_HEADS)[None, :]
-            products += part * group_scale(words, group)[:, None]
-    return products
-
-
-@triton.jit
 def sum_heads(products, weights, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
               TOKENS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     """`[TILE, TOKENS]`: sum_h w_h ReLU(q_h · k) of products `[TILE, TOKENS × BLOCK_HEADS]`.
@@ -442,43 +253,30 @@ def sum_heads(products, weights, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 
 
 @triton.jit
-def score_tokens(
-    row, slot, counts, scratch, memory, block_table, FORMAT: tl.constexpr, HEADS: tl.constexpr,
+def score_tiles(
+    pages_ptr, counts, scores_ptr, ready, memory, FORMAT: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    OPERAND_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    ENTRIES_PER_BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr, TILE: tl.constexpr,
-    TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
+    FP8_PRODUCTS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Score every so many tiles of a request's entries for TOKENS tokens of it, from `row` on.
+    """Score every so many tiles of a request's entries for TOKENS tokens of it.
 
-    counts `[TOKENS]` is how many entries each token is scored for.
+    counts `[TOKENS]` is how many entries each is scored for, scores_ptr `[1, TOKENS]` where their
+    scores start.
     """
-    scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, ready_weights_stride = scratch
+    ready_ptr, ready_weights_ptr, ready_weights_stride = ready
     data_ptr, scale_ptr, page_stride = memory
-    block_table_ptr, table_stride = block_table
-    row = row.to(tl.int64)
-    scores_ptr += row * scores_stride
-    ready_ptr += row * (BLOCK_HEADS * BLOCK * OPERAND_BYTES)
-    ready_weights_ptr += row * ready_weights_stride
-    pages_ptr = block_table_ptr + slot * table_stride
     ROWS: tl.constexpr = TOKENS * BLOCK_HEADS
     queries = load_queries(ready_ptr, FORMAT, ROWS, BLOCK, FP8_PRODUCTS)
     head = tl.arange(0, ROWS)
     weight_ptr = ready_weights_ptr + head // BLOCK_HEADS * ready_weights_stride + head % BLOCK_HEADS
     weights = tl.load(weight_ptr)
-    rest_ptr = weight_ptr + BLOCK_HEADS
-    is_wide = False
-    if FORMAT == "index_mxfp4":
-        rests = tl.load(rest_ptr)
-        for group in tl.static_range(1, BLOCK // 32):
-            rests = tl.minimum(rests, tl.load(rest_ptr + group * BLOCK_HEADS))
-        is_wide = tl.min(rests, axis=0) < 1.0
     count = tl.max(counts, axis=0)
     first_tile, step = tl.program_id(1), tl.num_programs(1)
     first, last = load_pages(pages_ptr, first_tile, count, ENTRIES_PER_BLOCK, TILE)
     for tile in tl.range(loop_bound(first_tile), loop_bound(tl.cdiv(count, TILE)),
                          loop_bound(step), num_stages=STAGES):  # fmt: skip
-        blocks = tile_blocks(first, last, ENTRIES_PER_BLOCK, TILE)
+        blocks = tile_blocks(first, last, ENTRIES_PER_BLOCK, TILE) + tl.zeros((TILE,), tl.int32)
         first, last = load_pages(pages_ptr, tile + step, count, ENTRIES_PER_BLOCK, TILE)
         entry = tile * TILE + tl.arange(0, TILE)
         # The pages of a request are whole: what lies beyond its entries is read and not stored.
@@ -486,10 +284,7 @@ def score_tokens(
         page_row = entry % ENTRIES_PER_BLOCK
         key_ptr = data_ptr + (page_start + page_row * DATA_BYTES)
         key_scale_ptr = scale_ptr + (page_start + page_row * SCALE_BYTES)
-        if FORMAT == "index_mxfp4":
-            products = mxfp4_products(key_ptr, key_scale_ptr, queries, rest_ptr, is_wide, DIM,
-                                      BLOCK, BLOCK_HEADS, ROWS, TILE)  # fmt: skip
-        elif FORMAT == "index_nvfp4":
+        if FORMAT == "index_nvfp4":
             products = nvfp4_products(key_ptr, key_scale_ptr, queries, DIM, BLOCK)
         else:
             keys = load_keys(key_ptr, FORMAT, DIM, BLOCK, FP8_PRODUCTS)
@@ -498,8 +293,36 @@ def score_tokens(
         if FORMAT == "index_fp8":
             score *= tl.load(key_scale_ptr.to(tl.pointer_type(tl.float32)))[:, None]
         score = tl.where((blocks >= 0)[:, None], score, 0.0)
-        tl.store(scores_ptr + tl.arange(0, TOKENS)[None, :] * scores_stride + entry[:, None], score,
-                 mask=entry[:, None] < counts[None, :])  # fmt: skip
+        tl.store(scores_ptr + entry[:, None], score, mask=entry[:, None] < counts[None, :])
+
+
+@triton.jit
+def score_tokens(
+    row, slot, counts, scratch, memory, block_table, FORMAT: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    OPERAND_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    ENTRIES_PER_BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr, TILE: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Score a request's entries for TOKENS tokens of it, from `row` on, by the keys' format."""
+    scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, ready_weights_stride = scratch
+    block_table_ptr, table_stride = block_table
+    row = row.to(tl.int64)
+    scores_ptr += row * scores_stride + tl.arange(0, TOKENS)[None, :] * scores_stride
+    ready_ptr += row * (BLOCK_HEADS * BLOCK * OPERAND_BYTES)
+    ready_weights_ptr += row * ready_weights_stride
+    pages_ptr = block_table_ptr + slot * table_stride
+    ready = (ready_ptr, ready_weights_ptr, ready_weights_stride)
+    if FORMAT == "index_mxfp4":
+        score_mxfp4(
+            pages_ptr, counts, scores_ptr, ready, memory, BLOCK_HEADS, DIM, BLOCK, DATA_BYTES,
+            SCALE_BYTES, ENTRIES_PER_BLOCK, TILE, TOKENS, WARPS,
+        )  # fmt: skip
+    else:
+        score_tiles(
+            pages_ptr, counts, scores_ptr, ready, memory, FORMAT, HEADS, BLOCK_HEADS, DIM, BLOCK,
+            DATA_BYTES, SCALE_BYTES, ENTRIES_PER_BLOCK, FP8_PRODUCTS, TILE, TOKENS, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -518,7 +341,7 @@ def _score_kernel(
     HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     OPERAND_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     ENTRIES_PER_BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr, TILE: tl.constexpr,
-    TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Score a part of the entries that TOKENS tokens see: together, if they are of one request."""
     start = tl.program_id(0) * TOKENS
@@ -535,7 +358,7 @@ def _score_kernel(
             score_tokens(
                 start, slot, counts, scratch, memory, block_table, FORMAT, HEADS, BLOCK_HEADS, DIM,
                 BLOCK, OPERAND_BYTES, DATA_BYTES, SCALE_BYTES, ENTRIES_PER_BLOCK, FP8_PRODUCTS,
-                TILE, TOKENS, STAGES,
+                TILE, TOKENS, STAGES, WARPS,
             )  # fmt: skip
         elif TOKENS > 1:
             for idx in range(TOKENS):
@@ -546,6 +369,7 @@ def _score_kernel(
                         start + idx, slot, count + tl.zeros((1,), tl.int32), scratch, memory,
                         block_table, FORMAT, HEADS, BLOCK_HEADS, DIM, BLOCK, OPERAND_BYTES,
                         DATA_BYTES, SCALE_BYTES, ENTRIES_PER_BLOCK, FP8_PRODUCTS, TILE, 1, STAGES,
+                        WARPS,
                     )  # fmt: skip
 
 
@@ -669,7 +493,8 @@ def score_entries(
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         DATA_BYTES=keys.format.data_bytes, SCALE_BYTES=keys.format.scale_bytes,
         ENTRIES_PER_BLOCK=keys.rows_per_page, FP8_PRODUCTS=FP8_PRODUCTS, num_tokens=num_tokens,
-        TILE=cut.tile, TOKENS=cut.tokens, STAGES=cut.stages, num_warps=cut.warps,
+        TILE=cut.tile, TOKENS=cut.tokens, STAGES=cut.stages, WARPS=cut.warps,
+        num_warps=cut.warps, maxnreg=cut.maxnreg,
         **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token, topk=topk),
     )  # fmt: skip
 
