@@ -53,7 +53,8 @@ def memory_between(HEADS: gl.constexpr):
     if HEADS == 64:
         exchanged = gl.allocate_shared_memory(gl.float32, (2, HEADS, TILE), EXCHANGED)
         return exchanged, make_barrier(2), make_barrier(2)
-    return side_memory(HEADS), side_memory(HEADS)
+    else:
+        return side_memory(HEADS), side_memory(HEADS)
 
 
 @gluon.jit
@@ -102,7 +103,7 @@ def _attend_kernel(
     MULTIPLYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """A token and HEADS of its heads over one split of its rows."""
-    gdc_wait()  # what comes next starts when this is done: its programs would fill idle processors
+    gdc_wait()
     BLOCKS: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     nth = gl.program_id(0) // BLOCKS
     first_head = gl.program_id(0) % BLOCKS * HEADS

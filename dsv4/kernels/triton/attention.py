@@ -194,8 +194,7 @@ def _attend_kernel(
     token's line of rows_ptr; `all` that the token sees, at most num_entries; or `none`.
     """
     if not INTERPRETED:
-        gdc_launch_dependents()
-        gdc_wait()
+        gdc_wait()  # `_combine_kernel` would fill processors that have no program yet, and wait
     BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     part = tl.program_id(0) // BLOCKS
     token = first_token + part
