@@ -147,7 +147,7 @@ def test_the_bench_on_a_narrow_model(wide_model):
     sizes = Sizes(decodes=((2, 4096),), contexts=(4096,), num_steps=3)
     result = bench.measure(wide_model, sizes)
     (row,), (memory,) = result["decode"], result["memory"]
-    assert not row["errors"] and not memory["errors"]
+    assert not result["errors"]
     assert row["speedup"].keys() == {"this", "graphs"} and memory["ratio"] > 0
 
 

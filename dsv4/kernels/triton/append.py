@@ -10,6 +10,7 @@ from dsv4.kernels.triton.primitives import (
     load_norm,
     load_pairs,
     mean_of_squares,
+    padded,
     reciprocal_root,
     rotate_pairs,
     round_to_bf16,
@@ -97,7 +98,7 @@ def store_tail(kv, gate, tail_ptr, position, column, mask, WIDTH: tl.constexpr,
 def copy_records(source_ptr, target_ptr, is_copied, BYTES: tl.constexpr):
     """Copy records of 4-byte words, one for each of `[ROWS]` pointers."""
     WORDS: tl.constexpr = BYTES // 4
-    word = tl.arange(0, triton.next_power_of_2(WORDS))[None, :]
+    word = tl.arange(0, padded(WORDS))[None, :]
     mask = is_copied[:, None] & (word < WORDS)
     source_ptr = source_ptr.to(tl.pointer_type(tl.int32))[:, None]
     values = tl.load(source_ptr + word, mask=mask, other=0)
@@ -168,7 +169,7 @@ def write_window_rows(
     weight = load_norm(norm_ptr, ROWS, DIM, BLOCK)
     position = position + row
     is_real = (row < count) & (slot >= 0)
-    PAIRS: tl.constexpr = triton.next_power_of_2(ROPE // 2)
+    PAIRS: tl.constexpr = padded(ROPE // 2)
     rows_ptr = kv_ptr + (token + row).to(tl.int64) * kv_stride
     pairs = load_pairs(rows_ptr, norm_ptr, rope, position, is_real, DIM, ROPE, PAIRS)
     factor = reciprocal_root(mean_of_squares(values, DIM) + eps)

@@ -7,7 +7,7 @@ from E4M3 and to BF16 are wrong, the same values come from the integer bits.
 import triton
 import triton.language as tl
 
-from dsv4.kernels.triton.primitives import INTERPRETED, bf16_value
+from dsv4.kernels.triton.primitives import INTERPRETED, bf16_value, padded
 
 GROUP = tl.constexpr(64)  # channels that share a scale in fp8 rows, side by side in a tile
 
@@ -62,7 +62,7 @@ def load_scales(scale_ptr, is_present, FORMAT: tl.constexpr, COUNT: tl.constexpr
     """
     if FORMAT == "kv_fp8":
         GROUPS: tl.constexpr = COUNT // GROUP
-        group = tl.arange(0, triton.next_power_of_2(GROUPS))[:, None, None]
+        group = tl.arange(0, padded(GROUPS))[:, None, None]
         if GROUPS <= 8:
             # One word a row: as many loads as rows, so that codes stay where they were read.
             words = tl.load(scale_ptr.to(tl.pointer_type(tl.int64)), mask=is_present, other=0)
@@ -129,7 +129,7 @@ def tile_channels(COUNT: tl.constexpr):
     A thread is given 8 of them, 16 bytes of BF16, whatever the width of what it reads: then codes
     need not change threads on their way to BF16.
     """
-    GROUPS: tl.constexpr = triton.next_power_of_2(triton.cdiv(COUNT, GROUP))
+    GROUPS: tl.constexpr = padded(triton.cdiv(COUNT, GROUP))
     group, lane = tl.arange(0, GROUPS)[:, None, None], tl.arange(0, GROUP)[None, None, :]
     return tl.max_contiguous(group * GROUP + lane, (1, 1, 8))
 

@@ -6,10 +6,10 @@ times their group's power of two over that of the head's largest group, which is
 One product over all channels is then the sum that is scored; on Hopper it has 13 bits, as for fp8.
 
 E5M2 holds keys' scales between 2^-20 and 2^6, and groups of a head within 2^21 of each other.
-Beyond, an operand of a key is NaN (but 0 for code 0 of a smaller scale, as groups of zeros have),
-and what is missing for a query's group is its rest, a power of two, which makes the head's weight
-NaN. Scores that come out NaN are then made anew, group by group, and much slower: a group's sums
-are exact, and multiplied by its rest and its scale.
+Beyond, an operand of a key is NaN (of code 0 it is 0 with any scale, also with NaN, which no key is
+written with), and what is missing for a query's group is its rest, a power of two, which makes the
+head's weight NaN. Scores that come out NaN are then made anew, group by group, and much slower: a
+group's sums are exact, and multiplied by its rest and its scale.
 """
 
 import triton
@@ -123,14 +123,12 @@ def load_scales(scale_page, page_row, is_entry, SCALE_BYTES: tl.constexpr, DIM: 
 def code_tables(scales):
     """E5M2 codes of the magnitudes 0 to 1.5, and 2 to 6, times their scales, 4 in a word.
 
-    Those of scales that don't fit are NaN, but for 0 times a smaller one.
+    Those of scales that don't fit are NaN, but for 0.
     """
     exponent = scales - MIDDLE_SCALE
-    is_large, is_small = exponent > SCALE_REACH, exponent < -SCALE_REACH
-    low = tl.where(is_small, 0x7F7F7F00, exponent * 0x04040400 + 0x3E3C3800)
-    high = tl.where(is_small, 0x7F7F7F7F, exponent * 0x04040404 + 0x46444240)
-    low = tl.where(is_large, 0x7F7F7F7F, low)
-    high = tl.where(is_large, 0x7F7F7F7F, high)
+    fits = (exponent >= -SCALE_REACH) & (exponent <= SCALE_REACH)
+    low = tl.where(fits, exponent * 0x04040400 + 0x3E3C3800, 0x7F7F7F00)
+    high = tl.where(fits, exponent * 0x04040404 + 0x46444240, 0x7F7F7F7F)
     return low, high
 
 

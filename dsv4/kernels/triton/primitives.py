@@ -23,6 +23,12 @@ NVFP4_SCALE_FLOOR = tl.constexpr(2.0**-9)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 
 
+@triton.constexpr_function
+def padded(count):
+    """The next power of two. Other packages put plain functions in place of Triton's own."""
+    return 1 << (count - 1).bit_length()
+
+
 @triton.jit
 def loop_bound(x):
     """A whole number as the bound of a loop; the interpreter takes Python's own alone."""
