@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from dsv4.demo.run import num_ticks, run_demo
 from dsv4.demo.subject import Subject, load_subject, random_subject
@@ -60,15 +61,16 @@ def print_demo(result: dict[str, Any], console: Console) -> None:
 
 def _ids_table(result: dict[str, Any], formats: str) -> Table:
     table = Table(title="First new token that differs from transformers on the prompt alone")
-    table.add_column("prompt, tokens", justify="right")
+    table.add_column("prompt, tokens", justify="right", max_width=7)
     for column in ("this cache, fp32 rows", f"this cache, {formats}", "transformers, padded batch"):
-        table.add_column(column, justify="right")
-    table.add_column("new text", overflow="ellipsis", no_wrap=True, max_width=SHOWN_CHARACTERS)
+        table.add_column(column, justify="right", max_width=len("transformers,"))
+    table.add_column("new text", max_width=SHOWN_CHARACTERS)
     columns = result["first_difference"]
     for row, length in enumerate(result["prompts"]):
         firsts = [columns[name][row] for name in ("fp32", "formats", "transformers_padded")]
         cells = ["none" if first is None else str(first + 1) for first in firsts]
-        table.add_row(str(length), *cells, escape(result["texts"][row]))
+        text = Text(result["texts"][row], no_wrap=True, overflow="ellipsis")
+        table.add_row(str(length), *cells, text)
     return table
 
 

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from dsv4.formats import PagedRows, next_power_of_two
 from dsv4.kernels import LayerMemory, Selection, TokenMap
@@ -125,6 +126,8 @@ def _query_kernel(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rotate, transform and quantise some heads of a token's index query; scale their weights."""
+    if not INTERPRETED:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     _slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
@@ -344,6 +347,8 @@ def _score_kernel(
     TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Score a part of the entries that TOKENS tokens see: together, if they are of one request."""
+    if not INTERPRETED:
+        gdc_wait()
     start = tl.program_id(0) * TOKENS
     row = start + tl.arange(0, TOKENS)
     token = first_token + tl.minimum(row, num_tokens - 1)
@@ -466,7 +471,7 @@ def prepare_queries(
         global_scale_ptr=scratch.weights if scale is None else scale,
         ROPE=memory.layout.rope_dim, LOG_DIM=dim.bit_length() - 1, HAS_HADAMARD=has_hadamard,
         HAS_GLOBAL_SCALE=scale is not None, WEIGHT_SCALE=dim**-0.5 * num_heads**-0.5,
-        ROWS=QUERY_HEADS, num_warps=QUERY_WARPS, enable_fp_fusion=False,
+        ROWS=QUERY_HEADS, num_warps=QUERY_WARPS, launch_pdl=True, enable_fp_fusion=False,
         **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token, topk=topk),
     )  # fmt: skip
 
@@ -494,7 +499,7 @@ def score_entries(
         DATA_BYTES=keys.format.data_bytes, SCALE_BYTES=keys.format.scale_bytes,
         ENTRIES_PER_BLOCK=keys.rows_per_page, FP8_PRODUCTS=FP8_PRODUCTS, num_tokens=num_tokens,
         TILE=cut.tile, TOKENS=cut.tokens, STAGES=cut.stages, WARPS=cut.warps,
-        num_warps=cut.warps, maxnreg=cut.maxnreg,
+        num_warps=cut.warps, maxnreg=cut.maxnreg, launch_pdl=True,
         **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token, topk=topk),
     )  # fmt: skip
 

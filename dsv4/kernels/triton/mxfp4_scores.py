@@ -72,11 +72,11 @@ def store_mxfp4_query(values, scales, ready_ptr, rest_ptr, BLOCK_HEADS: tl.const
     rest = tl.where(is_zero, 1.0, power_of_two(tl.maximum(wanted - exponent, -126)))
     group = tl.arange(0, GROUPS)[None, :]
     tl.store(rest_ptr[:, None] + group * BLOCK_HEADS, rest)
-    byte = 16 * tl.arange(0, GROUPS)[None, :, None] + tl.arange(0, 16)[None, None, :]
-    channel = byte // 4 % GROUPS * 32 + byte // 2 % 2 * 16 + byte // (4 * GROUPS) * 4 + byte % 2 * 2
-    even_ptr = ready_ptr[:, None, None] + channel
-    tl.store(even_ptr, e5m2_code(e2m1_values(codes & 15) * factor))
-    tl.store(even_ptr + 1, e5m2_code(e2m1_values(codes >> 4) * factor))
+    even = e5m2_code(e2m1_values(codes & 15) * factor)
+    odd = e5m2_code(e2m1_values(codes >> 4) * factor)
+    ready = tl.reshape(tl.join(even, odd), (ROWS, 4, GROUPS, 2, 2, 2))
+    ready = tl.reshape(tl.permute(ready, (0, 2, 3, 1, 4, 5)), (ROWS, BLOCK))
+    tl.store(ready_ptr[:, None] + tl.arange(0, BLOCK)[None, :], ready)
 
 
 @triton.jit
