@@ -397,7 +397,15 @@ def check_backend(name: str, device: torch.device) -> None:
     if name not in BACKENDS:
         raise ValueError(f"Unknown backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     load_backend(name)
-    if name != "triton" or device.type == "cuda":
+    if name != "triton":
+        return
+    if device.type == "cuda":
+        if device.index is not None and device.index != torch.cuda.current_device():
+            raise ValueError(
+                "Invalid device of backend 'triton': expected the current one, "
+                f"cuda:{torch.cuda.current_device()}, got {device} "
+                f"(torch.cuda.set_device({device.index}) makes it the current one)"
+            )
         return
     from triton import knobs
 

@@ -9,6 +9,7 @@ import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.kernels import check_backend
 from dsv4.kernels.triton import flush_write
 from dsv4.testing import (
     join_rows,
@@ -233,6 +234,15 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="backend 'triton': expected cuda, got cpu"):
         KVCacheManager(CacheConfig.tiny(), max_requests=1, num_blocks=1, backend="triton")
+
+
+def test_a_device_that_is_not_the_current_one_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    check_backend("triton", torch.device("cuda"))
+    check_backend("triton", torch.device("cuda:0"))
+    with pytest.raises(ValueError, match="expected the current one, cuda:0, got cuda:1"):
+        check_backend("triton", torch.device("cuda:1"))
+    check_backend("reference", torch.device("cuda:1"))
 
 
 def wide_config(ratios: tuple[int, ...], **choices) -> CacheConfig:
