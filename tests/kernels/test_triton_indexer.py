@@ -371,7 +371,7 @@ def test_keys_that_operands_hold_are_scored_once(first, last, scored_again):
 
 @pytest.mark.parametrize("byte", [0, 1, 106, 134, 220])
 def test_a_group_of_zeros_may_have_any_scale(byte, scored_again):
-    """Those of a smaller scale, as zeros have, are multiplied as they are."""
+    """They are multiplied as they are, as 0."""
     handle = with_scales(107, 133)
     query, weights = random_query(handle)
     keys = handle.memory.index_keys

@@ -68,7 +68,7 @@ def add_other(logits, between, count, SIDE: gl.constexpr):
 def add_output(acc, shrink, weights, parts, stage, SIDE: gl.constexpr):
     """Shrink a side's accumulators and add its product of a tile's weights and rows.
 
-    All of them shrink before the first product starts, which would wait for none of it.
+    All of them shrink before the first product starts, so that no product waits for one.
     """
     factor = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
     shrunk, pending = gl.tuple(()), gl.tuple(())

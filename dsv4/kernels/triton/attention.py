@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.formats import next_power_of_two
 from dsv4.kernels import AttentionResult, LayerLayout, LayerMemory, TokenMap
@@ -38,6 +37,7 @@ from dsv4.kernels.triton.primitives import (
     loop_bound,
     rotate_tail,
     round_to_bf16,
+    wait_for_launch_before,
 )
 from dsv4.model.rope import RopeTable
 
@@ -193,8 +193,8 @@ def _attend_kernel(
     ENTRIES says where the rows after the window come from: `listed`, the first num_entries of a
     token's line of rows_ptr; `all` that the token sees, at most num_entries; or `none`.
     """
-    if not INTERPRETED:
-        gdc_wait()  # `_combine_kernel` would fill processors that have no program yet, and wait
+    # The programs of `_combine_kernel` would fill processors that have no program yet.
+    wait_for_launch_before(STARTS_NEXT=False)
     BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     part = tl.program_id(0) // BLOCKS
     token = first_token + part
@@ -286,9 +286,7 @@ def _combine_kernel(
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One head of a token: its parts are merged, SPLITS at a time, in the order of the splits."""
-    if not INTERPRETED:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_launch_before(STARTS_NEXT=True)
     part, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
     channel = tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros((1, BLOCK), tl.float32)
@@ -391,10 +389,10 @@ def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> At
     if not _is_bf16(dtype, memory):
         return AttendLaunch(heads=SMALLEST_DOT, tile=16, num_warps=8)
     is_hopper = architecture(memory.partials.device) == "sm_90"
-    largest = LARGEST_BLOCK if is_hopper else LARGEST_BLOCK // 2
     if is_hopper and not INTERPRETED and _has_gluon_kernel(memory.layout):
         heads = SMALLEST_DOT if num_heads <= SMALLEST_DOT else LARGEST_BLOCK
         return AttendLaunch(heads, tile=64, num_warps=4, is_gluon=True)
+    largest = LARGEST_BLOCK if is_hopper else LARGEST_BLOCK // 2
     heads = min(largest, max(SMALLEST_DOT, next_power_of_two(num_heads)))
     return AttendLaunch(heads, tile=64 if heads == LARGEST_BLOCK else 32, num_warps=8)
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.formats import next_power_of_two
 from dsv4.kernels import (
@@ -42,13 +41,13 @@ from dsv4.kernels.triton.compressor import (
 )
 from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters
 from dsv4.kernels.triton.primitives import (
-    INTERPRETED,
     encode_rows,
     finish_rows,
     hadamard,
     load_norm,
     load_rope,
     store_rows,
+    wait_for_launch_before,
 )
 from dsv4.model.rope import RopeTable
 
@@ -299,9 +298,7 @@ def _write_kernel(
     HAS_INDEX: tl.constexpr, HAS_CHUNKS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
     """Programs in this order: the main compressor's, the indexer's, the window's."""
-    if not INTERPRETED:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_launch_before(STARTS_NEXT=True)
     program = tl.program_id(0)
     tokens = (positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr)
     rope = (cos_ptr, sin_ptr)
@@ -404,9 +401,7 @@ def _edge_kernel(
     those that close a window which reaches back into the tail, at most two; of other requests
     all.
     """
-    if not INTERPRETED:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_launch_before(STARTS_NEXT=True)
     request = tl.program_id(0)
     index = tl.program_id(1)
     slot = tl.load(request_slots_ptr + request).to(tl.int64)

@@ -26,7 +26,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from dsv4.formats import PagedRows, next_power_of_two
 from dsv4.kernels import LayerMemory, Selection, TokenMap
@@ -48,6 +47,7 @@ from dsv4.kernels.triton.primitives import (
     load_rope,
     loop_bound,
     rotate_tail,
+    wait_for_launch_before,
 )
 from dsv4.kernels.triton.topk import choose_best, visible_entries
 from dsv4.model.rope import RopeTable
@@ -126,8 +126,7 @@ def _query_kernel(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rotate, transform and quantise some heads of a token's index query; scale their weights."""
-    if not INTERPRETED:
-        gdc_wait()
+    wait_for_launch_before(STARTS_NEXT=False)
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     _slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
@@ -347,8 +346,7 @@ def _score_kernel(
     TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Score a part of the entries that TOKENS tokens see: together, if they are of one request."""
-    if not INTERPRETED:
-        gdc_wait()
+    wait_for_launch_before(STARTS_NEXT=False)
     start = tl.program_id(0) * TOKENS
     row = start + tl.arange(0, TOKENS)
     token = first_token + tl.minimum(row, num_tokens - 1)

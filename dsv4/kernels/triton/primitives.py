@@ -11,6 +11,7 @@ they go over the integer bits.
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 EXPONENT_FLOOR = tl.constexpr(-125.0)
@@ -27,6 +28,18 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 def padded(count):
     """The next power of two. Other packages put plain functions in place of Triton's own."""
     return 1 << (count - 1).bit_length()
+
+
+@triton.jit
+def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
+    """Wait for the launch before, which this one, launched early, may have begun beside.
+
+    STARTS_NEXT lets the next one begin beside this one in turn.
+    """
+    if not INTERPRETED:
+        if STARTS_NEXT:
+            gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

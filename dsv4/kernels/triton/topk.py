@@ -15,12 +15,11 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.formats import next_power_of_two
 from dsv4.kernels import Selection, TokenMap
 from dsv4.kernels.index_scratch import GROUP, group_levels, narrow_width, padded_entries
-from dsv4.kernels.triton.primitives import INTERPRETED
+from dsv4.kernels.triton.primitives import wait_for_launch_before
 
 MIN_WIDTH = 1024  # scores of a program
 KEYS_PER_THREAD = 32
@@ -28,7 +27,6 @@ MIN_WARPS, MAX_WARPS = 8, 16
 VECTOR = 4  # neighbours that a thread reads at once
 CHUNK = 4096  # scores of which a program makes the largest of groups
 CHUNK_WARPS = 4
-LAUNCH_EARLY = True
 GROUP_SIZE = tl.constexpr(GROUP)
 SIGN_BIT = tl.constexpr(-(2**31))
 INF_BITS, NAN_BITS = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
@@ -345,9 +343,7 @@ def _group_kernel(
     RATIO: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Store the largest score of each group, of each group of groups and so on; NaN for none."""
-    if not INTERPRETED:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_launch_before(STARTS_NEXT=True)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
                                    request_slots_ptr, RATIO)  # fmt: skip
@@ -378,9 +374,7 @@ def _topk_kernel(
     LEVELS: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Choose a token's entries; where it sees no more than topk, all, and no score is read."""
-    if not INTERPRETED:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_launch_before(STARTS_NEXT=True)
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     request = tl.load(request_ids_ptr + token)
@@ -473,7 +467,7 @@ def choose_best(
         "num_padded": padded_entries(max_entries, levels=levels),
         "positions_ptr": tokens.positions,
         "request_ids_ptr": tokens.request_ids, "request_slots_ptr": tokens.request_slots,
-        "RATIO": ratio, "LEVELS": levels, "VECTOR": vector, "launch_pdl": LAUNCH_EARLY,
+        "RATIO": ratio, "LEVELS": levels, "VECTOR": vector, "launch_pdl": True,
     }  # fmt: skip
     if levels:
         grid = (num_tokens, -(-max_entries // CHUNK))
