@@ -178,7 +178,7 @@ def is_held(keys, rows):
     """Whether E5M2 operands hold the mxfp4 keys at `rows`: each group's scale, or its zeros."""
     stored = read_rows(keys, rows.clamp(min=0).flatten())
     is_zero = (stored.data.unflatten(1, (-1, 16)) & 0x77 == 0).all(-1)
-    fits = (stored.scales <= 133) & ((stored.scales >= 107) | is_zero)
+    fits = ((stored.scales >= 107) & (stored.scales <= 133)) | is_zero
     return fits.all(-1).view(rows.shape)
 
 

@@ -72,8 +72,8 @@ def multiply(tiles, memory, query, barriers, between, scale, results, NUM_HEADS:
     """A side's work, as it is shared for so many heads."""
     HEADS: gl.constexpr = query[0].shape[1]
     if HEADS == 64:
-        multiply_many(tiles, memory, query, barriers, between, scale, results, NUM_HEADS, STAGES,
-                      IS_SPLIT, SIDE)  # fmt: skip
+        multiply_many(tiles, memory, query, barriers[0], between, scale, results, NUM_HEADS,
+                      STAGES, IS_SPLIT, SIDE)  # fmt: skip
     else:
         multiply_few(tiles, memory, query, barriers, between, scale, results, NUM_HEADS, STAGES,
                      IS_SPLIT, SIDE)  # fmt: skip

@@ -81,13 +81,12 @@ def add_output(acc, shrink, weights, parts, stage, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def multiply_many(tiles, memory, query, barriers, between, scale, results,
+def multiply_many(tiles, memory, query, is_loaded, between, scale, results,
                   NUM_HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
                   SIDE: gl.constexpr):  # fmt: skip
     """The softmax of 64 heads, and a side's half of the output's channels."""
     first, end, step = tiles
     parts, biases, full, empty = memory
-    is_loaded, is_done = barriers
     acc = gl.tuple(())
     for _ in gl.static_range(SIDE_PARTS):
         acc = acc + (gl.zeros((HEADS, PART), gl.float32, layout=OUTPUT),)
@@ -110,8 +109,6 @@ def multiply_many(tiles, memory, query, barriers, between, scale, results,
         gl.thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         count += 1
-    mbarrier.arrive(is_done, count=1)
-    mbarrier.wait(is_done, 0)
     store_many(acc, largest, total, query, results, first < end, NUM_HEADS,
                IS_SPLIT, SIDE)  # fmt: skip
 
@@ -138,7 +135,7 @@ def store_many(acc, largest, total, query, results, has_rows, NUM_HEADS: gl.cons
         sink = gl.load(sinks_ptr + first_head + head, mask=is_head, other=0.0)
         factor = output_factor(sink, largest, total)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
-        # By way of shared memory, where the query is not needed any more, rows are stored whole.
+        # By way of shared memory, where a side's half of the query was, rows are stored whole.
         for part in gl.static_range(SIDE_PARTS):
             values = acc[part] * factor[:, None]
             if SIDE * SIDE_PARTS + part == PARTS - 1:
