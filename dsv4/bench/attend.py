@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
-
 from dsv4.bench import timing
-from dsv4.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result
+from dsv4.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result, select_rows
 from dsv4.bench.attend_prefill import bench_prefill
 from dsv4.bench.compare import FlashMLACalls, load_peer, peer_report
 from dsv4.bench.environment import environment, require_cuda
@@ -135,9 +133,7 @@ def _step_case(shape: AttendShape, manager: KVCacheManager, slots: list[int]) ->
     case = attend_case(shape.name, manager, plan, num_entries=shape.num_entries)
     if shape.ratio != 4:
         return case
-    num_rows, listed = len(slots) * (shape.length // 4), (len(slots), shape.num_entries)
-    rows = [torch.randint(num_rows, listed, device=DEVICE) for _ in case.handles]
-    return case._replace(rows=rows)
+    return case._replace(rows=[select_rows(handle, shape.num_entries) for handle in case.handles])
 
 
 def _check_output(case: AttendCase) -> None:

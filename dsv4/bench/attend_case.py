@@ -11,6 +11,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.kernels import AttentionResult, load_backend
+from dsv4.kernels.reference import addressing
 
 DIM = 512
 LARGEST_ERROR = 2.0**-7  # of the output's norm: weights and output are rounded to BF16
@@ -41,6 +42,18 @@ def attend_case(
     handles = acquire_layers(manager, plan)
     sinks = torch.zeros(heads, device=device)
     return AttendCase(name, handles, query, sinks, [None] * len(handles), num_entries)
+
+
+def select_rows(handle: LayerCacheHandle, count: int) -> Tensor:
+    """Rows of `count` distinct entries that each query sees, ascending, one from each stretch."""
+    entries, tokens = handle.memory.entries, handle.tokens
+    assert entries is not None, handle.layer
+    visible = addressing.visible_entries(tokens.positions.long(), handle.layer.ratio)
+    edges = torch.arange(count + 1, device=visible.device) * visible[:, None] // count
+    starts, widths = edges[:, :-1], edges.diff(dim=1)
+    entry_idx = starts + (torch.rand(widths.shape, device=widths.device) * widths).long()
+    slots = addressing.token_slots(tokens)[:, None]
+    return addressing.entry_rows(tokens.block_table, slots, entry_idx, entries.rows_per_page)
 
 
 def attend(

@@ -7,13 +7,11 @@ workspace and pool in place. FlashMLA's prefill kernel is given a dense BF16 cop
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from dsv4.bench import timing
-from dsv4.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result
+from dsv4.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result, select_rows
 from dsv4.bench.compare import FlashMLAPrefill
 from dsv4.bench.requests import fill_rows, manager_for, open_requests, plan_tokens
-from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import CacheConfig
 from dsv4.console import track
 from dsv4.kernels.peers.find import SparsePrefill
@@ -82,18 +80,6 @@ def prefill_case(shape: PrefillShape, *, device: str) -> AttendCase:
     if not shape.num_selected:
         return case
     return case._replace(rows=[select_rows(case.handles[0], shape.num_selected)])
-
-
-def select_rows(handle: LayerCacheHandle, count: int) -> Tensor:
-    """Rows of `count` distinct entries that each query sees, ascending, one from each stretch."""
-    entries, tokens = handle.memory.entries, handle.tokens
-    assert entries is not None, handle.layer
-    visible = addressing.visible_entries(tokens.positions.long(), handle.layer.ratio)
-    edges = torch.arange(count + 1, device=visible.device) * visible[:, None] // count
-    starts, widths = edges[:, :-1], edges.diff(dim=1)
-    entry_idx = starts + (torch.rand(widths.shape, device=widths.device) * widths).long()
-    slots = addressing.token_slots(tokens)[:, None]
-    return addressing.entry_rows(tokens.block_table, slots, entry_idx, entries.rows_per_page)
 
 
 def count_visible(case: AttendCase) -> int:

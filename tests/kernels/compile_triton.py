@@ -22,6 +22,7 @@ from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels import LayerWrites
 from dsv4.kernels.gluon import attention as hopper
+from dsv4.kernels.gluon import chunk
 from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
 from dsv4.kernels.triton.launch import KINDS, Launch, launch_steps, work_name
 from dsv4.testing import model_projections, model_weights
@@ -47,6 +48,7 @@ ATTENTION = [
     AttentionCase(128, 128, "bf16", False), AttentionCase(4, 64, "fp8_entry_scale", True),
     AttentionCase(128, 64, "fp32", False), AttentionCase(4, 8, "fp8", False),
     AttentionCase(128, 16, "bf16", True), AttentionCase(128, 32, "fp8", True),
+    AttentionCase(4, 16, "fp8", False),
 ]  # fmt: skip
 
 
@@ -134,7 +136,7 @@ def record_attention(case: AttentionCase, arch: int) -> list:
     """The launches of one token, which are split, or of a chunk, which is not."""
     launches: list = []
     owners = [(attention, "_attend_kernel"), (attention, "_combine_kernel"),
-              (hopper, "_attend_kernel")]  # fmt: skip
+              (hopper, "_attend_kernel"), (chunk, "_attend_chunk_kernel")]  # fmt: skip
     kernels = [getattr(module, name) for module, name in owners]
     kept, attention.architecture = attention.architecture, lambda device: f"sm_{arch}"
     for (module, name), kernel in zip(owners, kernels, strict=True):

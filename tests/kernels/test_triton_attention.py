@@ -435,7 +435,7 @@ def real(preset: str, ratios: tuple[int, ...], step: str, name: str = "fp8", **c
     slots = [manager.open_request() for _ in before]
     (weights,), (inputs,) = model_weights(config, seed=0), model_projections(config, 6000, seed=1)
     for starts, ends in (([0] * len(before), before), (before, after)):
-        plan = prepare_forward(manager, [*slots, -1], [*starts, 0], [*ends, 1])
+        plan = prepare_forward(manager, [-1, *slots, -1], [0, *starts, 0], [1, *ends, 1])
         rows = slice(0, plan.num_tokens)
         handle = manager.acquire(0, plan)
         handle.write(move_to("cuda", take_rows(inputs, rows)), move_to("cuda", weights))
@@ -446,7 +446,8 @@ def real(preset: str, ratios: tuple[int, ...], step: str, name: str = "fp8", **c
 @pytest.mark.parametrize("step", LENGTHS)
 @pytest.mark.parametrize("ratios", [SWA, CSA, HCA], ids=list(TYPES))
 @pytest.mark.parametrize(
-    ("preset", "heads"), [("flash", 64), ("flash", 8), ("flash", 32), ("pro", 128), ("pro", 96)]
+    ("preset", "heads"),
+    [("flash", 64), ("flash", 8), ("flash", 16), ("flash", 32), ("pro", 128), ("pro", 96)],
 )
 @pytest.mark.parametrize("invariant", [False, True])
 def test_the_real_width(preset, heads, ratios, step, invariant):

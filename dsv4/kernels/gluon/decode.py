@@ -176,10 +176,10 @@ def load_tile(data_ptr, scale_ptr, is_present):
 
 
 @gluon.jit
-def decode_tiles(tiles, memory, where, bases, ENTRIES: gl.constexpr, WINDOW: gl.constexpr,
+def decode_tiles(tiles, count, memory, where, bases, ENTRIES: gl.constexpr, WINDOW: gl.constexpr,
                  RING_ROWS: gl.constexpr, ENTRY_ROWS: gl.constexpr,
                  STAGES: gl.constexpr, IS_EARLY: gl.constexpr):  # fmt: skip
-    """Decode every tile of a token into the stages in turn.
+    """Decode every tile of a token into the stages in turn, counted from `count` on.
 
     The next tile is loaded before one is decoded, where there are registers for both, or after it.
 
@@ -192,7 +192,6 @@ def decode_tiles(tiles, memory, where, bases, ENTRIES: gl.constexpr, WINDOW: gl.
     data_ptr, scale_ptr = row_pointers(first, found, bases, ENTRIES, WINDOW, ENTRY_ROWS)
     codes, rotated, scales = load_tile(data_ptr, scale_ptr, found >= 0)
     later = find_rows(first + step, end, where, ENTRIES, WINDOW, RING_ROWS, ENTRY_ROWS)
-    count = 0
     for tile in range(first, end, step):
         stage = count % STAGES
         is_present, now_later = found >= 0, later
@@ -227,3 +226,4 @@ def decode_tiles(tiles, memory, where, bases, ENTRIES: gl.constexpr, WINDOW: gl.
         gl.thread_barrier()
         mbarrier.arrive(full.index(stage), count=1)
         count += 1
+    return count

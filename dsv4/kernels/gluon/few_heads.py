@@ -1,4 +1,4 @@
-"""Multiplying for 16 heads on Hopper: a tile's rows, then channels, are a product's rows.
+"""Multiplying for 8 or 16 heads on Hopper: a tile's rows, then channels, are a product's rows.
 
 A product has at least 64 rows, so that with fewer heads everything is transposed. Two groups of
 warps, the sides, are partitions of their own: each takes every second tile, with a softmax of its
@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dsv4.kernels.gluon.decode import DIM, PART, PARTS, SIDE_PARTS, TILE
+from dsv4.kernels.gluon.decode import DIM, OPERAND, PART, PARTS, SIDE_PARTS, TILE, VECTOR
+from dsv4.kernels.gluon.program import make_barrier
 from dsv4.kernels.gluon.softmax import (
     DENSE,
     finite_base,
@@ -30,16 +31,30 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def multiply_few(tiles, memory, query, barriers, between, scale, results,
-                 NUM_HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
+def make_sides(HEADS: gl.constexpr):
+    """Both sides' memories; and barriers: the query is loaded, both have left what they have."""
+    return (side_memory(HEADS), side_memory(HEADS)), make_barrier(2), make_barrier(2)
+
+
+@gluon.jit
+def side_memory(HEADS: gl.constexpr):
+    """Weights of a tile; the largest logits and sums that a side ends with."""
+    weights = gl.allocate_shared_memory(gl.bfloat16, (HEADS, TILE), OPERAND)
+    largest = gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR)
+    total = gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR)
+    return weights, largest, total
+
+
+@gluon.jit
+def multiply_few(tiles, memory, query, between, scale, STAGES: gl.constexpr,
                  SIDE: gl.constexpr):  # fmt: skip
-    """A side's tiles, for all of a program's heads, of which NUM_HEADS are there."""
+    """A side's tiles, for all of a program's heads; returns how many both have."""
     HEADS: gl.constexpr = query[0].shape[1]
     LOGITS_T: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     first, end, step = tiles
     parts, biases, full, empty = memory
-    is_loaded, is_done = barriers
-    weights, largest_memory, total_memory = between[SIDE]
+    sides, is_loaded, is_done = between
+    weights, largest_memory, total_memory = sides[SIDE]
     weights = weights.permute((1, 0))
     num_tiles = gl.where(end > first, gl.cdiv(end - first, step), 0)
     acc = gl.tuple(())
@@ -47,7 +62,9 @@ def multiply_few(tiles, memory, query, barriers, between, scale, results,
         acc = acc + (gl.zeros((PART, HEADS), gl.float32, layout=LOGITS_T),)
     largest = gl.full((HEADS,), float("-inf"), gl.float32, layout=gl.SliceLayout(0, LOGITS_T))
     totals = gl.zeros((TILE, HEADS), gl.float32, layout=LOGITS_T)
-    wait_for_query(is_loaded, SIDE)
+    wait_for_query()
+    mbarrier.arrive(is_loaded, count=1)
+    mbarrier.wait(is_loaded, 0)
     for count in range(SIDE, num_tiles, 2):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES % 2)
@@ -83,7 +100,7 @@ def multiply_few(tiles, memory, query, barriers, between, scale, results,
     gl.thread_barrier()
     mbarrier.arrive(is_done, count=1)
     mbarrier.wait(is_done, 0)
-    merge_sides(parts, num_tiles, between, results, NUM_HEADS, HEADS, STAGES, IS_SPLIT, SIDE)
+    return num_tiles
 
 
 @gluon.jit
@@ -95,25 +112,27 @@ def left_values(part, num_tiles, HEADS: gl.constexpr, STAGES: gl.constexpr, SIDE
 
 
 @gluon.jit
-def merge_sides(parts, num_tiles, between, results, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
-              STAGES: gl.constexpr, IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
+def merge_sides(parts, num_tiles, between, results, where, NUM_HEADS: gl.constexpr,
+                HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
+                SIDE: gl.constexpr):  # fmt: skip
     """Merge a half of the channels of both sides."""
-    (sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, position,
-     first_head, query_row, partial_row) = results  # fmt: skip
+    sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr = results
+    position, first_head, row, part_row = where
+    sides, _is_loaded, _is_done = between
     HEAD: gl.constexpr = gl.SliceLayout(1, DENSE)
     head = gl.arange(0, HEADS, layout=HEAD)
     is_head = head < NUM_HEADS
-    largest_0, largest_1 = between[0][1].load(HEAD), between[1][1].load(HEAD)
+    largest_0, largest_1 = sides[0][1].load(HEAD), sides[1][1].load(HEAD)
     largest = gl.maximum(largest_0, largest_1)
     base = finite_base(largest)
     grow_0, grow_1 = gl.exp2(largest_0 - base), gl.exp2(largest_1 - base)
-    total = between[0][2].load(HEAD) * grow_0 + between[1][2].load(HEAD) * grow_1
+    total = sides[0][2].load(HEAD) * grow_0 + sides[1][2].load(HEAD) * grow_1
     if SIDE == 0:
         if IS_SPLIT:
-            gl.store(stats_ptr + 2 * (partial_row + head), largest, mask=is_head)
-            gl.store(stats_ptr + 2 * (partial_row + head) + 1, total, mask=is_head)
+            gl.store(stats_ptr + 2 * (part_row + head), largest, mask=is_head)
+            gl.store(stats_ptr + 2 * (part_row + head) + 1, total, mask=is_head)
         else:
-            gl.store(lse_ptr + query_row + head, log_sum_exp(largest, total), mask=is_head)
+            gl.store(lse_ptr + row + head, log_sum_exp(largest, total), mask=is_head)
     if not IS_SPLIT:
         sink = gl.load(sinks_ptr + first_head + head, mask=is_head, other=0.0)
         factor = output_factor(sink, largest, total)
@@ -125,9 +144,9 @@ def merge_sides(parts, num_tiles, between, results, NUM_HEADS: gl.constexpr, HEA
         at = part_offsets(part, HEADS, DENSE)
         if IS_SPLIT:
             mask = is_head[:, None] & (num_tiles > 0)
-            gl.store(partials_ptr + partial_row * DIM + at, values, mask=mask)
+            gl.store(partials_ptr + part_row * DIM + at, values, mask=mask)
         else:
             if part == PARTS - 1:
                 values = gl.convert_layout(rotate_back(values, cos_ptr, sin_ptr, position), DENSE)
             out = values.to(gl.bfloat16)
-            gl.store(output_ptr + query_row * DIM + at, out, mask=is_head[:, None])
+            gl.store(output_ptr + row * DIM + at, out, mask=is_head[:, None])

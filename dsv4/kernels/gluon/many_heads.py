@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4.kernels.gluon.decode import DIM, PART, PARTS, SIDE_PARTS, TILE
+from dsv4.kernels.gluon.program import make_barrier
 from dsv4.kernels.gluon.softmax import (
     DENSE,
     finite_base,
@@ -31,6 +32,13 @@ WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 HEAD_ROWS = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
 # Of logits on their way: the rows that a warp stores at once are in different banks.
 EXCHANGED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+
+
+@gluon.jit
+def make_exchange():
+    """Memory for logits on their way, and barriers: both sides have written, have taken them."""
+    exchanged = gl.allocate_shared_memory(gl.float32, (2, HEADS, TILE), EXCHANGED)
+    return exchanged, make_barrier(2), make_barrier(2)
 
 
 @gluon.jit
@@ -81,10 +89,12 @@ def add_output(acc, shrink, weights, parts, stage, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def multiply_many(tiles, memory, query, is_loaded, between, scale, results,
-                  NUM_HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
+def multiply_many(tiles, count, memory, query, between, scale, STAGES: gl.constexpr,
                   SIDE: gl.constexpr):  # fmt: skip
-    """The softmax of 64 heads, and a side's half of the output's channels."""
+    """The softmax of 64 heads, and a side's half of the output's channels.
+
+    Tiles are counted from `count` on.
+    """
     first, end, step = tiles
     parts, biases, full, empty = memory
     acc = gl.tuple(())
@@ -92,8 +102,7 @@ def multiply_many(tiles, memory, query, is_loaded, between, scale, results,
         acc = acc + (gl.zeros((HEADS, PART), gl.float32, layout=OUTPUT),)
     largest = gl.full((HEADS,), float("-inf"), gl.float32, layout=HEAD_ROWS)
     total = gl.zeros((HEADS,), gl.float32, layout=HEAD_ROWS)
-    wait_for_query(is_loaded, SIDE)
-    count = 0
+    wait_for_query()
     for _ in range(first, end, step):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES % 2)
@@ -109,29 +118,28 @@ def multiply_many(tiles, memory, query, is_loaded, between, scale, results,
         gl.thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         count += 1
-    store_many(acc, largest, total, query, results, first < end, NUM_HEADS,
-               IS_SPLIT, SIDE)  # fmt: skip
+    return acc, largest, total, count
 
 
 @gluon.jit
-def store_many(acc, largest, total, query, results, has_rows, NUM_HEADS: gl.constexpr,
+def store_many(acc, largest, total, query, results, where, has_rows, NUM_HEADS: gl.constexpr,
                IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """What a side has of the output, or of a part of it."""
-    (sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, position,
-     first_head, query_row, partial_row) = results  # fmt: skip
+    sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr = results
+    position, first_head, row, part_row = where
     head = gl.arange(0, HEADS, layout=HEAD_ROWS)
     is_head = first_head + head < NUM_HEADS
     if IS_SPLIT:
         if SIDE == 0:
-            gl.store(stats_ptr + 2 * (partial_row + head), largest, mask=is_head)
-            gl.store(stats_ptr + 2 * (partial_row + head) + 1, total, mask=is_head)
+            gl.store(stats_ptr + 2 * (part_row + head), largest, mask=is_head)
+            gl.store(stats_ptr + 2 * (part_row + head) + 1, total, mask=is_head)
         for part in gl.static_range(SIDE_PARTS):
             at = part_offsets(SIDE * SIDE_PARTS + part, HEADS, OUTPUT)
             is_there = has_rows & (first_head * DIM + at < NUM_HEADS * DIM)
-            gl.store(partials_ptr + partial_row * DIM + at, acc[part], mask=is_there)
+            gl.store(partials_ptr + part_row * DIM + at, acc[part], mask=is_there)
     else:
         if SIDE == 0:
-            gl.store(lse_ptr + query_row + head, log_sum_exp(largest, total), mask=is_head)
+            gl.store(lse_ptr + row + head, log_sum_exp(largest, total), mask=is_head)
         sink = gl.load(sinks_ptr + first_head + head, mask=is_head, other=0.0)
         factor = output_factor(sink, largest, total)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
@@ -146,4 +154,4 @@ def store_many(acc, largest, total, query, results, has_rows, NUM_HEADS: gl.cons
             at = part_offsets(SIDE * SIDE_PARTS + part, HEADS, DENSE)
             values = query[SIDE * SIDE_PARTS + part].index(0).load(DENSE)
             is_there = first_head * DIM + at < NUM_HEADS * DIM
-            gl.store(output_ptr + query_row * DIM + at, values, mask=is_there)
+            gl.store(output_ptr + row * DIM + at, values, mask=is_there)

@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from dsv4.kernels.gluon.decode import DIM, PART, ROPE
+from dsv4.kernels.gluon.decode import DIM, PART, ROPE, SIDE_PARTS
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -14,10 +14,13 @@ DENSE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def load_query(query, query_ptr, is_head):
-    """Start to copy a program's heads, DIM numbers each from a pointer on, to shared memory."""
+def load_query(query, query_ptr, where, NUM_HEADS: gl.constexpr, SIDE: gl.constexpr):
+    """Start to copy a side's half of the channels of a work's heads."""
     HEADS: gl.constexpr = query[0].shape[1]
-    for part in gl.static_range(len(query)):
+    _position, first_head, row, _part_row = where
+    query_ptr += row * DIM
+    is_head = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, DENSE)) < NUM_HEADS
+    for part in gl.static_range(SIDE * SIDE_PARTS, (SIDE + 1) * SIDE_PARTS):
         at = part_offsets(part, HEADS, DENSE)
         async_copy.async_copy_global_to_shared(
             query[part].index(0), query_ptr + at, mask=is_head[:, None] & (at >= 0)
@@ -26,15 +29,11 @@ def load_query(query, query_ptr, is_head):
 
 
 @gluon.jit
-def wait_for_query(is_loaded, SIDE: gl.constexpr):
-    """Wait for the query. The first side's warps are those that copy it, and tell the others."""
-    if SIDE == 0:
-        async_copy.wait_group(0)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(is_loaded, count=1)
-    else:
-        mbarrier.wait(is_loaded, 0)
+def wait_for_query():
+    """Wait until a side's half of the query is there."""
+    async_copy.wait_group(0)
+    fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit

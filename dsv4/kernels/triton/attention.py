@@ -390,7 +390,7 @@ def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> At
         return AttendLaunch(heads=SMALLEST_DOT, tile=16, num_warps=8)
     is_hopper = architecture(memory.partials.device) == "sm_90"
     if is_hopper and not INTERPRETED and _has_gluon_kernel(memory.layout):
-        heads = SMALLEST_DOT if num_heads <= SMALLEST_DOT else LARGEST_BLOCK
+        heads = next((heads for heads in (8, 16) if num_heads <= heads), LARGEST_BLOCK)
         return AttendLaunch(heads, tile=64, num_warps=4, is_gluon=True)
     largest = LARGEST_BLOCK if is_hopper else LARGEST_BLOCK // 2
     heads = min(largest, max(SMALLEST_DOT, next_power_of_two(num_heads)))
@@ -497,12 +497,7 @@ def _launch(
         "NUM_HEADS": num_heads,
     }  # fmt: skip
     if launch.is_gluon:
-        from dsv4.kernels.gluon import attention as hopper
-
-        hopper._attend_kernel[grid](
-            **arguments, **hopper.CUTS[launch.heads]._asdict(), HEADS=launch.heads,
-            num_warps=launch.num_warps, launch_pdl=True,
-        )  # fmt: skip
+        _launch_on_hopper(grid, launch, arguments, query.device)
         return
     _attend_kernel[grid](
         **arguments, FORMAT=f"kv_{row.name}", DIM=row.dim,
@@ -511,6 +506,24 @@ def _launch(
         TILE=launch.tile, num_warps=launch.num_warps, num_stages=1, launch_pdl=True,
         enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _launch_on_hopper(
+    grid: tuple[int, int], launch: AttendLaunch, arguments: dict[str, Any], device: torch.device
+) -> None:
+    """A program for each token and block of heads, or as many as run at once for a chunk's."""
+    from dsv4.kernels.gluon import attention, chunk
+
+    options = {"num_warps": launch.num_warps, "launch_pdl": True}
+    num_works, num_splits = grid
+    if launch.heads == LARGEST_BLOCK and arguments["HAS_CHUNKS"] and num_splits == 1:
+        programs = min(num_works, _num_multiprocessors(device))
+        chunk._attend_chunk_kernel[(programs,)](
+            **arguments, num_works=num_works, **chunk.CUT._asdict(), **options
+        )
+    else:
+        cut = attention.CUTS[launch.heads]
+        attention._attend_kernel[grid](**arguments, HEADS=launch.heads, **cut._asdict(), **options)
 
 
 def _combine(
