@@ -61,8 +61,11 @@ def _attend_kernel(
     STAGES: gl.constexpr, DECODING_REGISTERS: gl.constexpr,
     MULTIPLYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """A token and HEADS of its heads over one split of its rows."""
-    gdc_wait()
+    """A token and HEADS of its heads over one split of its rows.
+
+    The plan was copied to the device before the first launch; what it says is read while the
+    launch before may still run.
+    """
     tokens = first_token, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr
     splits = num_splits, split_step, tile_step, tiles_per_split
     window = (ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
@@ -75,6 +78,7 @@ def _attend_kernel(
     rows, bases = place_rows(token, window, entries, HAS_CHUNKS)
     query, memory = make_memory(HEADS, STAGES, 2 if HEADS == 64 else 1)
     between = make_exchange() if HEADS == 64 else make_sides(HEADS)
+    gdc_wait()
     gl.thread_barrier()
     gl.warp_specialize(
         [
