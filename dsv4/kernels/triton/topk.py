@@ -39,6 +39,12 @@ NEAR, FAR = tl.constexpr(0.7), tl.constexpr(1.4)  # pivots, of the way to a gues
 MAX_GUESSES = tl.constexpr(12)  # passes after which what is left is cut in thirds
 
 
+@triton.constexpr_function
+def num_threads(width):
+    """Threads that hold so many scores, or parts of threads where a thread holds more."""
+    return min(width // 4, max(MIN_WARPS * 32, width // KEYS_PER_THREAD))
+
+
 @triton.jit
 def visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO: tl.constexpr):
     """A token's slot, int64, and how many entries it sees; none if it is padding."""
@@ -133,19 +139,14 @@ def key_between(low, high, fraction, IS_BY_VALUE):
 
 
 @triton.jit
-def log_ratio(a, b):
-    """About a third of log(a / b), in few operations; 1 at most."""
-    return (a * a - b * b) / (a * a + 4.0 * a * b + b * b)
-
-
-@triton.jit
 def pivots_between(low, high, num_low, num_high, wanted, is_by_thirds):
-    """Two keys around the wanted-th largest, if counts fall evenly in size from low to high."""
-    scale = 1.0 / (num_low - num_high).to(tl.float32)
-    rank = wanted.to(tl.float32) - 0.5
-    most, fewest = num_low.to(tl.float32), num_high.to(tl.float32)
-    middle = log_ratio(most, rank) / log_ratio(most, fewest)
-    margin = MARGIN * tl.sqrt(tl.maximum(middle * (1.0 - middle), 0.25 * scale) * scale)
+    """Two keys around the wanted-th largest, if what is left is evenly spaced from low to high."""
+    num_before = (num_low - wanted).to(tl.float32) + 0.5
+    num_after = (wanted - num_high).to(tl.float32) - 0.5
+    root = tl.rsqrt(num_before + num_after)
+    scale = root * root
+    middle = num_before * scale
+    margin = MARGIN * scale * tl.sqrt(tl.maximum(middle * num_after, 0.25))
     first = tl.where(is_by_thirds, 0.33333334, middle - margin)
     last = tl.where(is_by_thirds, 0.6666667, middle + margin)
     has_zero = (low <= 0) & (high >= 0) & (not is_by_thirds)
@@ -169,24 +170,50 @@ def pivots_beyond(low, high, num_low, num_high, first, last, num_first, num_last
 
 
 @triton.jit
-def count_at_least(scores, low, high):
+def by_thread(x, WIDTH: tl.constexpr):
+    """The same in three dimensions, of which a thread has all of the first and the last."""
+    NUM: tl.constexpr = num_threads(WIDTH)
+    return tl.reshape(x, (WIDTH // 4 // NUM, NUM, 4))
+
+
+@triton.jit
+def in_each_warp(x):
+    """One number of each warp from one of each thread's, in a row that every warp has."""
+    return x[None, :] + tl.zeros((1, x.shape[0]), tl.int32)
+
+
+@triton.jit
+def num_at_least(scores, low, WIDTH: tl.constexpr):
+    """How many scores of each thread are not below `low`, fp32."""
+    ones = by_thread(tl.where(scores >= low, 1.0, 0.0), WIDTH)
+    return tl.sum(tl.sum(ones, axis=2), axis=0)
+
+
+@triton.jit
+def count_at_least(scores, low, high, WIDTH: tl.constexpr):
     """How many scores are not below `low`, and not below `high`, which is no less."""
-    packed = tl.sum(tl.where(scores >= high, 65537, tl.where(scores >= low, 1, 0)), axis=0)
+    NUM: tl.constexpr = num_threads(WIDTH)
+    pairs = num_at_least(scores, high, WIDTH) * 65536.0 + num_at_least(scores, low, WIDTH)
+    warps = tl.sum(tl.reshape(pairs.to(tl.int32), (NUM // 32, 32)), axis=1)
+    packed = tl.sum(tl.sum(in_each_warp(warps), axis=1), axis=0)
     return packed & 0xFFFF, (packed >> 16) & 0xFFFF
 
 
 @triton.jit
-def is_between(scores, low, high):
-    """Which scores have keys from low to before high."""
-    floor = tl.where(low == NO_KEY, float("-inf"), key_value(low))
-    return (scores >= floor) & ((high == END_KEY) | (scores < key_value(high)))
+def largest_up_to(scores, bound, WIDTH: tl.constexpr):
+    """The key of the largest score that is not above `bound`; that of -inf if there is none."""
+    NUM: tl.constexpr = num_threads(WIDTH)
+    left = by_thread(tl.where(scores <= bound, scores, float("-inf")), WIDTH)
+    keys = value_key(tl.max(tl.max(left, axis=2), axis=0))
+    warps = tl.max(tl.reshape(keys, (NUM // 32, 32)), axis=1)
+    return tl.max(tl.max(in_each_warp(warps), axis=1), axis=0)
 
 
 @triton.jit
 def find_threshold(scores, first, last, count, wanted, WIDTH: tl.constexpr):
-    """Keys from `upper` on are among the best, and so many of those from `low` on before it.
+    """The key from which on `wanted` are, or the wanted-th largest's, which others may share.
 
-    The two are one key apart or none, or both what is above NO_KEY where fewer than wanted are.
+    That of -inf where fewer are.
     """
     low, high = tl.full((), NO_KEY, tl.int32), tl.full((), END_KEY, tl.int32)
     num_low = tl.where(count > wanted, tl.full((), WIDTH, tl.int32), wanted)
@@ -195,7 +222,7 @@ def find_threshold(scores, first, last, count, wanted, WIDTH: tl.constexpr):
     while (num_low != wanted) & (low + 1 < high):
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
         last = tl.minimum(tl.maximum(last, first), high - 1)
-        num_first, num_last = count_at_least(scores, key_value(first), key_value(last))
+        num_first, num_last = count_at_least(scores, key_value(first), key_value(last), WIDTH)
         num_between = num_low - num_high
         has_first, has_last = num_first >= wanted, num_last >= wanted
         low = tl.where(has_last, last, tl.where(has_first, first, low))
@@ -208,25 +235,20 @@ def find_threshold(scores, first, last, count, wanted, WIDTH: tl.constexpr):
         if (num_low != wanted) & (low + 1 < high):
             is_open = (low == NO_KEY) | (high == END_KEY)
             if num_high + 1 == wanted:
-                is_left = is_between(scores, low, high)
-                low = value_key(tl.max(tl.where(is_left, scores, float("-inf")), axis=0))
+                low = largest_up_to(scores, key_value(high - 1), WIDTH)
                 high = low + 1
             elif is_open & (num_passes < 3):
                 first, last = pivots_beyond(low, high, num_low, num_high, first, last, num_first,
                                             num_last, wanted)  # fmt: skip
             elif (num_slow > 1) & (not is_open) & (num_passes < MAX_GUESSES):
-                is_left = is_between(scores, low, high)
-                low = value_key(tl.min(tl.where(is_left, scores, float("inf")), axis=0))
-                high = value_key(tl.max(tl.where(is_left, scores, float("-inf")), axis=0)) + 1
+                low = -largest_up_to(-scores, -key_value(low), WIDTH)
+                high = largest_up_to(scores, key_value(high - 1), WIDTH) + 1
                 num_slow = tl.full((), -1, tl.int32)
                 first, last = low + 1, high - 1
             else:
                 is_by_thirds = is_open | (num_passes >= MAX_GUESSES)
                 first, last = pivots_between(low, high, num_low, num_high, wanted, is_by_thirds)
-    is_exact = num_low == wanted
-    upper = tl.maximum(tl.where(is_exact, low, high), NO_KEY + 1)
-    num_equal = tl.where(is_exact, 0, wanted - num_high)
-    return tl.maximum(low, NO_KEY + 1), upper, num_equal
+    return tl.maximum(low, NO_KEY + 1)
 
 
 @triton.jit
@@ -243,9 +265,26 @@ def count_before(counts, NUM: tl.constexpr):
 
 
 @triton.jit
-def score_flags(scores, low, upper):
-    """1 for what is above, 65536 for what is equal, 0 for the rest."""
-    return tl.where(scores >= upper, 1, tl.where(scores >= low, 65536, 0))
+def is_at_least(scores, low):
+    """1 for what is not below, 0 for the rest."""
+    return tl.where(scores >= low, 1, 0)
+
+
+@triton.jit
+def count_quads(scores, low, WIDTH: tl.constexpr):
+    """How many scores not below `low` come before each quad, and how many there are."""
+    quads = tl.sum(tl.reshape(tl.where(scores >= low, 1.0, 0.0), (WIDTH // 4, 4)), axis=1)
+    return count_before(quads.to(tl.int32), WIDTH // 4)
+
+
+@triton.jit
+def keep_first_equals(scores, low, wanted, WIDTH: tl.constexpr):
+    """NaN for those with this key after so many of them that the wanted are full."""
+    upper = key_value(low + 1)
+    num_above, _same = count_at_least(scores, upper, upper, WIDTH)
+    is_equal = (scores >= key_value(low)) & ((scores < upper) | (low + 1 == END_KEY))
+    rank = tl.cumsum(tl.where(is_equal, 1, 0), axis=0)
+    return tl.where(is_equal & (rank > wanted - num_above), float("nan"), scores)
 
 
 @triton.jit
@@ -256,44 +295,39 @@ def page_row(block, entry, ENTRIES_PER_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_quarter(list_ptr, rows_ptr, entry, row, flags, before, num_equal,
-                  HAS_ROWS: tl.constexpr):  # fmt: skip
+def store_quarter(list_ptr, rows_ptr, entry, row, is_best, place, HAS_ROWS: tl.constexpr):
     """Store those of one quarter that are among the best, and their rows."""
-    num_equal_before = before >> 16
-    is_best = (flags == 1) | ((flags > 1) & (num_equal_before < num_equal))
-    place = (before & 0xFFFF) + tl.minimum(num_equal_before, num_equal)
     tl.store(list_ptr + place, entry, mask=is_best)
     if HAS_ROWS:
         tl.store(rows_ptr + place, row, mask=is_best)
 
 
 @triton.jit
-def store_best(list_ptr, rows_ptr, scores, entry, block0, block1, block2, block3, low, upper,
-               num_equal, WIDTH: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
+def store_best(list_ptr, rows_ptr, scores, entry, block0, block1, block2, block3, low, wanted,
+               WIDTH: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
                HAS_ROWS: tl.constexpr):  # fmt: skip
     """Store which are the best, ascending; returns how many. `entry` is each quad's first."""
-    low, upper = key_value(low), key_value(upper)
+    floor = key_value(low)
+    place0, total = count_quads(scores, floor, WIDTH)
+    if total > wanted:
+        scores = keep_first_equals(scores, low, wanted, WIDTH)
+        place0, total = count_quads(scores, floor, WIDTH)
     scores0, scores1, scores2, scores3 = split_quads(scores, WIDTH)
-    flags0, flags1 = score_flags(scores0, low, upper), score_flags(scores1, low, upper)
-    flags2, flags3 = score_flags(scores2, low, upper), score_flags(scores3, low, upper)
-    before0, total = count_before(flags0 + flags1 + flags2 + flags3, WIDTH // 4)
-    before1 = before0 + flags0
-    before2 = before1 + flags1
-    before3 = before2 + flags2
+    place1 = place0 + is_at_least(scores0, floor)
+    place2 = place1 + is_at_least(scores1, floor)
+    place3 = place2 + is_at_least(scores2, floor)
     row0 = page_row(block0, entry, ENTRIES_PER_BLOCK)
     if ENTRIES_PER_BLOCK % 4 == 0:
-        row1 = tl.where(block0 >= 0, row0 + 1, -1)
-        row2 = tl.where(block0 >= 0, row0 + 2, -1)
-        row3 = tl.where(block0 >= 0, row0 + 3, -1)
+        row1, row2, row3 = row0 | 1, row0 | 2, row0 | 3
     else:
         row1 = page_row(block1, entry + 1, ENTRIES_PER_BLOCK)
         row2 = page_row(block2, entry + 2, ENTRIES_PER_BLOCK)
         row3 = page_row(block3, entry + 3, ENTRIES_PER_BLOCK)
-    store_quarter(list_ptr, rows_ptr, entry, row0, flags0, before0, num_equal, HAS_ROWS)
-    store_quarter(list_ptr, rows_ptr, entry + 1, row1, flags1, before1, num_equal, HAS_ROWS)
-    store_quarter(list_ptr, rows_ptr, entry + 2, row2, flags2, before2, num_equal, HAS_ROWS)
-    store_quarter(list_ptr, rows_ptr, entry + 3, row3, flags3, before3, num_equal, HAS_ROWS)
-    return (total & 0xFFFF) + tl.minimum((total >> 16) & 0xFFFF, num_equal)
+    store_quarter(list_ptr, rows_ptr, entry, row0, scores0 >= floor, place0, HAS_ROWS)
+    store_quarter(list_ptr, rows_ptr, entry + 1, row1, scores1 >= floor, place1, HAS_ROWS)
+    store_quarter(list_ptr, rows_ptr, entry + 2, row2, scores2 >= floor, place2, HAS_ROWS)
+    store_quarter(list_ptr, rows_ptr, entry + 3, row3, scores3 >= floor, place3, HAS_ROWS)
+    return total
 
 
 @triton.jit
@@ -397,9 +431,9 @@ def _topk_kernel(
         scores = bits.to(tl.float32, bitcast=True)
         first, last, deviation = first_pivots(scores, count, topk, WIDTH)
         for level in tl.static_range(LEVELS):
-            low, upper, num_equal = find_threshold(scores, first, last, count, topk, WIDTH)
+            low = find_threshold(scores, first, last, count, topk, WIDTH)
             num_listed = store_best(entries_ptr, rows_ptr, scores, entry, entry, entry, entry,
-                                    entry, low, upper, num_equal, WIDTH, ENTRIES_PER_BLOCK,
+                                    entry, low, topk, WIDTH, ENTRIES_PER_BLOCK,
                                     False)  # fmt: skip
             first, last = low, value_key(key_value(low) + STEP * deviation)
             if level == LEVELS - 1:
@@ -416,11 +450,10 @@ def _topk_kernel(
                 first, last, deviation = first_pivots(scores, count, topk, WIDTH)
         end = tl.where(slot >= 0, num_seen, 0)
         block0, block1, block2, block3 = load_blocks(pages, entry, end, ENTRIES_PER_BLOCK)
-        low, upper, num_equal = find_threshold(scores, first, last, count, topk, WIDTH)
-        low, upper = tl.where(slot >= 0, low, END_KEY), tl.where(slot >= 0, upper, END_KEY)
+        low = find_threshold(scores, first, last, count, topk, WIDTH)
+        low = tl.where(slot >= 0, low, END_KEY)
         num_stored = store_best(entries_ptr, rows_ptr, scores, entry, block0, block1, block2,
-                                block3, low, upper, num_equal, WIDTH, ENTRIES_PER_BLOCK,
-                                True)  # fmt: skip
+                                block3, low, topk, WIDTH, ENTRIES_PER_BLOCK, True)  # fmt: skip
         is_empty = (lane >= num_stored) & (lane < topk)
         tl.store(entries_ptr + lane, -1, mask=is_empty)
         tl.store(rows_ptr + lane, tl.full((BLOCK_K,), -1, tl.int64), mask=is_empty)
