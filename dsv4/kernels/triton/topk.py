@@ -106,18 +106,34 @@ def split_quads(x, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def sum_lanes(x, NUM: tl.constexpr):
+    """The sums of each warp: of a thread first, then of its lanes."""
+    THREADS: tl.constexpr = num_threads(NUM * 4)
+    threads = tl.sum(tl.reshape(x, (NUM // THREADS, THREADS)), axis=0)
+    return tl.sum(tl.reshape(threads, (THREADS // 32, 32)), axis=1)
+
+
+@triton.jit
+def sum_both(a, b, NUM: tl.constexpr):
+    """The sums of two, in each warp, then of all warps, which takes one barrier."""
+    warps = tl.join(sum_lanes(a, NUM), sum_lanes(b, NUM))
+    each = warps[None, :, :] + tl.zeros((1, warps.shape[0], 2), tl.float32)
+    return tl.split(tl.sum(tl.sum(each, axis=1), axis=0))
+
+
+@triton.jit
 def first_pivots(scores, count, wanted, WIDTH: tl.constexpr):
     """Two keys around the wanted-th of `count` largest, if they are normal numbers.
 
     Every fourth is asked. Returns their standard deviation too.
     """
     sample, _second, _third, _fourth = split_quads(scores, WIDTH)
-    num_sampled = tl.cdiv(count, 4).to(tl.float32)
+    scale = 1.0 / tl.cdiv(count, 4).to(tl.float32)
     is_finite = tl.abs(sample) < float("inf")
     values = tl.where(is_finite, sample, 0.0)
-    total, squares = tl.split(tl.sum(tl.join(values, values * values), axis=0))
-    mean = total / num_sampled
-    deviation = tl.sqrt(tl.maximum(squares / num_sampled - mean * mean, 0.0))
+    mean, square = sum_both(values, values * values, WIDTH // 4)
+    mean, square = mean * scale, square * scale
+    deviation = tl.sqrt(tl.maximum(square - mean * mean, 0.0))
     guess = mean + deviation * upper_quantile(tl.minimum(wanted / count.to(tl.float32), 1.0))
     margin = deviation * FIRST_MARGIN
     is_guess = tl.abs(guess) < float("inf")
@@ -253,15 +269,23 @@ def find_threshold(scores, first, last, count, wanted, WIDTH: tl.constexpr):
 
 @triton.jit
 def count_before(counts, NUM: tl.constexpr):
-    """The sum of all before each, and of all: in the lanes of a warp first, then in all warps."""
-    GROUPS: tl.constexpr = NUM // 32
-    lanes = tl.reshape(counts, (GROUPS, 32))
+    """The sum of all before each, and of all: in the lanes of a warp first, then in all warps.
+
+    Two halves are summed at once, as halves of one number.
+    """
+    LANES: tl.constexpr = min(32, NUM // 2)
+    GROUPS: tl.constexpr = NUM // 2 // LANES
+    first, second = tl.split(tl.trans(tl.reshape(counts, (2, NUM // 2))))
+    lanes = tl.reshape(second * 65536 + first, (GROUPS, LANES))
     totals = tl.sum(lanes, axis=1)
     group = tl.arange(0, GROUPS)
     is_earlier = group[None, :] < group[:, None]
     before_group = tl.sum(tl.where(is_earlier, totals[None, :], 0), axis=1)
-    before = before_group[:, None] + tl.cumsum(lanes, axis=1) - lanes
-    return tl.reshape(before, (NUM,)), tl.sum(totals, axis=0)
+    before = tl.reshape(before_group[:, None] + tl.cumsum(lanes, axis=1) - lanes, (NUM // 2,))
+    total = tl.sum(tl.sum(in_each_warp(totals), axis=1), axis=0)
+    num_first = total & 0xFFFF
+    halves = tl.join(before & 0xFFFF, (before >> 16) + num_first)
+    return tl.reshape(tl.trans(halves), (NUM,)), num_first + (total >> 16)
 
 
 @triton.jit
@@ -282,8 +306,10 @@ def keep_first_equals(scores, low, wanted, WIDTH: tl.constexpr):
     """NaN for those with this key after so many of them that the wanted are full."""
     upper = key_value(low + 1)
     num_above, _same = count_at_least(scores, upper, upper, WIDTH)
-    is_equal = (scores >= key_value(low)) & ((scores < upper) | (low + 1 == END_KEY))
-    rank = tl.cumsum(tl.where(is_equal, 1, 0), axis=0)
+    is_equal = scores == key_value(low)
+    quads = tl.reshape(tl.where(is_equal, 1, 0), (WIDTH // 4, 4))
+    before, _total = count_before(tl.sum(quads, axis=1), WIDTH // 4)
+    rank = tl.reshape(before[:, None] + tl.cumsum(quads, axis=1), (WIDTH,))
     return tl.where(is_equal & (rank > wanted - num_above), float("nan"), scores)
 
 
@@ -328,6 +354,12 @@ def store_best(list_ptr, rows_ptr, scores, entry, block0, block1, block2, block3
     store_quarter(list_ptr, rows_ptr, entry + 2, row2, scores2 >= floor, place2, HAS_ROWS)
     store_quarter(list_ptr, rows_ptr, entry + 3, row3, scores3 >= floor, place3, HAS_ROWS)
     return total
+
+
+@triton.jit
+def level_size(num_padded, level: tl.constexpr, VECTOR: tl.constexpr):
+    """Groups of a level; whole vectors, which loads are to know."""
+    return num_padded // (GROUP_SIZE**level * VECTOR) * VECTOR
 
 
 @triton.jit
@@ -423,7 +455,7 @@ def _topk_kernel(
         if LEVELS > 0:
             level_ptr = tops_ptr + row * tops_groups * VECTOR
             for level in tl.static_range(1, LEVELS):
-                level_ptr += num_padded // GROUP_SIZE**level
+                level_ptr += level_size(num_padded, level, VECTOR)
         bits = load_bits(level_ptr, count, WIDTH, VECTOR)
         slot = tl.load(request_slots_ptr + request).to(tl.int64)
         pages = block_table_ptr + slot * table_stride
@@ -439,7 +471,7 @@ def _topk_kernel(
             if level == LEVELS - 1:
                 level_ptr = scores_ptr
             else:
-                level_ptr -= num_padded // GROUP_SIZE ** (LEVELS - 1 - level)
+                level_ptr -= level_size(num_padded, LEVELS - 1 - level, VECTOR)
             tl.debug_barrier()
             count = num_listed * GROUP_SIZE
             end = tl.cdiv(num_seen, GROUP_SIZE ** (LEVELS - 1 - level))
