@@ -74,11 +74,19 @@ def key_value(key):
 
 
 @triton.jit
+def bits_before(bits, at, end, VECTOR: tl.constexpr):
+    """A NaN's bits from `end` on, where it cuts a vector; whole vectors after it are a NaN's."""
+    if end % VECTOR != 0:
+        bits = tl.where(at < end, bits, NAN_BITS)
+    return bits
+
+
+@triton.jit
 def load_bits(scores_ptr, end, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
     """Bits of scores before `end`, then a NaN's. Up to VECTOR - 1 after it are read, not used."""
     at = tl.arange(0, WIDTH)
     bits = tl.load(scores_ptr + at, mask=at // VECTOR * VECTOR < end, other=NAN_BITS)
-    return tl.where(at < end, bits, NAN_BITS)
+    return bits_before(bits, at, end, VECTOR)
 
 
 @triton.jit
@@ -371,7 +379,7 @@ def load_members(level_ptr, list_ptr, num_listed, end, WIDTH: tl.constexpr,
     at = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
     is_listed = (lane < num_listed)[:, None]
     bits = tl.load(level_ptr + at, mask=is_listed & (at // VECTOR * VECTOR < end), other=NAN_BITS)
-    bits = tl.where(at < end, bits, NAN_BITS)
+    bits = bits_before(bits, at, end, VECTOR)
     first, _second, _third, _fourth = split_quads(tl.reshape(at, (WIDTH,)), WIDTH)
     return tl.reshape(bits, (WIDTH,)), first
 
