@@ -167,10 +167,11 @@ def pivots_between(low, high, num_low, num_high, wanted, is_by_thirds):
     """Two keys around the wanted-th largest, if what is left is evenly spaced from low to high."""
     num_before = (num_low - wanted).to(tl.float32) + 0.5
     num_after = (wanted - num_high).to(tl.float32) - 0.5
-    root = tl.rsqrt(num_before + num_after)
-    scale = root * root
-    middle = num_before * scale
-    margin = MARGIN * scale * tl.sqrt(tl.maximum(middle * num_after, 0.25))
+    num_left = num_before + num_after
+    root = tl.rsqrt(num_left)
+    middle = num_before * root * root
+    variance = tl.maximum(num_before * num_after, 0.25 * num_left)
+    margin = MARGIN * tl.sqrt(variance) * (root * root * root)
     first = tl.where(is_by_thirds, 0.33333334, middle - margin)
     last = tl.where(is_by_thirds, 0.6666667, middle + margin)
     has_zero = (low <= 0) & (high >= 0) & (not is_by_thirds)
@@ -243,7 +244,8 @@ def find_threshold(scores, first, last, count, wanted, WIDTH: tl.constexpr):
     num_low = tl.where(count > wanted, tl.full((), WIDTH, tl.int32), wanted)
     num_high = tl.full((), 0, tl.int32)
     num_slow, num_passes = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    while (num_low != wanted) & (low + 1 < high):
+    is_found = tl.full((), False, tl.int1)
+    while not is_found:
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
         last = tl.minimum(tl.maximum(last, first), high - 1)
         num_first, num_last = count_at_least(scores, key_value(first), key_value(last), WIDTH)
@@ -256,11 +258,12 @@ def find_threshold(scores, first, last, count, wanted, WIDTH: tl.constexpr):
         is_slow = (num_low - num_high) * 4 > num_between
         num_slow = tl.where(is_slow, num_slow + 1, tl.minimum(num_slow, 0))
         num_passes += 1
-        if (num_low != wanted) & (low + 1 < high):
+        is_found = (num_low == wanted) | (low + 1 >= high)
+        if not is_found:
             is_open = (low == NO_KEY) | (high == END_KEY)
             if num_high + 1 == wanted:
                 low = largest_up_to(scores, key_value(high - 1), WIDTH)
-                high = low + 1
+                is_found = tl.full((), True, tl.int1)
             elif is_open & (num_passes < 3):
                 first, last = pivots_beyond(low, high, num_low, num_high, first, last, num_first,
                                             num_last, wanted)  # fmt: skip
