@@ -203,7 +203,7 @@ def by_thread(x, WIDTH: tl.constexpr):
 
 @triton.jit
 def in_each_warp(x):
-    """One number of each warp from one of each thread's, in a row that every warp has."""
+    """A number of each warp, int32, in a row that every warp has: one barrier, no second sum."""
     return x[None, :] + tl.zeros((1, x.shape[0]), tl.int32)
 
 
@@ -217,21 +217,31 @@ def num_at_least(scores, low, WIDTH: tl.constexpr):
 @triton.jit
 def count_at_least(scores, low, high, WIDTH: tl.constexpr):
     """How many scores are not below `low`, and not below `high`, which is no less."""
-    NUM: tl.constexpr = num_threads(WIDTH)
     pairs = num_at_least(scores, high, WIDTH) * 65536.0 + num_at_least(scores, low, WIDTH)
-    warps = tl.sum(tl.reshape(pairs.to(tl.int32), (NUM // 32, 32)), axis=1)
+    warps = tl.sum(tl.reshape(pairs.to(tl.int32), (pairs.shape[0] // 32, 32)), axis=1)
     packed = tl.sum(tl.sum(in_each_warp(warps), axis=1), axis=0)
     return packed & 0xFFFF, (packed >> 16) & 0xFFFF
 
 
 @triton.jit
-def largest_up_to(scores, bound, WIDTH: tl.constexpr):
-    """The key of the largest score that is not above `bound`; that of -inf if there is none."""
-    NUM: tl.constexpr = num_threads(WIDTH)
-    left = by_thread(tl.where(scores <= bound, scores, float("-inf")), WIDTH)
-    keys = value_key(tl.max(tl.max(left, axis=2), axis=0))
-    warps = tl.max(tl.reshape(keys, (NUM // 32, 32)), axis=1)
+def largest_of(keys):
+    """The largest of a key of each thread."""
+    warps = tl.max(tl.reshape(keys, (keys.shape[0] // 32, 32)), axis=1)
     return tl.max(tl.max(in_each_warp(warps), axis=1), axis=0)
+
+
+@triton.jit
+def largest_before(scores, high, WIDTH: tl.constexpr):
+    """The largest key before `high`; that of -inf if there is none."""
+    left = tl.where(scores <= key_value(high - 1), scores, float("-inf"))
+    return largest_of(value_key(tl.max(tl.max(by_thread(left, WIDTH), axis=2), axis=0)))
+
+
+@triton.jit
+def smallest_from(scores, low, WIDTH: tl.constexpr):
+    """The smallest key from `low` on; that of inf if there is none."""
+    left = tl.where(scores >= key_value(low), scores, float("inf"))
+    return -largest_of(-value_key(tl.min(tl.min(by_thread(left, WIDTH), axis=2), axis=0)))
 
 
 @triton.jit
@@ -262,14 +272,14 @@ def find_threshold(scores, first, last, count, wanted, WIDTH: tl.constexpr):
         if not is_found:
             is_open = (low == NO_KEY) | (high == END_KEY)
             if num_high + 1 == wanted:
-                low = largest_up_to(scores, key_value(high - 1), WIDTH)
+                low = largest_before(scores, high, WIDTH)
                 is_found = tl.full((), True, tl.int1)
             elif is_open & (num_passes < 3):
                 first, last = pivots_beyond(low, high, num_low, num_high, first, last, num_first,
                                             num_last, wanted)  # fmt: skip
             elif (num_slow > 1) & (not is_open) & (num_passes < MAX_GUESSES):
-                low = -largest_up_to(-scores, -key_value(low), WIDTH)
-                high = largest_up_to(scores, key_value(high - 1), WIDTH) + 1
+                low = smallest_from(scores, low, WIDTH)
+                high = largest_before(scores, high, WIDTH) + 1
                 num_slow = tl.full((), -1, tl.int32)
                 first, last = low + 1, high - 1
             else:
