@@ -157,6 +157,18 @@ def test_few_entries_need_no_scores():
     assert chosen.counts.tolist() == [8, 5, 0]
 
 
+def test_padding_chooses_nothing(topk, monkeypatch):
+    scores = normal(2, 1101).to(DEVICE)
+    alone = choose(scores, [1101, 1101], topk)
+    tokens = token_map([1101, 1101], 1101, device=DEVICE)
+    tokens.request_slots[1] = -1
+    monkeypatch.setitem(globals(), "token_map", lambda *args, **kwargs: tokens)
+    chosen = choose(scores, [1101, 1101], topk)
+    assert torch.equal(chosen.entry_idx[0], alone.entry_idx[0])
+    assert chosen.counts.tolist() == [topk, 0]
+    assert (chosen.entry_idx[1] == -1).all() and (chosen.rows[1] == -1).all()
+
+
 def test_tokens_before_the_first_are_left_alone():
     scores = normal(2, 50).to(DEVICE)
     chosen = choose(scores, [50, 3], 8, first=3)

@@ -2,12 +2,14 @@
 
 Scores are compared as fp32 numbers are: ±0 are one number, and a NaN is never chosen. A program
 holds all scores of its row in registers. It counts those at two pivots at a time until the k-th
-largest is alone between them, then lists, in ascending index, what is above it and the first of
-its equals. Pivots are guesses: they decide how soon the search ends, never where; between them
-they are whole numbers ordered as scores are. Of a long row the largest of each group of 8 are
-made first, and of each 8 of these, until they fit a program. The best k entries are in the best k
-groups, since k groups that come before another one have k entries that come before all of its:
-the program goes down from groups to their members, k of them at a time.
+largest is found, then lists, in ascending index, what is not below it, and of its equals the first
+where all are too many. Pivots are guesses: they decide how soon the search ends, never where;
+between them they are whole numbers ordered as scores are. A count is of a thread's scores first,
+as fp32, whose sums run beside the comparisons, then of a warp's, then of all warps' in each warp.
+Of a long row the largest of each group of 8 are made first, and of each 8 of these, until they fit
+a program. The best k entries are in the best k groups, since k groups that come before another one
+have k entries that come before all of its: the program goes down from groups to their members, k
+of them at a time.
 """
 
 from typing import Any
