@@ -153,14 +153,14 @@ def first_pivots(scores, count, wanted, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def key_between(low, high, fraction, IS_BY_VALUE):
+def key_between(low, high, fraction, is_by_value):
     """The key at a fraction of the way, as numbers are spaced or as keys are."""
     span = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
     step = (span.to(tl.float32) * tl.minimum(tl.maximum(fraction, 0.0), 1.0)).to(tl.uint32)
     key = (low.to(tl.uint32, bitcast=True) + step).to(tl.int32, bitcast=True)
     first, last = key_value(low), key_value(high)
     value = first + (last - first) * fraction
-    is_value = IS_BY_VALUE & (value == value)
+    is_value = is_by_value & (value == value)
     return tl.where(is_value, order_keys(value.to(tl.int32, bitcast=True)), key)
 
 
@@ -176,8 +176,8 @@ def pivots_between(low, high, num_low, num_high, wanted, is_by_thirds):
     margin = MARGIN * tl.sqrt(variance) * (root * root * root)
     first = tl.where(is_by_thirds, 0.33333334, middle - margin)
     last = tl.where(is_by_thirds, 0.6666667, middle + margin)
-    has_zero = (low <= 0) & (high >= 0) & (not is_by_thirds)
-    return key_between(low, high, first, has_zero), key_between(low, high, last, has_zero)
+    is_by_value = not is_by_thirds
+    return key_between(low, high, first, is_by_value), key_between(low, high, last, is_by_value)
 
 
 @triton.jit
