@@ -126,10 +126,10 @@ def _query_kernel(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rotate, transform and quantise some heads of a token's index query; scale their weights."""
-    wait_for_launch_before(STARTS_NEXT=False)
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     _slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
+    wait_for_launch_before(STARTS_NEXT=True)
     if count > topk:
         head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         is_head = head < HEADS
@@ -346,13 +346,13 @@ def _score_kernel(
     TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Score a part of the entries that TOKENS tokens see: together, if they are of one request."""
-    wait_for_launch_before(STARTS_NEXT=False)
     start = tl.program_id(0) * TOKENS
     row = start + tl.arange(0, TOKENS)
     token = first_token + tl.minimum(row, num_tokens - 1)
     slots, counts = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
     counts = tl.where((row < num_tokens) & (counts > topk), counts, 0)
     slot = tl.max(slots, axis=0)
+    wait_for_launch_before(STARTS_NEXT=False)
     scratch = (scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, ready_weights_stride)
     memory = (data_ptr, scale_ptr, page_stride)
     block_table = (block_table_ptr, table_stride)

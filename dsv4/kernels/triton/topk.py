@@ -432,10 +432,10 @@ def _group_kernel(
     RATIO: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Store the largest score of each group, of each group of groups and so on; NaN for none."""
-    wait_for_launch_before(STARTS_NEXT=True)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
                                    request_slots_ptr, RATIO)  # fmt: skip
+    wait_for_launch_before(STARTS_NEXT=True)
     first = chunk * CHUNK
     if (count > topk) & (first < count):
         scores_ptr += row * scores_groups * VECTOR + first
@@ -463,11 +463,11 @@ def _topk_kernel(
     LEVELS: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Choose a token's entries; where it sees no more than topk, all, and no score is read."""
-    wait_for_launch_before(STARTS_NEXT=True)
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     request = tl.load(request_ids_ptr + token)
     num_seen = tl.minimum((tl.load(positions_ptr + token) + 1) // RATIO, max_entries)
+    wait_for_launch_before(STARTS_NEXT=True)
     entries_ptr, rows_ptr = entry_idx_ptr + token * topk, rows_ptr + token * topk
     lane = tl.arange(0, BLOCK_K)
     if num_seen > topk:
