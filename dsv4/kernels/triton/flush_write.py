@@ -274,6 +274,26 @@ def compress_hca_tile(
         token += count
 
 
+@triton.jit
+def write_request_rows(
+    token, end, num_tokens, tokens, window, rope, eps, ROWS: tl.constexpr, DIM: tl.constexpr,
+    ROPE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr, RING_ROWS: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr, IS_DECODE: tl.constexpr,
+):  # fmt: skip
+    """Write the window rows of a request from `token` on, before `end`; returns how many."""
+    (kv_ptr, stride, norm_ptr, slots_ptr, slot_bytes, ring_offset, workspace_ptr,
+     workspace_rows) = window  # fmt: skip
+    position, slot, before, after, start = locate(token, tokens, IS_DECODE)
+    count = tl.maximum(tl.minimum(after - position, end - token), 1)
+    write_window_rows(
+        token, count, position, slot, before, after, start, kv_ptr, stride, num_tokens, norm_ptr,
+        rope, slots_ptr, slot_bytes, ring_offset, workspace_ptr, workspace_rows, eps, ROWS, DIM,
+        ROPE, BLOCK, FORMAT, DATA_BYTES, SCALE_BYTES, RING_ROWS, WINDOW, HAS_CHUNKS,
+    )  # fmt: skip
+    return count
+
+
 COUNTS = ["num_tokens", "num_tiles", "num_index_tiles", "workspace_rows"]
 
 
@@ -368,16 +388,19 @@ def _write_kernel(
     if HAS_WINDOW:
         token = program * WINDOW_ROWS
         end = tl.minimum(token + WINDOW_ROWS, num_tokens)
-        while (token >= 0) & (token < end):
-            position, slot, before, after, start = locate(token, tokens, IS_DECODE)
-            count = tl.maximum(tl.minimum(after - position, end - token), 1)
-            write_window_rows(
-                token, count, position, slot, before, after, start, window_kv_ptr, window_stride,
-                num_tokens, window_norm_ptr, rope, slots_ptr, slot_bytes, ring_offset,
-                workspace_ptr, workspace_rows, eps, WINDOW_ROWS, DIM, ROPE, BLOCK, KV_FORMAT,
-                KV_DATA, KV_SCALE, RING_ROWS, WINDOW, HAS_CHUNKS,
-            )  # fmt: skip
-            token += count
+        window = (window_kv_ptr, window_stride, window_norm_ptr, slots_ptr, slot_bytes, ring_offset,
+                  workspace_ptr, workspace_rows)  # fmt: skip
+        if WINDOW_ROWS == 1:  # a loop would take 20 registers more
+            if (token >= 0) & (token < end):
+                write_request_rows(token, end, num_tokens, tokens, window, rope, eps, WINDOW_ROWS,
+                                   DIM, ROPE, BLOCK, KV_FORMAT, KV_DATA, KV_SCALE, RING_ROWS,
+                                   WINDOW, HAS_CHUNKS, IS_DECODE)  # fmt: skip
+        else:
+            while (token >= 0) & (token < end):
+                token += write_request_rows(token, end, num_tokens, tokens, window, rope, eps,
+                                            WINDOW_ROWS, DIM, ROPE, BLOCK, KV_FORMAT, KV_DATA,
+                                            KV_SCALE, RING_ROWS, WINDOW, HAS_CHUNKS,
+                                            IS_DECODE)  # fmt: skip
 
 
 @triton.jit
