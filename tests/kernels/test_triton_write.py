@@ -26,6 +26,7 @@ SWA, CSA, HCA = (0,), (4,), (128,)
 SHORT = [[(0, 5), (1, 1)], [(1, 3), (0, 1)], [(0, 2), (1, 1)]]
 TO_28 = [[(0, 22), (1, 3)], [(0, 1), (1, 1)], [(0, 1), (1, 4)], [(0, 4)]]
 ONE_WINDOW = [[(0, 126), (1, 127)], [(0, 1), (1, 1)], [(0, 1)]]
+NONE_OF_ONE = [[(0, 126), (1, 0)], [(0, 0), (1, 127)], [(0, 5), (1, 2)], [(1, 9), (0, 0)]]
 OVER_THE_WINDOW = [[(0, 127), (1, 2)], [(0, 1), (1, 1)], [(1, 126), (0, 1)]]
 # Windows in turn: some gates of -inf; NaN; nothing; all of a channel's gates -inf; kv of +-inf.
 SPECIALS = ("few gates", "nan", "clean", "clean", "no gate", "infinite kv")
@@ -69,6 +70,8 @@ CASES = [
     Case("hca over the window", HCA, steps=OVER_THE_WINDOW),
     Case("hca bf16", HCA, {"tail_dtype": "bfloat16", "kv_format": "bf16"}, OVER_THE_WINDOW,
          torch.bfloat16),
+    *(Case(f"{name}, a request without tokens", ratios, steps=NONE_OF_ONE)
+      for name, ratios in (("swa", SWA), ("csa", CSA), ("hca", HCA))),
     *(Case(f"swa {name}", SWA, {"kv_format": name}) for name in KV_FORMATS),
     *(Case(f"csa {name} keys", CSA, {"index_format": name}) for name in INDEX_FORMATS),
 ]  # fmt: skip
