@@ -26,7 +26,9 @@ SWA, CSA, HCA = (0,), (4,), (128,)
 SHORT = [[(0, 5), (1, 1)], [(1, 3), (0, 1)], [(0, 2), (1, 1)]]
 TO_28 = [[(0, 22), (1, 3)], [(0, 1), (1, 1)], [(0, 1), (1, 4)], [(0, 4)]]
 ONE_WINDOW = [[(0, 126), (1, 127)], [(0, 1), (1, 1)], [(0, 1)]]
-NONE_OF_ONE = [[(0, 126), (1, 0)], [(0, 0), (1, 127)], [(0, 5), (1, 2)], [(1, 9), (0, 0)]]
+NONE_OF_ONE = [
+    [(0, 126), (1, 0)], [(0, 0), (1, 127)], [(2, 3), (0, 0), (1, 7)], [(1, 9), (2, 2), (0, 0)],
+]  # fmt: skip
 OVER_THE_WINDOW = [[(0, 127), (1, 2)], [(0, 1), (1, 1)], [(1, 126), (0, 1)]]
 # Windows in turn: some gates of -inf; NaN; nothing; all of a channel's gates -inf; kv of +-inf.
 SPECIALS = ("few gates", "nan", "clean", "clean", "no gate", "infinite kv")
@@ -85,12 +87,14 @@ def run(case: Case, *, backend: str, device: str, in_parts: bool = False) -> KVC
         backend=backend,
     )  # fmt: skip
     poison(manager)
-    slots = [manager.open_request() for _ in range(3)][1:]
-    lengths = [0, 0]
+    slots = [manager.open_request() for _ in range(4)][1:]
+    lengths = [0, 0, 0]
     weights = [move_to(device, layer) for layer in model_weights(config, seed=0)]
     sequences = [
         [scaled(layer, case.scale) for layer in layers]
-        for layers in (model_projections(config, 160, seed=s, dtype=case.dtype) for s in (10, 20))
+        for layers in (
+            model_projections(config, 160, seed=s, dtype=case.dtype) for s in (10, 20, 30)
+        )
     ]
     if case.has_specials:
         sequences = spoil(sequences)
