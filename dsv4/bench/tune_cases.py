@@ -58,7 +58,7 @@ CANDIDATES: dict[str, tuple[AnyLaunch, ...]] = {
     ),
     "csa chunk": tuple(
         Launch(4, window_rows=window_rows, maxnreg=maxnreg)
-        for window_rows, maxnreg in ((4, None), (4, 72), (1, None), (1, 72), (8, 96))
+        for window_rows, maxnreg in ((4, None), (4, 72), (4, 96), (1, 72), (8, 96))
     ),
     "hca chunk": tuple(
         Launch(n, channels=channels, window_rows=window_rows)
