@@ -16,6 +16,7 @@ from dsv4.kernels.triton.primitives import (
     round_to_bf16,
     store_rotated,
     store_rows,
+    wait_for_launch_before,
 )
 
 
@@ -23,7 +24,9 @@ from dsv4.kernels.triton.primitives import (
 def locate(token, tokens, IS_DECODE: tl.constexpr):
     """Position, slot (-1 for padding), lengths and workspace start of a token's request.
 
-    In a decode step every request has one token, so that the token's index is its request's.
+    In a decode step every request has one token, so that the token's index is its request's. The
+    plan was copied to the device before the first launch; for all else the launch before is waited
+    for.
     """
     (positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
      _token_starts_ptr) = tokens  # fmt: skip
@@ -39,6 +42,7 @@ def locate(token, tokens, IS_DECODE: tl.constexpr):
         before = tl.load(before_ptr + request)
         after = tl.load(after_ptr + request)
         start = tl.load(starts_ptr + request)
+    wait_for_launch_before(STARTS_NEXT=True)
     return position, slot, before, after, start
 
 

@@ -293,7 +293,6 @@ def _write_kernel(
     HAS_INDEX: tl.constexpr, HAS_CHUNKS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
     """Programs in this order: the main compressor's, the indexer's, the window's."""
-    wait_for_launch_before(STARTS_NEXT=True)
     program = tl.program_id(0)
     tokens = (positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
               token_starts_ptr)  # fmt: skip
@@ -400,16 +399,17 @@ def _edge_kernel(
     those that close a window which reaches back into the tail, at most two; of other requests
     all.
     """
-    wait_for_launch_before(STARTS_NEXT=True)
     request = tl.program_id(0)
     index = tl.program_id(1)
     slot = tl.load(request_slots_ptr + request).to(tl.int64)
     before = tl.load(before_ptr + request)
     count = tl.load(after_ptr + request) - before
     is_chunk = tl.load(starts_ptr + request) >= 0
+    first_token = tl.load(token_starts_ptr + request)
+    wait_for_launch_before(STARTS_NEXT=True)
     ahead = tl.where(is_chunk, 3 - before % 4 + 4 * index, index)
     if (slot >= 0) & (ahead < tl.where(is_chunk, tl.minimum(count, 7), count)):
-        token = tl.load(token_starts_ptr + request) + ahead
+        token = first_token + ahead
         rope = (cos_ptr, sin_ptr)
         if tl.program_id(2) == 0:
             compress_csa_token(
