@@ -69,8 +69,7 @@ def test_launches_in_use_are_candidates():
     in_use = Launch(16, channels=256)
     present = (LaunchStep(1, in_use), LaunchStep(None, Launch(4)))
     tried = candidates("csa decode", present)
-    others = [launch for launch in CANDIDATES["csa decode"] if launch != Launch(4)]
-    assert tried == (in_use, Launch(4), *others)
+    assert tried == (in_use, Launch(4), Launch(2), Launch(8))
 
 
 def test_a_launch_with_a_problem_is_left_out():

@@ -33,7 +33,8 @@ def test_no_kernel_spills(arch):
     spilling: Counter[str] = Counter()
     for kernel in kernels:
         spilling[kernel["kernel"]] = max(spilling[kernel["kernel"]], kernel["spilled_bytes"])
-    # Their warps share all registers there are; numbers that tiles don't change are put aside.
+    # Their warps share all registers there are. What few tiles change is put aside, and of a
+    # chunk, whose decoding has fewer, some numbers in every tile.
     assert spilling.pop("gluon_attend_kernel", 0) <= 40
     assert spilling.pop("gluon_attend_chunk_kernel", 0) <= 200
     assert +spilling == {}

@@ -26,10 +26,14 @@ def token_map(counts: list[int], max_entries: int, *, device: str) -> TokenMap:
     return TokenMap(*(part.int().to(device) for part in parts), 1)
 
 
-def choose(scores, counts: list[int], topk: int, *, first: int = 0) -> Selection:
-    """What the kernels choose; `first` tokens before them are left alone."""
+def choose(scores, counts: list[int], topk: int, *, first: int = 0, padding=()) -> Selection:
+    """What the kernels choose; `first` tokens before them are left alone.
+
+    Tokens at the indices `padding` have no slot.
+    """
     device, max_entries = scores.device, scores.shape[1]
     tokens = token_map([1] * first + counts, max_entries, device=device)
+    tokens.request_slots[list(padding)] = -1
     shape = (first + len(counts), topk)
     chosen = Selection(
         torch.full(shape, -7, dtype=torch.int32, device=device),
@@ -157,13 +161,10 @@ def test_few_entries_need_no_scores():
     assert chosen.counts.tolist() == [8, 5, 0]
 
 
-def test_padding_chooses_nothing(topk, monkeypatch):
+def test_padding_chooses_nothing(topk):
     scores = normal(2, 1101).to(DEVICE)
     alone = choose(scores, [1101, 1101], topk)
-    tokens = token_map([1101, 1101], 1101, device=DEVICE)
-    tokens.request_slots[1] = -1
-    monkeypatch.setitem(globals(), "token_map", lambda *args, **kwargs: tokens)
-    chosen = choose(scores, [1101, 1101], topk)
+    chosen = choose(scores, [1101, 1101], topk, padding=[1])
     assert torch.equal(chosen.entry_idx[0], alone.entry_idx[0])
     assert chosen.counts.tolist() == [topk, 0]
     assert (chosen.entry_idx[1] == -1).all() and (chosen.rows[1] == -1).all()

@@ -42,9 +42,15 @@ MAX_GUESSES = tl.constexpr(12)  # passes after which what is left is cut in thir
 
 
 @triton.constexpr_function
+def program_warps(width):
+    """Warps of a program that holds so many scores."""
+    return max(MIN_WARPS, min(MAX_WARPS, width // (32 * KEYS_PER_THREAD)))
+
+
+@triton.constexpr_function
 def num_threads(width):
-    """Threads that hold so many scores, or parts of threads where a thread holds more."""
-    return min(width // 4, max(MIN_WARPS * 32, width // KEYS_PER_THREAD))
+    """Threads of a program that hold its scores, four or more each."""
+    return min(width // 4, 32 * program_warps(width))
 
 
 @triton.jit
@@ -566,7 +572,7 @@ def choose_best(
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         ENTRIES_PER_BLOCK=entries_per_block, WIDTH=width,
         BLOCK_K=next_power_of_two(topk),
-        num_warps=max(MIN_WARPS, min(MAX_WARPS, width // (32 * KEYS_PER_THREAD))),
+        num_warps=program_warps(width),
     )  # fmt: skip
 
 
