@@ -9,7 +9,13 @@ import triton
 
 from dsv4.bench.gather import NUM_LAYERS as NUM_GATHER_LAYERS
 from dsv4.bench.gather import NUM_REQUESTS, are_same, compressed_handles, random_rows
-from dsv4.bench.write import NUM_LAYERS, WriteCase, write_case, write_config
+from dsv4.bench.write import (
+    NUM_LAYERS,
+    NUM_PREFILL_LAYERS,
+    WriteCase,
+    write_case,
+    write_config,
+)
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
@@ -45,11 +51,8 @@ CHECKED_LENGTHS = {
 }
 CANDIDATES: dict[str, tuple[AnyLaunch, ...]] = {
     "swa decode": tuple(Launch(n) for n in (1, 2, 4)),
-    "csa decode": tuple(Launch(n) for n in (2, 4, 8)),
-    "hca decode": tuple(
-        Launch(n, channels=channels, gate_reads=reads)
-        for channels, n, reads in ((32, 4, 1), (64, 4, 1), (32, 4, 2), (64, 4, 2), (128, 4, 2))
-    ),
+    "csa decode": (Launch(2), Launch(4), Launch(4, maxnreg=80), Launch(8)),
+    "hca decode": tuple(Launch(4, channels=channels) for channels in (32, 64, 128)),
     "swa step": (Launch(4), Launch(8)),
     "csa step": (Launch(4), Launch(8)),
     "hca step": (Launch(4), Launch(8)),
@@ -57,12 +60,19 @@ CANDIDATES: dict[str, tuple[AnyLaunch, ...]] = {
         Launch(n, window_rows=window_rows) for window_rows, n in ((1, 1), (2, 2), (4, 4), (8, 4))
     ),
     "csa chunk": tuple(
-        Launch(4, rows=rows, window_rows=window_rows, maxnreg=maxnreg)
-        for rows, window_rows, maxnreg in ((1, 4, None), (1, 4, 96), (1, 8, 96), (2, 4, None))
+        Launch(n, window_rows=window_rows, maxnreg=maxnreg)
+        for window_rows, n, maxnreg in (
+            (4, 4, None),
+            (4, 4, 72),
+            (4, 4, 96),
+            (8, 4, 96),
+            (2, 2, None),
+            (4, 2, None),
+        )
     ),
     "hca chunk": tuple(
         Launch(n, channels=channels, window_rows=window_rows)
-        for channels, window_rows, n in ((32, 4, 4), (64, 4, 4), (64, 8, 8))
+        for channels, window_rows, n in ((32, 4, 4), (64, 4, 4), (32, 1, 4), (64, 1, 4), (64, 8, 8))
     ),
     "gather": tuple(
         GatherLaunch(tile, n) for tile, n in ((1, 1), (2, 1), (4, 1), (8, 2), (8, 4), (16, 4))
@@ -90,7 +100,8 @@ def build_cases(work: str, size: int, *, is_rotating: bool, device: str = "cuda"
         return
     layer, kind = WRITES[work]
     if kind == "chunk":
-        yield _case_of(write_case(write_config(layer), 1, before=0, after=size, device=device), 1.0)
+        config = write_config(layer, num_layers=NUM_PREFILL_LAYERS if is_rotating else 1)
+        yield _case_of(write_case(config, 1, before=0, after=size, device=device), 1.0)
         return
     count = STEP_TOKENS[kind]
     config = write_config(

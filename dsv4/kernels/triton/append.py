@@ -16,6 +16,7 @@ from dsv4.kernels.triton.primitives import (
     round_to_bf16,
     store_rotated,
     store_rows,
+    wait_for_launch_before,
 )
 
 
@@ -23,9 +24,12 @@ from dsv4.kernels.triton.primitives import (
 def locate(token, tokens, IS_DECODE: tl.constexpr):
     """Position, slot (-1 for padding), lengths and workspace start of a token's request.
 
-    In a decode step every request has one token, so that the token's index is its request's.
+    In a decode step every request has one token, so that the token's index is its request's. The
+    plan was copied to the device before the first launch; for all else the launch before is waited
+    for.
     """
-    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr = tokens
+    (positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
+     _token_starts_ptr) = tokens  # fmt: skip
     position = tl.load(positions_ptr + token)
     if IS_DECODE:
         slot = tl.load(request_slots_ptr + token).to(tl.int64)
@@ -38,7 +42,28 @@ def locate(token, tokens, IS_DECODE: tl.constexpr):
         before = tl.load(before_ptr + request)
         after = tl.load(after_ptr + request)
         start = tl.load(starts_ptr + request)
+    wait_for_launch_before(STARTS_NEXT=True)
     return position, slot, before, after, start
+
+
+@triton.jit
+def locate_segment(segment, num_tokens, tokens, TILE: tl.constexpr):
+    """The first token of a segment, how many it has, and what `locate` says of the first.
+
+    A segment is what a tile of tokens has of one request. There is one for each tile, of its first
+    token's request, then one for each request, which is empty unless the request begins inside a
+    tile. A loop over a tile's requests instead would take 40 registers more.
+    """
+    token = segment * TILE
+    request = segment - tl.cdiv(num_tokens, TILE)
+    is_whole = True
+    if request >= 0:
+        token = tl.minimum(tl.load(tokens[6] + request), num_tokens - 1)
+        is_whole = (token % TILE != 0) & (tl.load(tokens[1] + token) == request)
+    position, slot, before, after, start = locate(token, tokens, False)
+    end = tl.minimum(token // TILE * TILE + TILE, num_tokens)
+    count = tl.where(is_whole, tl.minimum(after - position, end - token), 0)
+    return token, count, position, slot, before, after, start
 
 
 @triton.jit

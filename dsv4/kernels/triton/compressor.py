@@ -97,67 +97,49 @@ def pool_csa_inside(
 
 
 @triton.jit
-def pool_hca_step(
-    own_kv, own_gate, tail_ptr, position, column, mask,
-    DIM: tl.constexpr, CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr,
+def load_hca_window(
+    projections, tail_ptr, token, position, first_channel,
+    DIM: tl.constexpr, CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr,
 ):  # fmt: skip
-    """`[CHANNELS]` of the HCA window that a request's only token closes; the rest is in the tail.
+    """CHANNELS of the HCA window that a request's only token closes; the rest is in the tail.
 
-    column is `[1, CHANNELS]`. 8 groups of 16 rows are pooled side by side, each in order.
+    16 tiles `[8, CHANNELS]` of kv and 16 of gates: tile i has row i of 8 groups of 16 rows.
     """
     group = tl.arange(0, 8)[:, None]
+    column = tl.broadcast_to(first_channel + tl.arange(0, CHANNELS)[None, :], (8, CHANNELS))
+    mask = column < DIM
     is_own = group == 7
-    row = position + TAIL_ROWS - 127 + 16 * group
-    wanted = mask & (group < 8)
+    own_kv, own_gate = load_row(projections, token, position, column, mask & is_own, DIM, 128,
+                                TAIL_BF16)  # fmt: skip
+    kvs = ()
     gates = ()
-    largest = tl.full((8, CHANNELS), float("-inf"), tl.float32)
     for index in tl.static_range(16):
-        at = tail_ptr + ((row + index) % TAIL_ROWS) * (2 * DIM) + column
-        gate = tl.load(at + DIM, mask=wanted, other=0.0).to(tl.float32)
-        if index == 15:
-            gate = tl.where(is_own, own_gate, gate)
+        row = 16 * group + index
+        if TAIL_ROWS != 128:  # else the tail begins with the window's first row
+            row += position + TAIL_ROWS - 127
+        if index < 15:
+            kv, gate = load_stored(tail_ptr, row, column, mask, DIM, TAIL_ROWS)
+        else:
+            kv, gate = load_stored(tail_ptr, row, column, mask & ~is_own, DIM, TAIL_ROWS)
+            kv, gate = tl.where(is_own, own_kv, kv), tl.where(is_own, own_gate, gate)
+        kvs = kvs + (kv,)
         gates = gates + (gate,)
-        largest = tl.maximum(largest, gate, propagate_nan=tl.PropagateNan.ALL)
-    base = at_least_lowest(largest)
-    total = tl.zeros((8, CHANNELS), tl.float32)
-    weighted = tl.zeros((8, CHANNELS), tl.float32)
-    for index in tl.static_range(16):
-        at = tail_ptr + ((row + index) % TAIL_ROWS) * (2 * DIM) + column
-        kv = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
-        if index == 15:
-            kv = tl.where(is_own, own_kv, kv)
-        weight = exp_of_nonpositive(gates[index] - base)
-        total += weight
-        weighted += weight * kv
-    return combine_groups(largest, total, weighted, CHANNELS)
+    return kvs, gates
 
 
 @triton.jit
-def pool_hca_step_twice(
-    own_kv, own_gate, tail_ptr, position, column, mask,
-    DIM: tl.constexpr, CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr,
-):  # fmt: skip
-    """`pool_hca_step` that reads the gates twice: half the registers."""
-    group = tl.arange(0, 8)[:, None]
-    row = position + TAIL_ROWS - 127 + 16 * group
-    wanted = mask & (group < 8)
-    largest = tl.full((8, CHANNELS), float("-inf"), tl.float32)
-    for index in tl.range(16, loop_unroll_factor=4):
-        at = tail_ptr + ((row + index) % TAIL_ROWS) * (2 * DIM) + column
-        gate = tl.load(at + DIM, mask=wanted, other=0.0).to(tl.float32)
-        gate = tl.where(16 * group + index == 127, own_gate, gate)
-        largest = tl.maximum(largest, gate, propagate_nan=tl.PropagateNan.ALL)
+def combine_hca(kvs, gates, CHANNELS: tl.constexpr):
+    """`[CHANNELS]`: the rows of `load_hca_window` pooled, groups side by side, each in order."""
+    largest = gates[0]
+    for index in tl.static_range(1, 16):
+        largest = tl.maximum(largest, gates[index], propagate_nan=tl.PropagateNan.ALL)
     base = at_least_lowest(largest)
     total = tl.zeros((8, CHANNELS), tl.float32)
     weighted = tl.zeros((8, CHANNELS), tl.float32)
-    for index in tl.range(16, loop_unroll_factor=4):
-        at = tail_ptr + ((row + index) % TAIL_ROWS) * (2 * DIM) + column
-        is_own = 16 * group + index == 127
-        gate = tl.load(at + DIM, mask=wanted, other=0.0).to(tl.float32)
-        kv = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
-        weight = exp_of_nonpositive(tl.where(is_own, own_gate, gate) - base)
+    for index in tl.static_range(16):
+        weight = exp_of_nonpositive(gates[index] - base)
         total += weight
-        weighted += weight * tl.where(is_own, own_kv, kv)
+        weighted += weight * kvs[index]
     return combine_groups(largest, total, weighted, CHANNELS)
 
 

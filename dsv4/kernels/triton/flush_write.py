@@ -2,7 +2,7 @@
 
 A program does one of three things: it writes window rows, or entries of the main compressor, or
 of the indexer's. In a step it takes one token (of an HCA layer: some of one token's channels), in
-a forward with chunks a tile of tokens.
+a forward with chunks what a tile of tokens has of one request.
 
 No row is overwritten while another program may still read it. A step never overwrites a row that
 another token of it reads, because rings and tails are longer by a step. Of a chunk, a ring row is
@@ -27,17 +27,18 @@ from dsv4.kernels import (
 from dsv4.kernels.triton.append import (
     load_row,
     locate,
+    locate_segment,
     store_tail,
     tail_of,
     write_window_rows,
 )
 from dsv4.kernels.triton.compressor import (
+    combine_hca,
+    load_hca_window,
     pool_csa,
     pool_csa_inside,
     pool_csa_step,
     pool_hca,
-    pool_hca_step,
-    pool_hca_step_twice,
 )
 from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters
 from dsv4.kernels.triton.primitives import (
@@ -137,56 +138,58 @@ def keep_last_rows(
 
 
 @triton.jit
-def compress_csa_tile(
-    tile, num_tokens, tokens, projections, slots, norm_ptr, rope, blocks, eps, global_scale,
+def compress_csa_segment(
+    segment, num_tokens, tokens, projections, slots, norm_ptr, rope, blocks, eps, global_scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
     TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, ROW_ROPE: tl.constexpr, DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr, HAS_HADAMARD: tl.constexpr, LOG_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Chunks among 4 × ROWS tokens of a CSA layer: windows inside them, ROWS at once.
+    """A chunk's segment of at most 4 × ROWS tokens of a CSA layer: windows inside it, ROWS at once.
 
     The program of a chunk's first token keeps the chunk's last rows.
     """
     slots_ptr, slot_bytes, tail_offset = slots
     column = tl.arange(0, BLOCK)[None, :]
-    token = tile * (4 * ROWS)
-    end = tl.minimum(token + 4 * ROWS, num_tokens)
-    while token < end:
-        position, slot, before, after, start = locate(token, tokens, False)
-        count = tl.maximum(tl.minimum(after - position, end - token), 1)
-        if (slot >= 0) & (start >= 0):
-            ahead = 3 - position % 4 + 4 * tl.arange(0, ROWS)
-            is_closing = (ahead < count) & (position + ahead - 7 >= before)
-            pooled = pool_csa_inside(projections, token + ahead, is_closing, ROWS, DIM, BLOCK,
-                                     TAIL_BF16)  # fmt: skip
-            flush_rows(pooled, position + ahead, slot, is_closing, norm_ptr, rope, blocks, eps,
-                       global_scale, ROWS, 4, DIM, ROPE, BLOCK, ENTRIES_PER_BLOCK, FORMAT,
-                       ROW_ROPE, DATA_BYTES, SCALE_BYTES, HAS_HADAMARD, LOG_DIM)  # fmt: skip
-            if position == before:
-                tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
-                for series in tl.static_range(2):
-                    keep_last_rows(projections, tail_ptr, token, position, after - before,
-                                   column + series * DIM, column < DIM, 2 * DIM, 4, TAIL_ROWS,
-                                   TAIL_BF16, 4)  # fmt: skip
-        token += count
+    token, count, position, slot, before, after, start = locate_segment(
+        segment, num_tokens, tokens, 4 * ROWS
+    )
+    if (count > 0) & (slot >= 0) & (start >= 0):
+        ahead = 3 - position % 4 + 4 * tl.arange(0, ROWS)
+        is_closing = (ahead < count) & (position + ahead - 7 >= before)
+        pooled = pool_csa_inside(projections, token + ahead, is_closing, ROWS, DIM, BLOCK,
+                                 TAIL_BF16)  # fmt: skip
+        flush_rows(pooled, position + ahead, slot, is_closing, norm_ptr, rope, blocks, eps,
+                   global_scale, ROWS, 4, DIM, ROPE, BLOCK, ENTRIES_PER_BLOCK, FORMAT,
+                   ROW_ROPE, DATA_BYTES, SCALE_BYTES, HAS_HADAMARD, LOG_DIM)  # fmt: skip
+        if position == before:
+            tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
+            for series in tl.static_range(2):
+                keep_last_rows(projections, tail_ptr, token, position, after - before,
+                               column + series * DIM, column < DIM, 2 * DIM, 4, TAIL_ROWS,
+                               TAIL_BF16, 4)  # fmt: skip
+
+
+@triton.jit
+def leave_channels(pooled, first, window, pooled_ptr, DIM: tl.constexpr, CHANNELS: tl.constexpr):
+    """Leave channels of a pooled window, from `first` on, for `finish_hca_window`."""
+    channel = first + tl.arange(0, CHANNELS)
+    tl.store(pooled_ptr + window * DIM + channel, pooled, mask=channel < DIM)
 
 
 @triton.jit
 def finish_hca_window(
-    pooled, window, position, slot, part, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks,
-    eps, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps,
+    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     ENTRIES_PER_BLOCK: tl.constexpr, FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Leave a part's channels of a window; the last part to arrive stores the entry.
+    """The last to arrive of the PARTS programs that leave a window's channels stores the entry.
 
     Which one that is does not change a bit of it.
     """
-    channel = part * CHANNELS + tl.arange(0, CHANNELS)
-    tl.store(pooled_ptr + window * DIM + channel, pooled, mask=channel < DIM)
     tl.debug_barrier()  # all of the program's stores come before its arrival
-    if tl.atomic_add(arrivals_ptr + window, 1, sem="acq_rel") == BLOCK // CHANNELS - 1:
+    if tl.atomic_add(arrivals_ptr + window, 1, sem="acq_rel") == PARTS - 1:
         tl.store(arrivals_ptr + window, 0)
         column = tl.arange(0, BLOCK)[None, :]
         row = tl.load(pooled_ptr + window * DIM + column, mask=column < DIM, other=0.0,
@@ -197,48 +200,79 @@ def finish_hca_window(
 
 
 @triton.jit
+def compress_hca_token(
+    token, part, tokens, projections, slots, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps,
+    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Some channels of one token of an HCA layer in a decode step.
+
+    While 32 of them are pooled, the next are on their way.
+    """
+    AT_ONCE: tl.constexpr = min(CHANNELS, 32)
+    slots_ptr, slot_bytes, tail_offset = slots
+    column = part * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    mask = column < DIM
+    position, slot, _, _, _ = locate(token, tokens, True)
+    kv, gate = load_row(projections, token, position, column, mask, DIM, 128, TAIL_BF16)
+    tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
+    if (slot >= 0) & (position % 128 == 127):
+        window = token + token // 128
+        first = part * CHANNELS
+        kvs, gates = load_hca_window(projections, tail_ptr, token, position, first, DIM, AT_ONCE,
+                                     TAIL_ROWS, TAIL_BF16)  # fmt: skip
+        for _ in range(CHANNELS // AT_ONCE - 1):
+            next_kvs, next_gates = load_hca_window(
+                projections, tail_ptr, token, position, first + AT_ONCE, DIM, AT_ONCE, TAIL_ROWS,
+                TAIL_BF16,
+            )  # fmt: skip
+            pooled = combine_hca(kvs, gates, AT_ONCE)
+            leave_channels(pooled, first, window, pooled_ptr, DIM, AT_ONCE)
+            first += AT_ONCE
+            kvs, gates = next_kvs, next_gates
+        pooled = combine_hca(kvs, gates, AT_ONCE)
+        leave_channels(pooled, first, window, pooled_ptr, DIM, AT_ONCE)
+        finish_hca_window(window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks,
+                          eps, DIM, ROPE, BLOCK, BLOCK // CHANNELS, ENTRIES_PER_BLOCK, FORMAT,
+                          DATA_BYTES, SCALE_BYTES)  # fmt: skip
+    store_tail(kv, gate, tail_ptr, position, column, mask & (slot >= 0), DIM, TAIL_ROWS, TAIL_BF16)
+
+
+@triton.jit
 def compress_hca_step(
     token, part, tokens, projections, slots, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps,
     DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
     TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    IS_DECODE: tl.constexpr, GATE_READS: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of one token of an HCA layer in a step."""
+    """Some channels of one token of an HCA layer in a step of several tokens a request."""
     slots_ptr, slot_bytes, tail_offset = slots
     column = part * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     mask = column < DIM
-    position, slot, before, _, _ = locate(token, tokens, IS_DECODE)
+    position, slot, before, _, _ = locate(token, tokens, False)
     kv, gate = load_row(projections, token, position, column, mask, DIM, 128, TAIL_BF16)
     tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
     if (slot >= 0) & (position % 128 == 127):
-        if IS_DECODE:
-            window = token + token // 128
-            if GATE_READS == 2:
-                pooled = pool_hca_step_twice(kv, gate, tail_ptr, position, column, mask, DIM,
-                                             CHANNELS, TAIL_ROWS)  # fmt: skip
-            else:
-                pooled = pool_hca_step(kv, gate, tail_ptr, position, column, mask, DIM, CHANNELS,
-                                       TAIL_ROWS)  # fmt: skip
-        else:
-            window = tl.load(tokens[1] + token) + token // 128
-            pooled = pool_hca(projections, tail_ptr, token, position, before, column, mask, DIM,
-                              CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-        finish_hca_window(pooled, window, position, slot, part, pooled_ptr, arrivals_ptr,
-                          norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK, CHANNELS,
-                          ENTRIES_PER_BLOCK, FORMAT, DATA_BYTES, SCALE_BYTES)  # fmt: skip
+        window = tl.load(tokens[1] + token) + token // 128
+        pooled = pool_hca(projections, tail_ptr, token, position, before, column, mask, DIM,
+                          CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
+        leave_channels(pooled, part * CHANNELS, window, pooled_ptr, DIM, CHANNELS)
+        finish_hca_window(window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks,
+                          eps, DIM, ROPE, BLOCK, BLOCK // CHANNELS, ENTRIES_PER_BLOCK, FORMAT,
+                          DATA_BYTES, SCALE_BYTES)  # fmt: skip
     store_tail(kv, gate, tail_ptr, position, column, mask & (slot >= 0), DIM, TAIL_ROWS, TAIL_BF16)
 
 
 @triton.jit
-def compress_hca_tile(
-    tile, part, num_tokens, tokens, projections, slots, pooled_ptr, arrivals_ptr, norm_ptr, rope,
+def compress_hca_segment(
+    segment, part, num_tokens, tokens, projections, slots, pooled_ptr, arrivals_ptr, norm_ptr, rope,
     blocks, eps,
     DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
     TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of 128 tokens of an HCA layer in a forward with chunks, request by request.
+    """Some channels of a segment of an HCA layer in a forward with chunks, at most 128 tokens.
 
     The window that reaches back into the tail is done by the program of its chunk's first token,
     which then overwrites the tail.
@@ -246,42 +280,39 @@ def compress_hca_tile(
     slots_ptr, slot_bytes, tail_offset = slots
     column = part * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     mask = column < DIM
-    token = tile * 128
-    end = tl.minimum(token + 128, num_tokens)
-    while token < end:
-        position, slot, before, after, start = locate(token, tokens, False)
-        count = tl.maximum(tl.minimum(after - position, end - token), 1)
-        if slot >= 0:
-            ahead = 127 - position % 128
-            kept = count
-            limit = count
-            if start >= 0:
-                kept = tl.where(position == before, after - before, 0)
-                limit = tl.where(position + ahead - 127 < before, kept, count)
-            tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
-            if ahead < limit:
-                window = tl.load(tokens[1] + token) + (token + ahead) // 128
-                pooled = pool_hca(projections, tail_ptr, token + ahead, position + ahead, before,
-                                  column, mask, DIM, CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-                finish_hca_window(pooled, window, position + ahead, slot, part, pooled_ptr,
-                                  arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK,
-                                  CHANNELS, ENTRIES_PER_BLOCK, FORMAT, DATA_BYTES,
-                                  SCALE_BYTES)  # fmt: skip
-            if kept > 0:
-                tl.debug_barrier()  # what the tail held has been read
-                keep_last_rows(projections, tail_ptr, token, position, kept, column, mask, DIM, 128,
-                               TAIL_ROWS, TAIL_BF16, 16)  # fmt: skip
-        token += count
+    token, count, position, slot, before, after, start = locate_segment(
+        segment, num_tokens, tokens, 128
+    )
+    if (count > 0) & (slot >= 0):
+        ahead = 127 - position % 128
+        kept = count
+        limit = count
+        if start >= 0:
+            kept = tl.where(position == before, after - before, 0)
+            limit = tl.where(position + ahead - 127 < before, kept, count)
+        tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
+        if ahead < limit:
+            window = tl.load(tokens[1] + token) + (token + ahead) // 128
+            pooled = pool_hca(projections, tail_ptr, token + ahead, position + ahead, before,
+                              column, mask, DIM, CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
+            leave_channels(pooled, part * CHANNELS, window, pooled_ptr, DIM, CHANNELS)
+            finish_hca_window(window, position + ahead, slot, pooled_ptr, arrivals_ptr, norm_ptr,
+                              rope, blocks, eps, DIM, ROPE, BLOCK, BLOCK // CHANNELS,
+                              ENTRIES_PER_BLOCK, FORMAT, DATA_BYTES, SCALE_BYTES)  # fmt: skip
+        if kept > 0:
+            tl.debug_barrier()  # what the tail held has been read
+            keep_last_rows(projections, tail_ptr, token, position, kept, column, mask, DIM, 128,
+                           TAIL_ROWS, TAIL_BF16, 16)  # fmt: skip
 
 
-COUNTS = ["num_tokens", "num_tiles", "num_index_tiles", "workspace_rows"]
+COUNTS = ["num_tokens", "num_segments", "num_index_segments", "workspace_rows"]
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def _write_kernel(
     positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
-    block_table_ptr, table_stride, num_tokens, num_tiles, num_index_tiles, cos_ptr, sin_ptr, eps,
-    slots_ptr, slot_bytes, blocks_ptr, block_bytes,
+    token_starts_ptr, block_table_ptr, table_stride, num_tokens, num_segments, num_index_segments,
+    cos_ptr, sin_ptr, eps, slots_ptr, slot_bytes, blocks_ptr, block_bytes,
     window_kv_ptr, window_stride, window_norm_ptr, ring_offset, workspace_ptr, workspace_rows,
     kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, tail_offset, page_offset,
     index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr, index_tail_offset,
@@ -293,42 +324,46 @@ def _write_kernel(
     HAS_GLOBAL_SCALE: tl.constexpr, LOG_INDEX: tl.constexpr, TAIL_ROWS: tl.constexpr,
     TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, RING_ROWS: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, INDEX_ROWS: tl.constexpr, WINDOW_ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr, GATE_READS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_COMPRESSOR: tl.constexpr,
+    CHANNELS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_COMPRESSOR: tl.constexpr,
     HAS_INDEX: tl.constexpr, HAS_CHUNKS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
     """Programs in this order: the main compressor's, the indexer's, the window's."""
-    wait_for_launch_before(STARTS_NEXT=True)
     program = tl.program_id(0)
-    tokens = (positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr)
+    tokens = (positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
+              token_starts_ptr)  # fmt: skip
     rope = (cos_ptr, sin_ptr)
     if HAS_COMPRESSOR and RATIO == 128:
         PARTS: tl.constexpr = BLOCK // CHANNELS
         projections = (kv_ptr, gate_ptr, stride, bias_ptr)
         slots = (slots_ptr, slot_bytes, tail_offset)
         blocks = (blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride)
-        if program < num_tiles * PARTS:
+        if program < num_segments * PARTS:
             if HAS_CHUNKS:
-                compress_hca_tile(
+                compress_hca_segment(
                     program // PARTS, program % PARTS, num_tokens, tokens, projections, slots,
                     pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK,
                     CHANNELS, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
+                )  # fmt: skip
+            elif IS_DECODE:
+                compress_hca_token(
+                    program // PARTS, program % PARTS, tokens, projections, slots, pooled_ptr,
+                    arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK, CHANNELS,
+                    TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
                 )  # fmt: skip
             else:
                 compress_hca_step(
                     program // PARTS, program % PARTS, tokens, projections, slots, pooled_ptr,
                     arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK, CHANNELS,
                     TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
-                    IS_DECODE, GATE_READS,
                 )  # fmt: skip
-        program -= num_tiles * PARTS
+        program -= num_segments * PARTS
     elif HAS_COMPRESSOR:
         projections = (kv_ptr, gate_ptr, stride, bias_ptr)
         slots = (slots_ptr, slot_bytes, tail_offset)
         blocks = (blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride)
-        if program < num_tiles:
+        if program < num_segments:
             if HAS_CHUNKS:
-                compress_csa_tile(
+                compress_csa_segment(
                     program, num_tokens, tokens, projections, slots, norm_ptr, rope, blocks, eps,
                     1.0, ROWS, DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
                     KV_FORMAT, ROPE, KV_DATA, KV_SCALE, False, 0,
@@ -340,7 +375,7 @@ def _write_kernel(
                     blocks, eps, 1.0, DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
                     KV_FORMAT, ROPE, KV_DATA, KV_SCALE, False, 0, IS_DECODE,
                 )  # fmt: skip
-        program -= num_tiles
+        program -= num_segments
     if HAS_INDEX:
         scale = 1.0
         if HAS_GLOBAL_SCALE:
@@ -348,9 +383,9 @@ def _write_kernel(
         projections = (index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr)
         slots = (slots_ptr, slot_bytes, index_tail_offset)
         blocks = (blocks_ptr, block_bytes, index_page_offset, block_table_ptr, table_stride)
-        if (program >= 0) & (program < num_index_tiles):
+        if (program >= 0) & (program < num_index_segments):
             if HAS_CHUNKS:
-                compress_csa_tile(
+                compress_csa_segment(
                     program, num_tokens, tokens, projections, slots, index_norm_ptr, rope, blocks,
                     eps, scale, INDEX_ROWS, INDEX_DIM, ROPE, INDEX_BLOCK, TAIL_ROWS, TAIL_BF16,
                     ENTRIES_PER_BLOCK, INDEX_FORMAT, 0, INDEX_DATA, INDEX_SCALE, HAS_HADAMARD,
@@ -364,20 +399,23 @@ def _write_kernel(
                     TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, INDEX_FORMAT, 0, INDEX_DATA,
                     INDEX_SCALE, HAS_HADAMARD, LOG_INDEX, IS_DECODE,
                 )  # fmt: skip
-        program -= num_index_tiles
+        program -= num_index_segments
     if HAS_WINDOW:
-        token = program * WINDOW_ROWS
-        end = tl.minimum(token + WINDOW_ROWS, num_tokens)
-        while (token >= 0) & (token < end):
-            position, slot, before, after, start = locate(token, tokens, IS_DECODE)
-            count = tl.maximum(tl.minimum(after - position, end - token), 1)
-            write_window_rows(
-                token, count, position, slot, before, after, start, window_kv_ptr, window_stride,
-                num_tokens, window_norm_ptr, rope, slots_ptr, slot_bytes, ring_offset,
-                workspace_ptr, workspace_rows, eps, WINDOW_ROWS, DIM, ROPE, BLOCK, KV_FORMAT,
-                KV_DATA, KV_SCALE, RING_ROWS, WINDOW, HAS_CHUNKS,
-            )  # fmt: skip
-            token += count
+        if program >= 0:
+            if WINDOW_ROWS == 1:
+                token, count = program, 1
+                position, slot, before, after, start = locate(token, tokens, IS_DECODE)
+            else:
+                token, count, position, slot, before, after, start = locate_segment(
+                    program, num_tokens, tokens, WINDOW_ROWS
+                )
+            if count > 0:
+                write_window_rows(
+                    token, count, position, slot, before, after, start, window_kv_ptr,
+                    window_stride, num_tokens, window_norm_ptr, rope, slots_ptr, slot_bytes,
+                    ring_offset, workspace_ptr, workspace_rows, eps, WINDOW_ROWS, DIM, ROPE, BLOCK,
+                    KV_FORMAT, KV_DATA, KV_SCALE, RING_ROWS, WINDOW, HAS_CHUNKS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -401,16 +439,17 @@ def _edge_kernel(
     those that close a window which reaches back into the tail, at most two; of other requests
     all.
     """
-    wait_for_launch_before(STARTS_NEXT=True)
     request = tl.program_id(0)
     index = tl.program_id(1)
     slot = tl.load(request_slots_ptr + request).to(tl.int64)
     before = tl.load(before_ptr + request)
     count = tl.load(after_ptr + request) - before
     is_chunk = tl.load(starts_ptr + request) >= 0
+    first_token = tl.load(token_starts_ptr + request)
+    wait_for_launch_before(STARTS_NEXT=True)
     ahead = tl.where(is_chunk, 3 - before % 4 + 4 * index, index)
     if (slot >= 0) & (ahead < tl.where(is_chunk, tl.minimum(count, 7), count)):
-        token = tl.load(token_starts_ptr + request) + ahead
+        token = first_token + ahead
         rope = (cos_ptr, sin_ptr)
         if tl.program_id(2) == 0:
             compress_csa_token(
@@ -459,19 +498,18 @@ def write_layer(
         kind: Kind = "chunk" if has_chunks else "decode" if is_decode else "step"
         launch = launch_parameters(ratio, kind, num_tokens, memory.slots.device)
     arguments = _arguments(writes, memory, tokens, rope, eps=eps, has_hadamard=has_hadamard)
-    grid = _grid(writes, arguments, launch, num_tokens, ratio=ratio, has_chunks=has_chunks)
+    grid = _grid(writes, arguments, launch, tokens, ratio=ratio, has_chunks=has_chunks)
     if has_chunks and writes.index_keys is not None:
         # A chunk has at most two such windows, another request at most a step of tokens.
         most = max(2, memory.layout.tail_rows - 7)
-        _edge_kernel[(len(tokens.request_slots), most, 2)](
-            token_starts_ptr=tokens.token_starts, **arguments, num_warps=8
-        )
+        _edge_kernel[(len(tokens.request_slots), most, 2)](**arguments, num_warps=8)
     _write_kernel[(grid.num_programs,)](
         **arguments, **_window_arguments(writes.window, memory, tokens),
-        num_tokens=num_tokens, num_tiles=grid.num_tiles, num_index_tiles=grid.num_index_tiles,
+        num_tokens=num_tokens, num_segments=grid.num_segments,
+        num_index_segments=grid.num_index_segments,
         pooled_ptr=memory.pooled, arrivals_ptr=memory.arrivals, RATIO=ratio or 1,
         ROWS=launch.rows, INDEX_ROWS=grid.index_rows, WINDOW_ROWS=launch.window_rows,
-        CHANNELS=grid.channels, GATE_READS=launch.gate_reads, HAS_WINDOW=writes.window is not None,
+        CHANNELS=grid.channels, HAS_WINDOW=writes.window is not None,
         HAS_COMPRESSOR=writes.entries is not None, HAS_INDEX=writes.index_keys is not None,
         HAS_CHUNKS=has_chunks, IS_DECODE=is_decode, num_warps=launch.num_warps,
         maxnreg=launch.maxnreg,
@@ -480,8 +518,8 @@ def write_layer(
 
 class _Grid(NamedTuple):
     num_programs: int
-    num_tiles: int
-    num_index_tiles: int
+    num_segments: int
+    num_index_segments: int
     index_rows: int
     channels: int
 
@@ -490,7 +528,7 @@ def _grid(
     writes: LayerWrites,
     arguments: dict[str, Any],
     launch: Launch,
-    num_tokens: int,
+    tokens: TokenMap,
     *,
     ratio: int,
     has_chunks: bool,
@@ -499,18 +537,25 @@ def _grid(
     block, index_block = arguments["BLOCK"], arguments["INDEX_BLOCK"]
     index_rows = launch.rows * max(1, block // index_block)
     channels = min(launch.channels, block)
-    num_tiles = num_index_tiles = num_tokens
+    tile, index_tile = 1, 1
     if has_chunks:
-        num_tiles = -(-num_tokens // (128 if ratio == 128 else 4 * launch.rows))
-        num_index_tiles = -(-num_tokens // (4 * index_rows))
+        tile, index_tile = 128 if ratio == 128 else 4 * launch.rows, 4 * index_rows
+    num_segments = _num_segments(tokens, tile)
+    num_index_segments = _num_segments(tokens, index_tile)
     num_programs = 0
     if writes.entries is not None:
-        num_programs += num_tiles * (block // channels if ratio == 128 else 1)
+        num_programs += num_segments * (block // channels if ratio == 128 else 1)
     if writes.index_keys is not None:
-        num_programs += num_index_tiles
+        num_programs += num_index_segments
     if writes.window is not None:
-        num_programs += -(-num_tokens // launch.window_rows)
-    return _Grid(num_programs, num_tiles, num_index_tiles, index_rows, channels)
+        num_programs += _num_segments(tokens, launch.window_rows)
+    return _Grid(num_programs, num_segments, num_index_segments, index_rows, channels)
+
+
+def _num_segments(tokens: TokenMap, tile: int) -> int:
+    """Segments of tiles of so many tokens, as `append.locate_segment` counts them."""
+    num_tokens = len(tokens.positions)
+    return num_tokens if tile == 1 else -(-num_tokens // tile) + len(tokens.request_slots)
 
 
 def _arguments(
@@ -529,6 +574,7 @@ def _arguments(
         "positions_ptr": tokens.positions, "request_ids_ptr": tokens.request_ids,
         "request_slots_ptr": tokens.request_slots, "before_ptr": tokens.positions_before,
         "after_ptr": tokens.positions_after, "starts_ptr": tokens.workspace_starts,
+        "token_starts_ptr": tokens.token_starts,
         "block_table_ptr": tokens.block_table, "table_stride": tokens.block_table.stride(0),
         "cos_ptr": rope.cos, "sin_ptr": rope.sin, "eps": eps,
         "slots_ptr": memory.slots, "slot_bytes": memory.slots.shape[1],

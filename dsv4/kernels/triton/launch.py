@@ -30,14 +30,12 @@ INTERPRETED_AS = "sm_90"
 class Launch(NamedTuple):
     """How one launch of the write path is cut into programs.
 
-    channels are those of an HCA program; gate_reads says how often it reads a window's gates in a
-    decode step, once to keep them in registers or twice; rows the entries that a CSA program pools
-    at once in a forward with chunks; window_rows the window rows of a program.
+    channels are those of an HCA program, rows the entries that a CSA program pools at once in a
+    forward with chunks, window_rows the window rows of a program.
     """
 
     num_warps: int
     channels: int = 64
-    gate_reads: int = 1
     rows: int = 1
     window_rows: int = 1
     maxnreg: int | None = None
