@@ -37,11 +37,12 @@ SIZES = {
     "gather": (NUM_REQUESTS * 512, NUM_REQUESTS * 8192),
 }
 STEP_TOKENS = {"decode": 1, "step": 2}
-# Lengths after a step and their weights; a window closes at 256.
+# Lengths of the first request and of the others after a step, and their weights. A window closes
+# at 256: of HCA none, one request's as in most steps of a server, or all.
 STEP_LENGTHS = {
-    AttentionType.SWA: {254: 1.0},
-    AttentionType.CSA: {256: 1.0},
-    AttentionType.HCA: {254: 1.0, 256: 0.25},
+    AttentionType.SWA: {(254, 254): 1.0},
+    AttentionType.CSA: {(256, 256): 1.0},
+    AttentionType.HCA: {(254, 254): 1.0, (256, 254): 1.0, (256, 256): 0.25},
 }
 # Lengths before and after the checked forward: at, before and after the end of a window.
 CHECKED_LENGTHS = {
@@ -101,15 +102,15 @@ def build_cases(work: str, size: int, *, is_rotating: bool, device: str = "cuda"
     layer, kind = WRITES[work]
     if kind == "chunk":
         config = write_config(layer, num_layers=NUM_PREFILL_LAYERS if is_rotating else 1)
-        yield _case_of(write_case(config, 1, before=0, after=size, device=device), 1.0)
+        yield _case_of(write_case(config, [0], [size], device=device), 1.0)
         return
     count = STEP_TOKENS[kind]
     config = write_config(
         layer, num_layers=NUM_LAYERS if is_rotating else 1, drafts_per_step=count - 1
     )
-    for length, weight in STEP_LENGTHS[layer].items():
-        before = length - count
-        case = write_case(config, size // count, before=before, after=length, device=device)
+    for (first, other), weight in STEP_LENGTHS[layer].items():
+        after = [first, *[other] * (size // count - 1)]
+        case = write_case(config, [length - count for length in after], after, device=device)
         yield _case_of(case, weight)
 
 

@@ -1,5 +1,6 @@
 """`dsv4 bench write`: the write path of one layer, decode steps and a prefill, by graph replay."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,20 +102,20 @@ def write_config(
 
 
 def write_case(
-    config: CacheConfig, batch: int, *, before: int, after: int, device: str = "cuda"
+    config: CacheConfig, before: Sequence[int], after: Sequence[int], *, device: str = "cuda"
 ) -> WriteCase:
     """A forward that takes each request of a batch from one length to another."""
-    num_blocks = batch * -(-after // config.block_tokens)
+    batch = len(before)
+    num_blocks = batch * -(-max(after) // config.block_tokens)
     manager = KVCacheManager(
         config, max_requests=batch, num_blocks=num_blocks, device=device, backend="triton",
         max_forward_tokens=num_blocks * config.block_tokens,
     )  # fmt: skip
     slots = [manager.open_request() for _ in range(batch)]
-    if before:
-        prepare_forward(manager, slots, [0] * batch, [before] * batch).complete()
-    plan = prepare_forward(manager, slots, [before] * batch, [after] * batch)
-    num_tokens = batch * (after - before)
-    inputs = model_projections(config, num_tokens, seed=1, dtype=torch.bfloat16)
+    if any(before):
+        prepare_forward(manager, slots, [0] * batch, before).complete()
+    plan = prepare_forward(manager, slots, before, after)
+    inputs = model_projections(config, plan.num_tokens, seed=1, dtype=torch.bfloat16)
     handles = acquire_layers(manager, plan)
     for handle in handles:
         for tail in (handle.state.tail, handle.state.index_tail):
@@ -143,7 +144,7 @@ def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int)
 def _step_case(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> WriteCase:
     length = 255 if is_closing else 253
     config = write_config(kind, num_layers=num_layers)
-    return write_case(config, batch, before=length, after=length + 1)
+    return write_case(config, [length] * batch, [length + 1] * batch)
 
 
 def _time_sglang(
@@ -159,7 +160,7 @@ def _time_sglang(
 def _time_prefill(kind: AttentionType) -> float:
     """Median microseconds per layer of the writes for a chunk from position 0, layers in turn."""
     config = write_config(kind, num_layers=NUM_PREFILL_LAYERS)
-    case = write_case(config, 1, before=0, after=PREFILL_TOKENS)
+    case = write_case(config, [0], [PREFILL_TOKENS])
     layers = list(zip(*case, strict=True))
     return timing.time_in_turn(lambda layer_idx: write_layer(*layers[layer_idx]), len(layers))
 

@@ -178,23 +178,39 @@ def test_times_are_weighted_and_the_quickest_of_the_rounds(monkeypatch):
 @pytest.mark.parametrize(
     ("work", "size", "expected"),
     [
-        ("swa decode", 32, [(32, 253, 254, 1.0)]),
-        ("csa decode", 1, [(1, 255, 256, 1.0)]),
-        ("hca decode", 128, [(128, 253, 254, 1.0), (128, 255, 256, 0.25)]),
-        ("csa step", 16, [(8, 254, 256, 1.0)]),
-        ("hca step", 128, [(64, 252, 254, 1.0), (64, 254, 256, 0.25)]),
-        ("csa chunk", 512, [(1, 0, 512, 1.0)]),
+        ("swa decode", 3, [([253] * 3, [254] * 3, 1.0)]),
+        ("csa decode", 1, [([255], [256], 1.0)]),
+        (
+            "hca decode",
+            2,
+            [
+                ([253, 253], [254, 254], 1.0),
+                ([255, 253], [256, 254], 1.0),
+                ([255, 255], [256, 256], 0.25),
+            ],
+        ),
+        ("csa step", 4, [([254, 254], [256, 256], 1.0)]),
+        (
+            "hca step",
+            4,
+            [
+                ([252, 252], [254, 254], 1.0),
+                ([254, 252], [256, 254], 1.0),
+                ([254, 254], [256, 256], 0.25),
+            ],
+        ),
+        ("csa chunk", 512, [([0], [512], 1.0)]),
     ],
 )
 def test_what_is_timed(monkeypatch, work, size, expected):
     built = []
 
-    def write_case(config, batch, *, before, after, device):
+    def write_case(config, before, after, *, device):
         layer, kind = WRITES[work]
         assert {spec.attention_type for spec in config.schedule} == {layer}
         assert config.num_layers == (4 if kind == "chunk" else 43)
-        assert (config.drafts_per_step >= after - before - 1) == (kind != "chunk")
-        built.append((batch, before, after))
+        assert (config.drafts_per_step >= after[0] - before[0] - 1) == (kind != "chunk")
+        built.append((before, after))
         return tune_cases.WriteCase([None] * config.num_layers, [], [])
 
     monkeypatch.setattr(tune_cases, "write_case", write_case)
