@@ -101,7 +101,7 @@ def load_hca_window(
     projections, tail_ptr, token, position, first_channel,
     DIM: tl.constexpr, CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr,
 ):  # fmt: skip
-    """CHANNELS of the HCA window that a request's only token closes; the rest is in the tail.
+    """CHANNELS of the HCA window that a request's only token closes; its other rows are stored.
 
     16 tiles `[8, CHANNELS]` of kv and 16 of gates: tile i has row i of 8 groups of 16 rows.
     """
@@ -144,6 +144,36 @@ def combine_hca(kvs, gates, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def leave_channels(pooled, first, window, pooled_ptr, DIM: tl.constexpr, CHANNELS: tl.constexpr):
+    """Store channels of a window, from `first` on, for the program that will have all of them."""
+    channel = first + tl.arange(0, CHANNELS)
+    tl.store(pooled_ptr + window * DIM + channel, pooled, mask=channel < DIM)
+
+
+@triton.jit
+def pool_hca_step(
+    projections, tail_ptr, token, position, first, window, pooled_ptr,
+    DIM: tl.constexpr, CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr,
+):  # fmt: skip
+    """Leave CHANNELS, from `first` on, of the HCA window that a request's only token closes.
+
+    While 32 of them are pooled, the next are on their way.
+    """
+    AT_ONCE: tl.constexpr = min(CHANNELS, 32)
+    kvs, gates = load_hca_window(projections, tail_ptr, token, position, first, DIM, AT_ONCE,
+                                 TAIL_ROWS, TAIL_BF16)  # fmt: skip
+    for _ in range(CHANNELS // AT_ONCE - 1):
+        next_kvs, next_gates = load_hca_window(
+            projections, tail_ptr, token, position, first + AT_ONCE, DIM, AT_ONCE, TAIL_ROWS,
+            TAIL_BF16,
+        )  # fmt: skip
+        leave_channels(combine_hca(kvs, gates, AT_ONCE), first, window, pooled_ptr, DIM, AT_ONCE)
+        first += AT_ONCE
+        kvs, gates = next_kvs, next_gates
+    leave_channels(combine_hca(kvs, gates, AT_ONCE), first, window, pooled_ptr, DIM, AT_ONCE)
+
+
+@triton.jit
 def load_hca_rows(
     projections, tail_ptr, token, position, before, back, column, mask,
     DIM: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr,
@@ -159,13 +189,16 @@ def load_hca_rows(
 
 @triton.jit
 def pool_hca(
-    projections, tail_ptr, token, position, before, column, mask,
+    projections, tail_ptr, token, position, before, first, window, pooled_ptr,
     DIM: tl.constexpr, CHANNELS: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr,
 ):  # fmt: skip
-    """`[CHANNELS]` of the HCA window that `token` closes, from this forward's rows and the tail's.
+    """Leave CHANNELS, from `first` on, of the HCA window that `token` closes, from this forward's
+    rows and the tail's.
 
     The gates are read twice, for their largest and for their weights.
     """
+    column = first + tl.arange(0, CHANNELS)[None, :]
+    mask = column < DIM
     first_back = 127 - 16 * tl.arange(0, 8)[:, None]
     largest = tl.full((8, CHANNELS), float("-inf"), tl.float32)
     for index in tl.range(16, loop_unroll_factor=4):
@@ -182,7 +215,8 @@ def pool_hca(
         weight = exp_of_nonpositive(gate - base)
         total += weight
         weighted += weight * kv
-    return combine_groups(largest, total, weighted, CHANNELS)
+    pooled = combine_groups(largest, total, weighted, CHANNELS)
+    leave_channels(pooled, first, window, pooled_ptr, DIM, CHANNELS)
 
 
 @triton.jit

@@ -33,12 +33,11 @@ from dsv4.kernels.triton.append import (
     write_window_rows,
 )
 from dsv4.kernels.triton.compressor import (
-    combine_hca,
-    load_hca_window,
     pool_csa,
     pool_csa_inside,
     pool_csa_step,
     pool_hca,
+    pool_hca_step,
 )
 from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters
 from dsv4.kernels.triton.primitives import (
@@ -171,13 +170,6 @@ def compress_csa_segment(
 
 
 @triton.jit
-def leave_channels(pooled, first, window, pooled_ptr, DIM: tl.constexpr, CHANNELS: tl.constexpr):
-    """Leave channels of a pooled window, from `first` on, for `finish_hca_window`."""
-    channel = first + tl.arange(0, CHANNELS)
-    tl.store(pooled_ptr + window * DIM + channel, pooled, mask=channel < DIM)
-
-
-@triton.jit
 def finish_hca_window(
     window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps,
     DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
@@ -200,64 +192,29 @@ def finish_hca_window(
 
 
 @triton.jit
-def compress_hca_token(
-    token, part, tokens, projections, slots, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps,
-    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-):  # fmt: skip
-    """Some channels of one token of an HCA layer in a decode step.
-
-    While 32 of them are pooled, the next are on their way.
-    """
-    AT_ONCE: tl.constexpr = min(CHANNELS, 32)
-    slots_ptr, slot_bytes, tail_offset = slots
-    column = part * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    mask = column < DIM
-    position, slot, _, _, _ = locate(token, tokens, True)
-    kv, gate = load_row(projections, token, position, column, mask, DIM, 128, TAIL_BF16)
-    tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
-    if (slot >= 0) & (position % 128 == 127):
-        window = token + token // 128
-        first = part * CHANNELS
-        kvs, gates = load_hca_window(projections, tail_ptr, token, position, first, DIM, AT_ONCE,
-                                     TAIL_ROWS, TAIL_BF16)  # fmt: skip
-        for _ in range(CHANNELS // AT_ONCE - 1):
-            next_kvs, next_gates = load_hca_window(
-                projections, tail_ptr, token, position, first + AT_ONCE, DIM, AT_ONCE, TAIL_ROWS,
-                TAIL_BF16,
-            )  # fmt: skip
-            pooled = combine_hca(kvs, gates, AT_ONCE)
-            leave_channels(pooled, first, window, pooled_ptr, DIM, AT_ONCE)
-            first += AT_ONCE
-            kvs, gates = next_kvs, next_gates
-        pooled = combine_hca(kvs, gates, AT_ONCE)
-        leave_channels(pooled, first, window, pooled_ptr, DIM, AT_ONCE)
-        finish_hca_window(window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks,
-                          eps, DIM, ROPE, BLOCK, BLOCK // CHANNELS, ENTRIES_PER_BLOCK, FORMAT,
-                          DATA_BYTES, SCALE_BYTES)  # fmt: skip
-    store_tail(kv, gate, tail_ptr, position, column, mask & (slot >= 0), DIM, TAIL_ROWS, TAIL_BF16)
-
-
-@triton.jit
 def compress_hca_step(
     token, part, tokens, projections, slots, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps,
     DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
     TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of one token of an HCA layer in a step of several tokens a request."""
+    """Some channels of one token of an HCA layer in a step."""
     slots_ptr, slot_bytes, tail_offset = slots
     column = part * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     mask = column < DIM
-    position, slot, before, _, _ = locate(token, tokens, False)
+    position, slot, before, _, _ = locate(token, tokens, IS_DECODE)
     kv, gate = load_row(projections, token, position, column, mask, DIM, 128, TAIL_BF16)
     tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
     if (slot >= 0) & (position % 128 == 127):
-        window = tl.load(tokens[1] + token) + token // 128
-        pooled = pool_hca(projections, tail_ptr, token, position, before, column, mask, DIM,
-                          CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-        leave_channels(pooled, part * CHANNELS, window, pooled_ptr, DIM, CHANNELS)
+        if IS_DECODE:
+            window = token + token // 128
+            pool_hca_step(projections, tail_ptr, token, position, part * CHANNELS, window,
+                          pooled_ptr, DIM, CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
+        else:
+            window = tl.load(tokens[1] + token) + token // 128
+            pool_hca(projections, tail_ptr, token, position, before, part * CHANNELS, window,
+                     pooled_ptr, DIM, CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
         finish_hca_window(window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks,
                           eps, DIM, ROPE, BLOCK, BLOCK // CHANNELS, ENTRIES_PER_BLOCK, FORMAT,
                           DATA_BYTES, SCALE_BYTES)  # fmt: skip
@@ -293,9 +250,9 @@ def compress_hca_segment(
         tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
         if ahead < limit:
             window = tl.load(tokens[1] + token) + (token + ahead) // 128
-            pooled = pool_hca(projections, tail_ptr, token + ahead, position + ahead, before,
-                              column, mask, DIM, CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-            leave_channels(pooled, part * CHANNELS, window, pooled_ptr, DIM, CHANNELS)
+            pool_hca(projections, tail_ptr, token + ahead, position + ahead, before,
+                     part * CHANNELS, window, pooled_ptr, DIM, CHANNELS, TAIL_ROWS,
+                     TAIL_BF16)  # fmt: skip
             finish_hca_window(window, position + ahead, slot, pooled_ptr, arrivals_ptr, norm_ptr,
                               rope, blocks, eps, DIM, ROPE, BLOCK, BLOCK // CHANNELS,
                               ENTRIES_PER_BLOCK, FORMAT, DATA_BYTES, SCALE_BYTES)  # fmt: skip
@@ -344,17 +301,12 @@ def _write_kernel(
                     pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK,
                     CHANNELS, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
                 )  # fmt: skip
-            elif IS_DECODE:
-                compress_hca_token(
-                    program // PARTS, program % PARTS, tokens, projections, slots, pooled_ptr,
-                    arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK, CHANNELS,
-                    TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
-                )  # fmt: skip
             else:
                 compress_hca_step(
                     program // PARTS, program % PARTS, tokens, projections, slots, pooled_ptr,
                     arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK, CHANNELS,
                     TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
+                    IS_DECODE,
                 )  # fmt: skip
         program -= num_segments * PARTS
     elif HAS_COMPRESSOR:
