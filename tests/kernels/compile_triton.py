@@ -24,7 +24,7 @@ from dsv4.kernels import LayerWrites
 from dsv4.kernels.gluon import attention as hopper
 from dsv4.kernels.gluon import chunk
 from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
-from dsv4.kernels.triton.launch import KINDS, Launch, launch_steps, work_name
+from dsv4.kernels.triton.launch import KINDS, Launch, architecture_steps, work_name
 from dsv4.testing import model_projections, model_weights
 
 TYPES = {
@@ -201,9 +201,9 @@ def resources(compiled, arch: int) -> dict:
 
 
 def main(arch: int) -> None:
-    cpu = torch.device("cpu")
+    steps = architecture_steps(f"sm_{arch}")
     for ratio, kind in itertools.product((0, 4, 128), KINDS):
-        for launch in dict.fromkeys(step.launch for step in launch_steps(ratio, kind, cpu)):
+        for launch in dict.fromkeys(step.launch for step in steps[work_name(ratio, kind)]):
             for kernel, arguments in record(ratio, kind, launch):
                 used = resources(compile_launch(kernel, arguments, arch), arch)
                 work = f"{work_name(ratio, kind)} {launch}"

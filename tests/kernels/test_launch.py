@@ -86,6 +86,14 @@ def test_a_launch_is_that_of_the_first_step_that_is_large_enough(
     assert launch_parameters(128, "decode", num_tokens, HOPPER) == Launch(num_warps=4)
 
 
+def test_an_architecture_that_is_not_listed_has_no_bounds_on_registers(two_architectures):
+    listed, older = (launch.architecture_steps(name) for name in ("sm_90", "sm_80"))
+    assert listed["csa decode"][-1] == LaunchStep(None, Launch(num_warps=2, maxnreg=128))
+    assert older["csa decode"][-1] == LaunchStep(None, Launch(num_warps=2))
+    assert older["csa decode"][:-1] == listed["csa decode"][:-1]
+    assert older["gather"] == listed["gather"]
+
+
 def test_gathers_are_looked_up_by_rows(two_architectures):
     assert gather_launch(100, HOPPER) == GatherLaunch(tile=2, num_warps=1)
     assert gather_launch(101, HOPPER) == GatherLaunch(tile=8, num_warps=4)

@@ -6,8 +6,9 @@ They are read from `launch_table.json`, which `dsv4 bench tune` measures and wri
 
 A work has steps of ascending size; a step's launch is used up to that many tokens, or rows of a
 gather, and null is any number. Fields that a step leaves out have their defaults. An architecture
-that is not listed uses the nearest older one, or else the oldest; the CPU, where the interpreter
-runs, uses sm_90's. Only sm_90 is listed: nothing was measured on Blackwell yet.
+that is not listed uses the nearest older one, or else the oldest, without its bounds on registers;
+the CPU, where the interpreter runs, uses sm_90's. Only sm_90 is listed: nothing was measured on
+Blackwell yet.
 """
 
 import functools
@@ -99,8 +100,20 @@ def gather_steps(device: torch.device) -> tuple[LaunchStep[GatherLaunch], ...]:
 
 def device_steps(device: torch.device) -> dict[str, Steps]:
     """The steps of every work on that device."""
+    return architecture_steps(architecture(device))
+
+
+def architecture_steps(name: str) -> dict[str, Steps]:
+    """The steps of every work on that architecture.
+
+    A kernel that fits a bound on registers where it was measured may spill on another architecture,
+    which therefore takes over none.
+    """
     table = committed_table()
-    return table[nearest_architecture(architecture(device), table)]
+    nearest = nearest_architecture(name, table)
+    if nearest == name:
+        return table[name]
+    return {work: tuple(map(_without_bound, steps)) for work, steps in table[nearest].items()}
 
 
 def pick(steps: Iterable[LaunchStep[L]], count: int) -> L:
@@ -160,6 +173,12 @@ def launch_fields(launch: AnyLaunch) -> dict[str, int | None]:
     """The fields of a launch that don't have their defaults."""
     defaults = launch._field_defaults
     return {k: v for k, v in launch._asdict().items() if k not in defaults or defaults[k] != v}
+
+
+def _without_bound(step: LaunchStep[Any]) -> LaunchStep[Any]:
+    if isinstance(step.launch, Launch):
+        return step._replace(launch=step.launch._replace(maxnreg=None))
+    return step
 
 
 def _format_works(works: Mapping[str, Steps]) -> str:
