@@ -52,7 +52,7 @@ CHECKED_LENGTHS = {
 }
 CANDIDATES: dict[str, tuple[AnyLaunch, ...]] = {
     "swa decode": tuple(Launch(n) for n in (1, 2, 4)),
-    "csa decode": (Launch(2), Launch(4), Launch(4, maxnreg=80), Launch(8)),
+    "csa decode": tuple(Launch(n) for n in (2, 4, 8)),
     "hca decode": tuple(Launch(4, channels=channels) for channels in (32, 64, 128)),
     "swa step": (Launch(4), Launch(8)),
     "csa step": (Launch(4), Launch(8)),
@@ -61,19 +61,18 @@ CANDIDATES: dict[str, tuple[AnyLaunch, ...]] = {
         Launch(n, window_rows=window_rows) for window_rows, n in ((1, 1), (2, 2), (4, 4), (8, 4))
     ),
     "csa chunk": tuple(
-        Launch(n, window_rows=window_rows, maxnreg=maxnreg)
-        for window_rows, n, maxnreg in (
-            (4, 4, None),
-            (4, 4, 72),
-            (4, 4, 96),
-            (8, 4, 96),
-            (2, 2, None),
-            (4, 2, None),
+        Launch(4, rows=rows, window_rows=window_rows, maxnreg=maxnreg)
+        for rows, window_rows, maxnreg in (
+            (1, 4, None),
+            (1, 4, 72),
+            (1, 4, 96),
+            (1, 8, 96),
+            (2, 4, None),
         )
     ),
     "hca chunk": tuple(
         Launch(n, channels=channels, window_rows=window_rows)
-        for channels, window_rows, n in ((32, 4, 4), (64, 4, 4), (32, 1, 4), (64, 1, 4), (64, 8, 8))
+        for channels, window_rows, n in ((32, 4, 4), (64, 4, 4), (64, 8, 8))
     ),
     "gather": tuple(
         GatherLaunch(tile, n) for tile, n in ((1, 1), (2, 1), (4, 1), (8, 2), (8, 4), (16, 4))

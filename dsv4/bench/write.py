@@ -24,7 +24,7 @@ from dsv4.testing import model_projections, model_weights, move_to
 BATCHES = (1, 32, 128, 256)
 PREFILL_TOKENS = 8192
 NUM_LAYERS = 43  # as many pools to rotate over as V4-Flash has layers
-NUM_PREFILL_LAYERS = 4  # whose projections together are four times the L2
+NUM_PREFILL_LAYERS = 4  # of CSA, whose projections together are four times the L2
 
 
 def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) -> dict[str, Any]:

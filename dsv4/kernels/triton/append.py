@@ -54,15 +54,16 @@ def locate_segment(segment, num_tokens, tokens, TILE: tl.constexpr):
     token's request, then one for each request, which is empty unless the request begins inside a
     tile. A loop over a tile's requests instead would take 40 registers more.
     """
+    request_ids_ptr, token_starts_ptr = tokens[1], tokens[6]
     token = segment * TILE
     request = segment - tl.cdiv(num_tokens, TILE)
-    is_whole = True
+    is_there = True
     if request >= 0:
-        token = tl.minimum(tl.load(tokens[6] + request), num_tokens - 1)
-        is_whole = (token % TILE != 0) & (tl.load(tokens[1] + token) == request)
+        token = tl.minimum(tl.load(token_starts_ptr + request), num_tokens - 1)
+        is_there = (token % TILE != 0) & (tl.load(request_ids_ptr + token) == request)
     position, slot, before, after, start = locate(token, tokens, False)
     end = tl.minimum(token // TILE * TILE + TILE, num_tokens)
-    count = tl.where(is_whole, tl.minimum(after - position, end - token), 0)
+    count = tl.where(is_there, tl.minimum(after - position, end - token), 0)
     return token, count, position, slot, before, after, start
 
 

@@ -34,9 +34,9 @@ def padded(count):
 def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
     """Wait for the launch before, which this one, launched early, may have begun beside.
 
-    Before it a kernel may read what the plan's upload brings, and nothing that a kernel writes: the
-    upload is a copy, and no launch begins beside a copy. STARTS_NEXT lets the next launch begin
-    beside this one in turn.
+    Before it a kernel may read what copies bring, the plan and NVFP4's scale, and nothing that a
+    kernel writes: no launch begins beside a copy. STARTS_NEXT lets the next launch begin beside
+    this one in turn.
     """
     if not INTERPRETED:
         if STARTS_NEXT:
