@@ -1,24 +1,24 @@
 """dsv4: the KV-cache runtime of DeepSeek-V4's hybrid attention."""
 
-from dsv4.cache.block_allocator import BlockAllocator
-from dsv4.cache.captured_forward import CapturedForward
-from dsv4.cache.checkpoints import CheckpointPolicy
+from dsv4.cache.graphs.captured_forward import CapturedForward
+from dsv4.cache.graphs.warm_up import warm_up
 from dsv4.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, SWAView
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.paged_cache import PagedKVPool
+from dsv4.cache.memory.block_allocator import BlockAllocator
+from dsv4.cache.memory.checkpoints import CheckpointPolicy
+from dsv4.cache.memory.paged_cache import PagedKVPool
+from dsv4.cache.memory.schema import LayerCacheSchema
+from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.cache.plan import ForwardPlan
-from dsv4.cache.prefix_cache import PrefixHit
+from dsv4.cache.prefix.prefix_cache import PrefixHit
 from dsv4.cache.prepare_forward import prepare_forward
-from dsv4.cache.schema import LayerCacheSchema
-from dsv4.cache.state_cache import StateCachePool
 from dsv4.cache.stats import CacheStats
 from dsv4.cache.swap import SwappedRequest
-from dsv4.cache.warm_up import warm_up
 from dsv4.config import CacheConfig, YarnScaling
 from dsv4.errors import IntegrityError, NoFreeSlotError, OutOfBlocksError, TornForwardError
-from dsv4.kernels import CompressorWeights, Selection
+from dsv4.kernels.contracts import CompressorWeights, Selection
+from dsv4.layer_schedule import AttentionType, LayerSpec
 from dsv4.model.attention import AttentionSubBlock
-from dsv4.model.layer_schedule import AttentionType, LayerSpec
 
 __version__ = "0.1.0"
 

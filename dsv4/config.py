@@ -20,7 +20,7 @@ from dsv4.formats import (
     index_row,
     kv_row,
 )
-from dsv4.model.layer_schedule import LayerSpec, build_schedule
+from dsv4.layer_schedule import LayerSpec, build_schedule
 
 TailDtypeName = Literal["float32", "bfloat16"]
 TAIL_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
-from dsv4.kernels import (
+from dsv4.kernels.contracts import (
     AttentionResult,
     CompressorInputs,
     CompressorWeights,
@@ -17,7 +17,7 @@ from dsv4.kernels import (
     LayerProjections,
     LayerWeights,
 )
-from dsv4.model.layer_schedule import AttentionType
+from dsv4.layer_schedule import AttentionType
 
 _Nested = TypeVar("_Nested")
 

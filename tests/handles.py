@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from dsv4 import LayerCacheHandle
-from dsv4.kernels import Selection
+from dsv4.kernels.contracts import Selection
 
 _Handle = TypeVar("_Handle", bound=LayerCacheHandle)
 

@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 
 from dsv4.config import CacheConfig, YarnScaling
-from dsv4.model.layer_schedule import AttentionType
+from dsv4.layer_schedule import AttentionType
 
 FLASH_RATIOS = [0, 0] + [4, 128] * 20 + [4]
 PRO_RATIOS = [128, 128] + [4, 128] * 29 + [4]

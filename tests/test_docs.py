@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.cache import captured_forward
-from dsv4.cli import main
-from dsv4.demo.kept_run import keep_run
-from dsv4.inspector.selections import RUN_FILES
+from dsv4.cache.graphs import captured_forward
+from dsv4.tools.cli import main
+from dsv4.tools.demo.kept_run import keep_run
+from dsv4.tools.inspector.selections import RUN_FILES
 from tests.cache.test_captured_forward import EagerGraph
 
 ROOT = Path(__file__).parent.parent

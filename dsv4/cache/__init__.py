@@ -1,0 +1,1 @@
+"""The cache: pools, plans, handles, the manager and the life of requests."""

@@ -3,8 +3,10 @@
 from torch import Tensor
 
 from dsv4.config import CacheConfig
-from dsv4.kernels import CompressorWeights, EntryInputs, LayerMemory, LayerWrites, TokenMap, ops
-from dsv4.model.rope import RopeTable
+from dsv4.kernels import ops
+from dsv4.kernels.contracts import CompressorWeights, EntryInputs, LayerWrites, TokenMap
+from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.rope import RopeTable
 
 
 def maybe_flush_csa(

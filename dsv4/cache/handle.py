@@ -7,28 +7,27 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.flush import maybe_flush_csa, maybe_flush_hca
-from dsv4.cache.paged_cache import LayerPages
+from dsv4.cache.memory.paged_cache import LayerPages
+from dsv4.cache.memory.schema import LayerCacheSchema
+from dsv4.cache.memory.state_cache import LayerState
 from dsv4.cache.plan import ForwardPlan, LayerProgress
-from dsv4.cache.schema import LayerCacheSchema
-from dsv4.cache.state_cache import LayerState
 from dsv4.config import CacheConfig
-from dsv4.kernels import (
+from dsv4.kernels import ops
+from dsv4.kernels.contracts import (
     AttentionResult,
     CompressorWeights,
     EntryInputs,
     Gathered,
-    LayerMemory,
     LayerProjections,
     LayerWeights,
     LayerWrites,
     Selection,
     TokenMap,
     WindowInputs,
-    WindowRows,
-    ops,
 )
-from dsv4.model.layer_schedule import AttentionType, LayerSpec
-from dsv4.model.rope import RopeTable
+from dsv4.kernels.layer_memory import LayerMemory, WindowRows
+from dsv4.layer_schedule import AttentionType, LayerSpec
+from dsv4.rope import RopeTable
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16)
 QUERY_DTYPES = {"flashmla": (torch.bfloat16,)}  # by attention backend, where not all of the above

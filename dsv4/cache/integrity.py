@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsv4.cache.block_allocator import BlockAllocator
+from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.errors import IntegrityError
 
 if TYPE_CHECKING:

@@ -7,29 +7,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dsv4.cache.block_allocator import BlockAllocator
-from dsv4.cache.capacity import Capacity, ComponentBytes, blocks_for
-from dsv4.cache.checkpoints import CheckpointPolicy, CheckpointPool
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.host_memory import HostMemory
 from dsv4.cache.integrity import check_integrity
-from dsv4.cache.layout import block_layout, layer_layouts, slot_layout
-from dsv4.cache.paged_cache import PagedKVPool
+from dsv4.cache.memory.block_allocator import BlockAllocator
+from dsv4.cache.memory.capacity import Capacity, ComponentBytes, blocks_for
+from dsv4.cache.memory.checkpoints import CheckpointPolicy, CheckpointPool
+from dsv4.cache.memory.host_memory import HostMemory
+from dsv4.cache.memory.layout import block_layout, layer_layouts, slot_layout
+from dsv4.cache.memory.paged_cache import PagedKVPool
+from dsv4.cache.memory.schema import build_schemas
+from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.cache.plan import ForwardPlan, PlanBuffers
-from dsv4.cache.prefix_cache import PrefixCache, PrefixHit, TokenIds
-from dsv4.cache.prefix_tree import PrefixTree
+from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, TokenIds
+from dsv4.cache.prefix.prefix_tree import PrefixTree
 from dsv4.cache.saved_request import copy_request, read_saved, write_saved
-from dsv4.cache.schema import build_schemas
 from dsv4.cache.staging import IntArray, staging_for
-from dsv4.cache.state_cache import StateCachePool
 from dsv4.cache.stats import CacheStats, collect_stats
 from dsv4.cache.swap import HostPlace, SwappedRequest, release_place, reserve_place
 from dsv4.config import CacheConfig
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError, TornForwardError
 from dsv4.formats import BYTE_ALIGN
-from dsv4.kernels import LayerMemory, check_backend, default_backend
-from dsv4.kernels.peers.limits import check_attention_backend, check_index_backend
-from dsv4.model.rope import build_rope_table
+from dsv4.kernels.backends import check_backend, default_backend
+from dsv4.kernels.external.limits import check_attention_backend, check_index_backend
+from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.rope import build_rope_table
 
 
 class KVCacheManager:

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from dsv4.cache.staging import IntArray, Staging
-from dsv4.kernels import CapturePoints, TokenMap
+from dsv4.kernels.contracts import CapturePoints, TokenMap
 
 
 class PlanBuffers:

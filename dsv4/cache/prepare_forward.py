@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.errors import OutOfBlocksError
-from dsv4.kernels import CapturePoints
+from dsv4.kernels.contracts import CapturePoints
 
 Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
 Int64Array = NDArray[np.int64]

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.capacity import blocks_for
-from dsv4.cache.layout import block_layout, slot_layout
-from dsv4.cache.paged_cache import PagedKVPool
-from dsv4.cache.schema import LayerCacheSchema, build_schemas
-from dsv4.cache.state_cache import StateCachePool
+from dsv4.cache.memory.capacity import blocks_for
+from dsv4.cache.memory.layout import block_layout, slot_layout
+from dsv4.cache.memory.paged_cache import PagedKVPool
+from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
+from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.config import CacheConfig
 
 FORMAT = "dsv4-request-2"

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsv4.cache.host_memory import HostMemory, IntArray
-from dsv4.cache.prefix_cache import TrackedRequest
-from dsv4.cache.prefix_tree import PrefixTree
+from dsv4.cache.memory.host_memory import HostMemory, IntArray
+from dsv4.cache.prefix.prefix_cache import TrackedRequest
+from dsv4.cache.prefix.prefix_tree import PrefixTree
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 
 

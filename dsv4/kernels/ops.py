@@ -14,21 +14,20 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from dsv4.kernels import (
+from dsv4.kernels.backends import load_backend
+from dsv4.kernels.contracts import (
     AttentionResult,
     CapturePoints,
     CompressorWeights,
     EntryInputs,
     Gathered,
-    LayerLayout,
-    LayerMemory,
     LayerWrites,
     Selection,
     TokenMap,
     WindowInputs,
-    load_backend,
 )
-from dsv4.model.rope import RopeTable
+from dsv4.kernels.layer_memory import LayerLayout, LayerMemory
+from dsv4.rope import RopeTable
 
 _READ = (
     "Tensor slots, Tensor blocks, Tensor workspace, Tensor pooled, Tensor arrivals, "

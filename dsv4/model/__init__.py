@@ -1,0 +1,1 @@
+"""Layers on top of the cache, and a random model to test with."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import LAYER_TYPE_NAMES, CacheConfig
-from dsv4.kernels import (
+from dsv4.kernels.contracts import (
     CompressorInputs,
     CompressorWeights,
     IndexInputs,
@@ -21,8 +21,8 @@ from dsv4.kernels import (
     LayerWeights,
 )
 from dsv4.kernels.reference.arithmetic import rotate
-from dsv4.model.layer_schedule import AttentionType, LayerSpec
-from dsv4.model.rope import RopeTable
+from dsv4.layer_schedule import AttentionType, LayerSpec
+from dsv4.rope import RopeTable
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsv4.cache import block_allocator
-from dsv4.cache.block_allocator import BlockAllocator
+from dsv4.cache.memory import block_allocator
+from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.errors import IntegrityError, OutOfBlocksError
 
 

@@ -6,8 +6,8 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from dsv4.cache.capacity import Capacity
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.memory.capacity import Capacity
 from dsv4.config import CacheConfig, YarnScaling
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig, CapturedForward, KVCacheManager, prepare_forward
-from dsv4.cache import captured_forward
+from dsv4.cache.graphs import captured_forward
 from dsv4.testing import model_projections, model_weights, move_to, poison, take_rows
 
 DECODE = CacheConfig.tiny()

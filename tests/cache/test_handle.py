@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4 import AttentionType, CacheConfig, KVCacheManager, prepare_forward
-from dsv4.kernels import CompressorWeights, Selection
+from dsv4.kernels.contracts import CompressorWeights, Selection
 from dsv4.kernels.reference.codec import decode
 from dsv4.kernels.reference.dense import dense_layer
 from dsv4.testing import (

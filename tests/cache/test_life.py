@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from dsv4.cache.prefix_cache import PrefixCache
+from dsv4.cache.prefix.prefix_cache import PrefixCache
 from dsv4.errors import IntegrityError
 from tests.cache.life import (
     DRAFTS,

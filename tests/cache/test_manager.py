@@ -8,7 +8,8 @@ import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.errors import IntegrityError, NoFreeSlotError, TornForwardError
-from dsv4.kernels import BACKENDS, default_backend, reference
+from dsv4.kernels import reference
+from dsv4.kernels.backends import BACKENDS, default_backend
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 
 CONFIG = CacheConfig.tiny()

@@ -13,7 +13,7 @@ from dsv4 import (
     prepare_forward,
 )
 from dsv4.kernels import reference
-from dsv4.model.rope import build_rope_table
+from dsv4.rope import build_rope_table
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward, take_rows
 
 CONFIG = CacheConfig.tiny()

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dsv4.cache.layout import block_layout, slot_layout
-from dsv4.cache.paged_cache import PagedKVPool
-from dsv4.cache.schema import build_schemas
-from dsv4.cache.state_cache import StateCachePool
+from dsv4.cache.memory.layout import block_layout, slot_layout
+from dsv4.cache.memory.paged_cache import PagedKVPool
+from dsv4.cache.memory.schema import build_schemas
+from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.config import CacheConfig
 
 NUM_BLOCKS, MAX_REQUESTS = 3, 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig, CheckpointPolicy, KVCacheManager, prepare_forward
-from dsv4.cache.prefix_tree import hash_blocks, root_digest
+from dsv4.cache.prefix.prefix_tree import hash_blocks, root_digest
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4.testing import (
     Row,

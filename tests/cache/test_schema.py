@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dsv4.cache.layout import block_layout, checkpoint_bytes, slot_layout
-from dsv4.cache.schema import LayerCacheSchema, build_schema, build_schemas
+from dsv4.cache.memory.layout import block_layout, checkpoint_bytes, slot_layout
+from dsv4.cache.memory.schema import LayerCacheSchema, build_schema, build_schemas
 from dsv4.config import CacheConfig
-from dsv4.model.layer_schedule import AttentionType, LayerSpec
+from dsv4.layer_schedule import AttentionType, LayerSpec
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 

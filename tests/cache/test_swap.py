@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig, prepare_forward
-from dsv4.cache.capacity import Capacity
-from dsv4.cache.host_memory import _runs
+from dsv4.cache.memory.capacity import Capacity
+from dsv4.cache.memory.host_memory import _runs
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError, TornForwardError
 from tests.cache.test_prefix_cache import (
     GPU,

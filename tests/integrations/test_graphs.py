@@ -8,7 +8,7 @@ import importlib
 import pytest
 import torch
 
-from dsv4.cache import captured_layers
+from dsv4.cache.graphs import captured_layers
 from dsv4.integrations.transformers import attach, cache, captured_attention
 from tests.integrations.generation import GREEDY, alone, padded, poisoned, prompts, small_model
 

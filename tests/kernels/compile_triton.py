@@ -20,10 +20,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
-from dsv4.kernels import LayerWrites
-from dsv4.kernels.gluon import attention as hopper
-from dsv4.kernels.gluon import chunk
+from dsv4.kernels.contracts import LayerWrites
 from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
+from dsv4.kernels.triton.hopper import attention as hopper
+from dsv4.kernels.triton.hopper import chunk
 from dsv4.kernels.triton.launch import KINDS, Launch, architecture_steps, work_name
 from dsv4.testing import model_projections, model_weights
 

@@ -11,9 +11,9 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward, warm_up
-from dsv4.kernels.gluon import attention as hopper
-from dsv4.kernels.gluon import chunk
 from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
+from dsv4.kernels.triton.hopper import attention as hopper
+from dsv4.kernels.triton.hopper import chunk
 from dsv4.testing import model_projections, model_weights
 from tests.kernels.serving import Server, attend, serve
 

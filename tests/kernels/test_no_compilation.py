@@ -11,9 +11,9 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from dsv4 import warm_up
-from dsv4.kernels.gluon import attention as hopper
-from dsv4.kernels.gluon import chunk
 from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
+from dsv4.kernels.triton.hopper import attention as hopper
+from dsv4.kernels.triton.hopper import chunk
 from tests.kernels.serving import Server, serve
 
 

@@ -8,8 +8,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import AttentionSubBlock, CacheConfig, KVCacheManager, prepare_forward
-from dsv4.cache.layout import checkpoint_bytes
-from dsv4.kernels import LayerLayout, LayerWrites, WindowInputs, ops, reference
+from dsv4.cache.memory.layout import checkpoint_bytes
+from dsv4.kernels import ops, reference
+from dsv4.kernels.contracts import LayerWrites, WindowInputs
+from dsv4.kernels.layer_memory import LayerLayout
 from dsv4.model.random_hf import random_hf_model
 from dsv4.testing import (
     join_rows,

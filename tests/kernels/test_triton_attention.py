@@ -9,11 +9,13 @@ from torch import Tensor
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import KV_FORMATS
-from dsv4.kernels import AttentionResult, load_backend, reference
-from dsv4.kernels.gluon import attention as hopper
+from dsv4.kernels import reference
+from dsv4.kernels.backends import load_backend
+from dsv4.kernels.contracts import AttentionResult
 from dsv4.kernels.reference.attention import attend_dense
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows, window_values_of
 from dsv4.kernels.triton import attention
+from dsv4.kernels.triton.hopper import attention as hopper
 from dsv4.testing import model_projections, model_weights, move_to, poison, take_rows
 from tests.kernels.test_triton_gather import DEVICE, filled
 

@@ -7,7 +7,9 @@ import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import KV_FORMATS, PagedRows, kv_row
-from dsv4.kernels import Gathered, load_backend, reference
+from dsv4.kernels import reference
+from dsv4.kernels.backends import load_backend
+from dsv4.kernels.contracts import Gathered
 from dsv4.kernels.reference.codec import EncodedRows, encode, write_rows
 from dsv4.kernels.reference.gather import gather_rows
 from dsv4.kernels.triton import gather

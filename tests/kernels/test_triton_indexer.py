@@ -23,7 +23,9 @@ import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS
-from dsv4.kernels import Selection, load_backend, reference
+from dsv4.kernels import reference
+from dsv4.kernels.backends import load_backend
+from dsv4.kernels.contracts import Selection
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.codec import encode, read_rows
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows

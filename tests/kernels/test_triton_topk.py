@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dsv4.kernels import Selection, TokenMap, index_scratch
+from dsv4.kernels import index_scratch
+from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.reference.addressing import entry_rows
 from dsv4.kernels.reference.indexer import select_topk
 from dsv4.kernels.triton import topk as kernels

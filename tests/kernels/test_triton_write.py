@@ -9,7 +9,7 @@ import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
-from dsv4.kernels import check_backend
+from dsv4.kernels.backends import check_backend
 from dsv4.kernels.triton import flush_write
 from dsv4.testing import (
     join_rows,

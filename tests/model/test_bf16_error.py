@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import AttentionSubBlock, CacheConfig, KVCacheManager, LayerCacheHandle, prepare_forward
-from dsv4.kernels import Selection
+from dsv4.kernels.contracts import Selection
 from dsv4.kernels.reference.addressing import entry_rows, token_slots
 from dsv4.model.random_hf import random_hf_model
 from dsv4.testing import poison

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4 import AttentionSubBlock, CacheConfig, CapturedForward, KVCacheManager, prepare_forward
-from dsv4.cache import captured_forward
+from dsv4.cache.graphs import captured_forward
 from dsv4.model.random_hf import random_hf_model
 from dsv4.testing import poison
 from tests.cache.test_captured_forward import EagerGraph

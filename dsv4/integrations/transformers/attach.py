@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsv4.cache.capacity import blocks_for
-from dsv4.cache.captured_forward import check_graph_device
+from dsv4.cache.graphs.captured_forward import check_graph_device
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.memory.capacity import blocks_for
 from dsv4.config import CacheConfig
 from dsv4.formats import IndexFormatName, KVFormatName
 

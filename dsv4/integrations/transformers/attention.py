@@ -12,14 +12,14 @@ from torch import Tensor
 
 from dsv4.cache.handle import INPUT_DTYPES, LayerCacheHandle
 from dsv4.config import CacheConfig
-from dsv4.kernels import (
+from dsv4.kernels.contracts import (
     CompressorInputs,
     CompressorWeights,
     IndexInputs,
     LayerProjections,
     LayerWeights,
 )
-from dsv4.model.rope import RopeTable
+from dsv4.rope import RopeTable
 
 Rotation = Tensor  # cos + i sin at each token, [num_tokens, 1, rope_dim / 2]
 

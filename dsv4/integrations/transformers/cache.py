@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.capacity import ComponentBytes
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.memory.capacity import ComponentBytes
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.errors import OutOfBlocksError

@@ -6,7 +6,7 @@ No counter is kept anywhere; a rollback is a shorter length, a reset is position
 import torch
 from torch import Tensor
 
-from dsv4.kernels import TokenMap
+from dsv4.kernels.contracts import TokenMap
 
 
 def token_slots(tokens: TokenMap) -> Tensor:

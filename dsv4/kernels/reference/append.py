@@ -5,11 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.kernels import TokenMap, WindowRows
+from dsv4.kernels.contracts import TokenMap
+from dsv4.kernels.layer_memory import WindowRows
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.arithmetic import rms_norm, rotate, round_to
 from dsv4.kernels.reference.codec import EncodedRows, encode, read_rows, write_rows
-from dsv4.model.rope import RopeTable
+from dsv4.rope import RopeTable
 
 
 class TailRows(NamedTuple):

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from dsv4.kernels import AttentionResult, LayerMemory, TokenMap
+from dsv4.kernels.contracts import AttentionResult, TokenMap
+from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.reference.arithmetic import rotate
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows, window_values_of
-from dsv4.model.rope import RopeTable
+from dsv4.rope import RopeTable
 
 _SLICE_ELEMENTS = 1 << 23  # KV elements attended at a time, to bound the temporaries
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import PagedRows, cut_tail
-from dsv4.kernels import CapturePoints, EntryInputs, LayerMemory, LayerWrites, TokenMap
+from dsv4.kernels.contracts import CapturePoints, EntryInputs, LayerWrites, TokenMap
+from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.reference.append import tail_rows
 
 

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.kernels import TokenMap
+from dsv4.kernels.contracts import TokenMap
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.append import TailRows
 from dsv4.kernels.reference.arithmetic import pool_rows, rms_norm, rotate
-from dsv4.model.layer_schedule import AttentionType
-from dsv4.model.rope import RopeTable
+from dsv4.layer_schedule import AttentionType
+from dsv4.rope import RopeTable
 
 
 class ClosedWindows(NamedTuple):

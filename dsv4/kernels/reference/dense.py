@@ -12,12 +12,17 @@ from torch import Tensor
 
 from dsv4.config import CacheConfig
 from dsv4.formats import RowFormat
-from dsv4.kernels import CompressorInputs, CompressorWeights, LayerProjections, LayerWeights
+from dsv4.kernels.contracts import (
+    CompressorInputs,
+    CompressorWeights,
+    LayerProjections,
+    LayerWeights,
+)
 from dsv4.kernels.reference.arithmetic import hadamard, pool_rows, rms_norm, rotate, round_to
 from dsv4.kernels.reference.codec import EncodedRows, decode, encode
 from dsv4.kernels.reference.indexer import index_query, score_entries, select_topk
-from dsv4.model.layer_schedule import AttentionType
-from dsv4.model.rope import RopeTable
+from dsv4.layer_schedule import AttentionType
+from dsv4.rope import RopeTable
 
 
 class DenseLayer(NamedTuple):

@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from dsv4.formats import PagedRows
-from dsv4.kernels import EntryInputs, LayerMemory, LayerWrites, TokenMap
+from dsv4.kernels.contracts import EntryInputs, LayerWrites, TokenMap
+from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.append import TailRows, append_swa, append_tail, tail_rows
 from dsv4.kernels.reference.arithmetic import hadamard
@@ -13,8 +14,8 @@ from dsv4.kernels.reference.compressor import (
     csa_compress_tail,
     hca_compress_tail,
 )
-from dsv4.model.layer_schedule import AttentionType
-from dsv4.model.rope import RopeTable
+from dsv4.layer_schedule import AttentionType
+from dsv4.rope import RopeTable
 
 
 def write_layer(

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import PagedRows
-from dsv4.kernels import Gathered, LayerMemory, TokenMap, WindowRows
+from dsv4.kernels.contracts import Gathered, TokenMap
+from dsv4.kernels.layer_memory import LayerMemory, WindowRows
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.append import workspace_rows
 from dsv4.kernels.reference.codec import decode, read_rows

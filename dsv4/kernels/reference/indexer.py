@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import RowFormat
-from dsv4.kernels import LayerMemory, Selection, TokenMap
+from dsv4.kernels.contracts import Selection, TokenMap
+from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.arithmetic import hadamard, rotate
 from dsv4.kernels.reference.codec import decode, encode
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
-from dsv4.model.rope import RopeTable
+from dsv4.rope import RopeTable
 
 _SLICE_ELEMENTS = 1 << 23  # key elements scored at a time, to bound the temporaries
 

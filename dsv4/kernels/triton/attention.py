@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.formats import next_power_of_two
-from dsv4.kernels import AttentionResult, LayerLayout, LayerMemory, TokenMap
+from dsv4.kernels.contracts import AttentionResult, TokenMap
+from dsv4.kernels.layer_memory import LayerLayout, LayerMemory
 from dsv4.kernels.triton.decode import GROUP, load_group
 from dsv4.kernels.triton.gather import (
     find_entries,
@@ -39,7 +40,7 @@ from dsv4.kernels.triton.primitives import (
     round_to_bf16,
     wait_for_launch_before,
 )
-from dsv4.model.rope import RopeTable
+from dsv4.rope import RopeTable
 
 LN_2 = tl.constexpr(0.6931471805599453)
 SMALLEST_DOT = 16  # rows that a product must have; fewer heads are padded to it
@@ -398,7 +399,7 @@ def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> At
 
 
 def _has_gluon_kernel(layout: LayerLayout) -> bool:
-    """Whether `kernels.gluon` takes such rows."""
+    """Whether `kernels.triton.hopper` takes such rows."""
     row = layout.kv_row
     is_taken = layout.kv_format == "fp8" and (row.dim, row.rope_dim) == (512, 64)
     return is_taken and layout.window % 64 == 0
@@ -512,7 +513,7 @@ def _launch_on_hopper(
     grid: tuple[int, int], launch: AttendLaunch, arguments: dict[str, Any], device: torch.device
 ) -> None:
     """A program for each token and block of heads, or as many as run at once for a chunk's."""
-    from dsv4.kernels.gluon import attention, chunk
+    from dsv4.kernels.triton.hopper import attention, chunk
 
     options = {"num_warps": launch.num_warps, "launch_pdl": True}
     num_works, num_splits = grid

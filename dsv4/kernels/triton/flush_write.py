@@ -17,13 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.formats import next_power_of_two
-from dsv4.kernels import (
-    EntryInputs,
-    LayerMemory,
-    LayerWrites,
-    TokenMap,
-    WindowInputs,
-)
+from dsv4.kernels.contracts import EntryInputs, LayerWrites, TokenMap, WindowInputs
+from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton.append import (
     load_row,
     locate,
@@ -49,7 +44,7 @@ from dsv4.kernels.triton.primitives import (
     store_rows,
     wait_for_launch_before,
 )
-from dsv4.model.rope import RopeTable
+from dsv4.rope import RopeTable
 
 
 @triton.jit

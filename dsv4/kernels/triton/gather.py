@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.formats import PagedRows
-from dsv4.kernels import Gathered, LayerMemory, TokenMap, WindowRows
+from dsv4.kernels.contracts import Gathered, TokenMap
+from dsv4.kernels.layer_memory import LayerMemory, WindowRows
 from dsv4.kernels.triton.decode import (
     e4m3_values,
     load_channels,

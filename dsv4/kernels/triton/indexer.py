@@ -28,13 +28,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.formats import PagedRows, next_power_of_two
-from dsv4.kernels import LayerMemory, Selection, TokenMap
+from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.index_scratch import (
     IndexScratch,
     cut_index_scratch,
     index_row_bytes,
     padded_heads,
 )
+from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton.decode import e2m1_values, e4m3_values
 from dsv4.kernels.triton.key_tiles import load_pages, load_row_parts, tile_blocks
 from dsv4.kernels.triton.mxfp4_scores import mxfp4_weight_factor, score_mxfp4, store_mxfp4_query
@@ -50,7 +51,7 @@ from dsv4.kernels.triton.primitives import (
     wait_for_launch_before,
 )
 from dsv4.kernels.triton.topk import choose_best, visible_entries
-from dsv4.model.rope import RopeTable
+from dsv4.rope import RopeTable
 
 FP8_PRODUCTS = True
 QUERY_HEADS = 16  # heads of a program that makes queries ready

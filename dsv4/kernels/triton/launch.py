@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
-from dsv4.model.layer_schedule import AttentionType
+from dsv4.layer_schedule import AttentionType
 
 Kind = Literal["decode", "step", "chunk"]
 KINDS: tuple[Kind, ...] = ("decode", "step", "chunk")

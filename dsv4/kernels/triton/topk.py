@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.formats import next_power_of_two
-from dsv4.kernels import Selection, TokenMap
+from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.index_scratch import GROUP, group_levels, narrow_width, padded_entries
 from dsv4.kernels.triton.primitives import wait_for_launch_before
 

@@ -1,0 +1,1 @@
+"""CUDA graphs over the cache: captured forwards, and kernels compiled before them."""

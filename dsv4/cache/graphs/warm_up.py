@@ -1,0 +1,301 @@
+"""`warm_up`: every kernel variant that serving can launch, compiled before the first request.
+
+Triton compiles a kernel again for other constants and dtypes, for other alignments of what it is
+given and for other launch parameters. Of a manager these follow from a layer's type and weights,
+from what a write stores and from the kind and size of a forward. Layers of one type differ in
+offsets alone, which are all aligned.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from dsv4.cache.handle import INPUT_DTYPES, LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.kernels import ops
+from dsv4.kernels.contracts import CompressorInputs, IndexInputs, LayerProjections, LayerWeights
+from dsv4.layer_schedule import AttentionType
+
+if TYPE_CHECKING:
+    from dsv4.kernels.triton.launch import Kind
+
+POINTER_ALIGN = 16  # bytes; what Triton tells pointers apart by
+
+
+class _Forward(NamedTuple):
+    """The size of a forward."""
+
+    num_rows: int
+    num_tokens: int
+    num_chunks: int
+    max_step: int
+
+
+def warm_up(
+    manager: KVCacheManager,
+    weights: Sequence[LayerWeights],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Compile what the manager's kernels need to write, gather, select and attend, in any forward.
+
+    It runs on padding alone, so that no request notices. The reference has nothing to compile.
+
+    Args:
+        manager: The cache. A forward of it that is not complete is not given up: the warm-up is
+            refused.
+        weights: Of every layer, as they will be used.
+        dtype: Of the projections that will be written, and of the queries.
+    """
+    if len(weights) != len(manager.schedule):
+        raise ValueError(
+            f"Invalid weights: expected one per layer, {len(manager.schedule)}, got {len(weights)}"
+        )
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"Invalid dtype: expected float32 or bfloat16, got {dtype}")
+    if manager.has_open_forward:
+        raise RuntimeError(
+            "Cannot warm up: the manager's last forward is not complete; run all of its "
+            "layers first, or free its requests"
+        )
+    if {manager.backend, manager.attention_backend, manager.index_backend} == {"reference"}:
+        return
+    prepare_forward(manager, [], [], []).complete()  # padding alone
+    for layer_idx in _distinct_layers(manager, weights):
+        for forwards in _forwards(manager, layer_idx, dtype):
+            attended = set()
+            for forward in forwards:
+                handle = _write_layer(manager, layer_idx, forward, weights[layer_idx], dtype)
+                if forward is forwards[0]:
+                    _gather(handle)
+                    _select_entries(manager, handle, dtype)
+                is_split = _is_split(manager, layer_idx, forward.num_tokens, dtype)
+                if is_split not in attended:
+                    _attend(manager, handle, weights[layer_idx].sinks, dtype)
+                attended.add(is_split)
+    if manager.index_backend == "deepgemm":
+        _score_by_deepgemm(manager, dtype)
+
+
+def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -> list[int]:
+    """One layer of each type, and of each dtype and alignment of its weights."""
+    first: dict[object, int] = {}
+    for layer, layer_weights in zip(manager.schedule, weights, strict=True):
+        compressors = (layer_weights.compressor or (), layer_weights.indexer or ())
+        tensors = (layer_weights.kv_norm, *compressors[0], *compressors[1])
+        looks = tuple((x.dtype, x.data_ptr() % POINTER_ALIGN == 0) for x in tensors)
+        sinks = None if layer_weights.sinks is None else layer_weights.sinks.dtype
+        first.setdefault((layer.attention_type, looks, sinks), layer.layer_idx)
+    return list(first.values())
+
+
+def _forwards(
+    manager: KVCacheManager, layer_idx: int, dtype: torch.dtype
+) -> Iterator[list[_Forward]]:
+    """For each kind of forward the smallest for every choice of launch parameters."""
+    capacity = manager.capacity
+    most, longest_step = capacity.max_forward_tokens, capacity.max_step_tokens
+
+    def sizes(kind: "Kind", least: int, most: int) -> list[int]:
+        return _launch_sizes(manager, layer_idx, dtype, kind, range(least, most + 1))
+
+    decodes = sizes("decode", 1, min(most, capacity.max_requests))
+    yield [_Forward(size, size, 0, 1) for size in decodes]
+    # A row without a token makes a step of a forward, even if no row has several.
+    yield [_Forward(1, size, 0, 2) for size in sizes("step", 1, most)]
+    if most > longest_step:
+        yield [_Forward(1, size, 1, size) for size in sizes("chunk", longest_step + 1, most)]
+
+
+def _launch_sizes(
+    manager: KVCacheManager, layer_idx: int, dtype: torch.dtype, kind: "Kind", sizes: range
+) -> list[int]:
+    """The fewest tokens for each choice of parameters; a window alone is launched as SWA's."""
+    from dsv4.kernels.triton.launch import launch_parameters
+
+    first: dict[object, int] = {}
+    ratios = (0, manager.schedule[layer_idx].ratio)
+    for size in sizes:
+        parameters = tuple(launch_parameters(r, kind, size, manager.device) for r in ratios)
+        is_split = _is_split(manager, layer_idx, size, dtype)
+        first.setdefault((parameters, is_split), size)
+    return list(first.values())
+
+
+def _is_split(
+    manager: KVCacheManager, layer_idx: int, num_tokens: int, dtype: torch.dtype
+) -> tuple[bool, ...]:
+    """Whether attention is split over rows, of the shortest and of the longest requests."""
+    from dsv4.kernels.triton.attention import attend_launch, choose_splits, count_tiles
+
+    if manager.batch_invariant:
+        return ()  # by the layer alone
+    num_heads, memory = manager.config.num_query_heads, manager.memories[layer_idx]
+    launch = attend_launch(num_heads, dtype, memory)
+    numbers = [count_tiles(memory, launch, n) for n in _entry_numbers(manager, layer_idx)]
+    return tuple(
+        choose_splits(num_tokens, num_heads, number, launch, memory) is not None
+        for number in numbers
+    )
+
+
+def _entry_numbers(manager: KVCacheManager, layer_idx: int) -> tuple[int, ...]:
+    """The fewest and the most entries that a launch can be told of."""
+    ratio, config = manager.schedule[layer_idx].ratio, manager.config
+    if ratio == AttentionType.CSA.ratio:
+        return (config.index_topk,)
+    return (1, manager.capacity.max_request_tokens // ratio) if ratio else (0,)
+
+
+def _write_layer(
+    manager: KVCacheManager,
+    layer_idx: int,
+    forward: _Forward,
+    weights: LayerWeights,
+    dtype: torch.dtype,
+) -> LayerCacheHandle:
+    """Write a layer in parts and at once."""
+    handle = manager.acquire(layer_idx, _padding_plan(manager, forward))
+    inputs = _zero_projections(handle, forward.num_tokens, dtype)
+    handle.write_swa(inputs.kv, weights.kv_norm)
+    _flush_compression(handle, inputs, weights)
+    handle = manager.acquire(layer_idx, _padding_plan(manager, forward))
+    handle.write(inputs, weights)
+    return handle
+
+
+def _gather(handle: LayerCacheHandle) -> None:
+    handle.gather_swa_kv()
+    if handle.paged is not None:
+        handle.gather_all_compressed_kv()
+        shape = (handle.plan.num_tokens, handle.config.index_topk)
+        handle.gather_compressed_kv(handle.positions.new_full(shape, -1, dtype=torch.int64))
+
+
+def _select_entries(manager: KVCacheManager, handle: LayerCacheHandle, dtype: torch.dtype) -> None:
+    """Choose entries of requests short and long: the fewest for every choice of programs."""
+    from dsv4.kernels.triton.topk import distinct_sizes
+
+    config = manager.config
+    if handle.layer.attention_type is not AttentionType.CSA:
+        return
+    shape = (handle.plan.num_tokens, config.index_num_heads, config.index_head_dim)
+    query = torch.zeros(shape, dtype=dtype, device=manager.device)
+    longest = manager.capacity.max_request_tokens // handle.layer.ratio
+    for max_entries in distinct_sizes(longest, topk=config.index_topk):
+        ops.select_entries(
+            query, query[:, :, 0].contiguous(), handle.memory, handle.tokens, handle.rope,
+            topk=config.index_topk, max_entries=max_entries,
+            has_hadamard=config.index_hadamard, backend=manager.index_backend,
+        )  # fmt: skip
+
+
+def _score_by_deepgemm(manager: KVCacheManager, dtype: torch.dtype) -> None:
+    """Choose entries for every number of tokens that DeepGEMM compiles a kernel for."""
+    from dsv4.kernels.external.deepgemm import call_sizes, index_scratch
+
+    config, capacity = manager.config, manager.capacity
+    layers = [s for s in manager.schedule if s.attention_type is AttentionType.CSA]
+    most, longest = capacity.max_forward_tokens, capacity.max_request_tokens
+    max_entries = longest // AttentionType.CSA.ratio
+    if not layers or max_entries <= config.index_topk:
+        return
+    nothing = torch.zeros((), dtype=dtype, device=manager.device)
+    query = nothing.expand(most, config.index_num_heads, config.index_head_dim)
+    memory = manager.memories[layers[0].layer_idx]
+    smallest = config.index_topk + 1  # the fewest entries leave room for the most tokens
+    scratch = index_scratch(query, memory, topk=config.index_topk, max_entries=smallest)
+    for size in call_sizes(scratch.num_rows):
+        part = query[:size]
+        plan = _padding_plan(manager, _Forward(1, len(part), 0, 2))
+        handle = manager.acquire(layers[0].layer_idx, plan)
+        ops.select_entries(
+            part, part[:, :, 0], handle.memory, handle.tokens, handle.rope,
+            topk=config.index_topk, max_entries=smallest,
+            has_hadamard=config.index_hadamard, backend=manager.index_backend,
+        )  # fmt: skip
+
+
+def _attend(
+    manager: KVCacheManager,
+    handle: LayerCacheHandle,
+    sinks: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    """With sinks, as given, and without; over short and over long requests."""
+    config, num_tokens = handle.config, handle.plan.num_tokens
+    shape = (num_tokens, config.num_query_heads, config.head_dim)
+    query = torch.zeros(shape, dtype=dtype, device=handle.positions.device)
+    rows = None
+    if handle.layer.attention_type is AttentionType.CSA:
+        listed = (num_tokens, config.index_topk)
+        rows = handle.positions.new_full(listed, -1, dtype=torch.int64)
+    for max_entries in _entry_numbers(manager, handle.layer.layer_idx):
+        for given in (sinks, None):
+            ops.attend(
+                query, given, handle.memory, rows, handle.tokens, handle.rope,
+                max_entries=max_entries, batch_invariant=manager.batch_invariant,
+                backend=manager.attention_backend,
+            )  # fmt: skip
+
+
+def _flush_compression(
+    handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights
+) -> None:
+    if inputs.compressor is None or weights.compressor is None:
+        return
+    index = inputs.indexer
+    handle.flush_compression(
+        *inputs.compressor,
+        weights.compressor,
+        index_kv=None if index is None else index.kv,
+        index_gate=None if index is None else index.gate,
+        index_weights=weights.indexer,
+    )
+
+
+def _padding_plan(manager: KVCacheManager, forward: _Forward) -> ForwardPlan:
+    """A plan over the buffers as they are: every row is padding, so that each token's is."""
+    nothing = np.zeros(forward.num_rows, dtype=np.int32)
+    return ForwardPlan(
+        owner=manager,
+        tokens=manager.plan_buffers.token_map(*forward, manager.block_table),
+        request_slots=nothing - 1,
+        positions_before=nothing,
+        positions_after=nothing,
+        num_tokens=forward.num_tokens,
+        longest=AttentionType.HCA.ratio,  # of every type at least one entry is gathered
+        num_new_blocks=0,
+        has_workspace=forward.num_chunks > 0,
+        num_parts=manager.num_parts,
+    )
+
+
+def _zero_projections(
+    handle: LayerCacheHandle, num_tokens: int, dtype: torch.dtype
+) -> LayerProjections:
+    """Zeros in the shapes of a layer's projections; what no kernel here reads takes no memory."""
+    config, kind, device = handle.config, handle.layer.attention_type, handle.positions.device
+
+    def unread(*shape: int) -> torch.Tensor:
+        return torch.zeros((), dtype=dtype, device=device).expand(num_tokens, *shape)
+
+    def zeros(width: int) -> torch.Tensor:
+        return torch.zeros(num_tokens, width, dtype=dtype, device=device)
+
+    query, kv = unread(config.num_query_heads, config.head_dim), zeros(config.head_dim)
+    if kind is AttentionType.SWA:
+        return LayerProjections(query, kv)
+    width = handle.schema.num_series * config.head_dim
+    compressor = CompressorInputs(zeros(width), zeros(width))
+    if kind is AttentionType.HCA:
+        return LayerProjections(query, kv, compressor)
+    index_width = handle.schema.num_series * config.index_head_dim
+    index_query = unread(config.index_num_heads, config.index_head_dim)
+    head_weights = unread(config.index_num_heads)
+    indexer = IndexInputs(zeros(index_width), zeros(index_width), index_query, head_weights)
+    return LayerProjections(query, kv, compressor, indexer)

@@ -1,0 +1,100 @@
+"""`HostMemory`: blocks and slots outside of the device, and the copies between the two.
+
+On a GPU the host's memory is pinned and copies run on a stream of their own. They start when all
+that was queued before them is done; `finish` lets the current stream wait for them, and the host
+never waits.
+"""
+
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4.cache.memory.block_allocator import BlockAllocator
+
+IntArray = NDArray[np.int32]
+
+
+class HostMemory:
+    """Room for blocks and slots in host memory.
+
+    Args:
+        blocks, slots: The device's storages, `[num, bytes]` uint8.
+        num_blocks, num_slots: How many of each the host holds.
+
+    Attributes:
+        block_owners, slot_owners: Who owns which.
+        num_bytes_out, num_bytes_in: Bytes copied to the host and back.
+    """
+
+    def __init__(self, blocks: Tensor, slots: Tensor, *, num_blocks: int, num_slots: int) -> None:
+        self.block_owners = BlockAllocator(num_blocks)
+        self.slot_owners = BlockAllocator(num_slots)
+        self.num_bytes_out = self.num_bytes_in = 0
+        self._device_blocks, self._device_slots = blocks, slots
+        self.blocks = _rows_like(blocks, num_blocks)
+        self.slots = _rows_like(slots, num_slots)
+        has_stream = blocks.is_cuda and num_blocks + num_slots > 0
+        self._stream = torch.cuda.Stream(blocks.device) if has_stream else None
+        self._is_copying = False
+
+    def copy_blocks_out(self, sources: IntArray, targets: IntArray) -> None:
+        """Copy blocks of the device to blocks of the host."""
+        self.num_bytes_out += self._copy(self._device_blocks, sources, self.blocks, targets)
+
+    def copy_blocks_in(self, sources: IntArray, targets: IntArray) -> None:
+        """Copy blocks of the host to blocks of the device, for whatever is queued next."""
+        self.num_bytes_in += self._copy(self.blocks, sources, self._device_blocks, targets)
+        self.finish()
+
+    def copy_slot_out(self, source: int, target: int) -> None:
+        """Copy a slot of the device to one of the host."""
+        rows = np.array([source]), np.array([target])
+        self.num_bytes_out += self._copy(self._device_slots, rows[0], self.slots, rows[1])
+
+    def copy_slot_in(self, source: int, target: int) -> None:
+        """Copy a slot of the host to one of the device, for whatever is queued next."""
+        rows = np.array([source]), np.array([target])
+        self.num_bytes_in += self._copy(self.slots, rows[0], self._device_slots, rows[1])
+        self.finish()
+
+    def finish(self) -> None:
+        """What is queued from here on waits for the copies: before blocks or slots are reused."""
+        if self._is_copying and self._stream is not None:
+            torch.cuda.current_stream(self._device_blocks.device).wait_stream(self._stream)
+        self._is_copying = False
+
+    def _copy(
+        self,
+        source: Tensor,
+        source_rows: NDArray[np.integer],
+        target: Tensor,
+        target_rows: NDArray[np.integer],
+    ) -> int:
+        """Copy rows, those that follow each other on both sides at once; returns the bytes."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device_blocks.device))
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for first, count in _runs(source_rows, target_rows):
+                start, to = int(source_rows[first]), int(target_rows[first])
+                target[to : to + count].copy_(source[start : start + count], non_blocking=True)
+        self._is_copying = True
+        return len(source_rows) * source.shape[1]
+
+
+def _rows_like(storage: Tensor, num_rows: int) -> Tensor:
+    """Host memory for rows of a storage, pinned if that is a GPU's."""
+    is_pinned = storage.is_cuda and num_rows > 0
+    return torch.empty(num_rows, storage.shape[1], dtype=torch.uint8, pin_memory=is_pinned)
+
+
+def _runs(sources: NDArray[np.integer], targets: NDArray[np.integer]) -> list[tuple[int, int]]:
+    """First index and length of the stretches in which both go up one by one."""
+    if not len(sources):
+        return []
+    is_break = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    starts = np.concatenate(([0], np.flatnonzero(is_break) + 1))
+    counts = np.diff(np.concatenate((starts, [len(sources)])))
+    return list(zip(starts.tolist(), counts.tolist(), strict=True))

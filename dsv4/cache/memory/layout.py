@@ -1,0 +1,116 @@
+"""Where each layer's bytes lie inside a block and inside a request's fixed state.
+
+    block  | L0 page | L1 page | ... | L0 keys | L2 keys | ... | pad |     × num_blocks
+    slot   | rings | CSA tails | index tails | HCA tails | pad |            × max_requests
+
+A block is one run of bytes over all layers, and so is a slot: copying, swapping or sending
+one is a single copy. A layer's pool is a strided view whose stride is the run's size, so the
+run itself is rounded up to `page_align`, as kernels that check the page stride need it.
+
+At a block's end the HCA window is closed and its tail holds nothing that is needed. HCA tails come
+last in a slot, so that all a request needs there beside its blocks, a checkpoint, is the front of
+its slot: one copy too.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dsv4.cache.memory.schema import LayerCacheSchema
+from dsv4.config import CacheConfig
+from dsv4.formats import round_up
+from dsv4.kernels.layer_memory import LayerLayout
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """Byte offsets of the parts of one run.
+
+    Attributes:
+        offsets: One dict per layer: the part's name to its first byte.
+        num_bytes: Bytes of the run.
+        padding: Bytes at its end that belong to no part.
+    """
+
+    offsets: tuple[dict[str, int], ...]
+    num_bytes: int
+    padding: int
+
+
+def block_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> RunLayout:
+    """Pages of one block: all KV entries, then all index keys."""
+    return _lay_out(
+        len(schemas),
+        [
+            *((idx, "entries", s.page_bytes) for idx, s in enumerate(schemas)),
+            *((idx, "index_keys", s.index_page_bytes) for idx, s in enumerate(schemas)),
+        ],
+        align=page_align,
+    )
+
+
+def slot_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> RunLayout:
+    """Fixed state of one request: what a checkpoint holds, then the HCA tails."""
+    hca = ((idx, s) for idx, s in enumerate(schemas) if not s.tail_buffer_size_b)
+    return _lay_out(
+        len(schemas),
+        [*_checkpoint_parts(schemas), *((idx, "tail", s.tail_bytes) for idx, s in hca)],
+        align=page_align,
+    )
+
+
+def checkpoint_bytes(schemas: tuple[LayerCacheSchema, ...]) -> int:
+    """Bytes of a checkpoint, the front of a slot: window rings, CSA tails, index tails."""
+    return sum(size for _, _, size in _checkpoint_parts(schemas))
+
+
+def _checkpoint_parts(schemas: tuple[LayerCacheSchema, ...]) -> list[tuple[int, str, int]]:
+    csa = [(idx, s) for idx, s in enumerate(schemas) if s.tail_buffer_size_b]
+    return [
+        *((idx, "ring", s.ring_bytes) for idx, s in enumerate(schemas)),
+        *((idx, "tail", s.tail_bytes) for idx, s in csa),
+        *((idx, "index_tail", s.index_tail_bytes) for idx, s in csa),
+    ]
+
+
+def layer_layouts(
+    config: CacheConfig,
+    schemas: tuple[LayerCacheSchema, ...],
+    slots: RunLayout,
+    blocks: RunLayout,
+    *,
+    workspace_rows: int,
+) -> tuple[LayerLayout, ...]:
+    """Each layer's rows in the storages, as kernels are told about them."""
+    return tuple(
+        LayerLayout(
+            ratio=schema.ratio,
+            window=config.sliding_window,
+            ring_offset=slots.offsets[idx]["ring"],
+            ring_rows=schema.ring_rows,
+            workspace_rows=workspace_rows,
+            entries_offset=blocks.offsets[idx].get("entries", -1),
+            index_offset=blocks.offsets[idx].get("index_keys", -1),
+            entries_per_block=schema.entries_per_block,
+            tail_offset=slots.offsets[idx].get("tail", -1),
+            index_tail_offset=slots.offsets[idx].get("index_tail", -1),
+            tail_rows=schema.tail_rows,
+            num_series=schema.num_series,
+            head_dim=config.head_dim,
+            rope_dim=config.rope_dim,
+            index_head_dim=config.index_head_dim,
+            kv_format=config.kv_format,
+            index_format=config.index_format,
+            tail_dtype=config.tail_dtype,
+        )
+        for idx, schema in enumerate(schemas)
+    )
+
+
+def _lay_out(num_layers: int, parts: Iterable[tuple[int, str, int]], *, align: int) -> RunLayout:
+    offsets: tuple[dict[str, int], ...] = tuple({} for _ in range(num_layers))
+    end = 0
+    for layer_idx, name, size in parts:
+        if size:
+            offsets[layer_idx][name] = end
+            end += size
+    return RunLayout(offsets, round_up(end, align), round_up(end, align) - end)

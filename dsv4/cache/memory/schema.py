@@ -1,0 +1,105 @@
+"""`LayerCacheSchema`: what one layer stores. Every byte size derives from it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.config import CacheConfig
+from dsv4.formats import BYTE_ALIGN, RowFormat, round_up
+from dsv4.layer_schedule import AttentionType, LayerSpec
+
+
+@dataclass(frozen=True)
+class LayerCacheSchema:
+    """The stored parts of one layer.
+
+    Attributes:
+        entries_per_block: Compressed entries a block holds for this layer; 0 for SWA.
+        entry_head_dim: Width of a KV row.
+        rope_dim: Width of its rotated part.
+        indexer_head_dim: Width of an index key; 0 unless CSA.
+        tail_buffer_size_a: Rows of the window being filled: CSA 4, HCA 128, SWA 0.
+        tail_buffer_size_b: Rows the next window reads again: CSA 4, else 0.
+        ring_rows: Rows of the window ring: the window plus the drafts of a step.
+        tail_rows: Rows of the tail ring: a + b plus the drafts of a step; 0 for SWA.
+        tail_dtype: dtype of a tail row.
+        kv_row: Format of an entry or window row.
+        index_row: Format of an index key.
+        page_align: What KV pages and rings are rounded up to.
+    """
+
+    attention_type: AttentionType
+    entries_per_block: int
+    entry_head_dim: int
+    rope_dim: int
+    indexer_head_dim: int
+    tail_buffer_size_a: int
+    tail_buffer_size_b: int
+    ring_rows: int
+    tail_rows: int
+    tail_dtype: torch.dtype
+    kv_row: RowFormat
+    index_row: RowFormat
+    page_align: int
+
+    @property
+    def ratio(self) -> int:
+        return self.attention_type.ratio
+
+    @property
+    def num_series(self) -> int:
+        """Projections a token carries: CSA 2 (this window's and the next one's), HCA 1."""
+        return (self.tail_buffer_size_a > 0) + (self.tail_buffer_size_b > 0)
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.kv_row.page_bytes(self.ring_rows, align=self.page_align)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.kv_row.page_bytes(self.entries_per_block, align=self.page_align)
+
+    @property
+    def index_page_bytes(self) -> int:
+        if not self.indexer_head_dim:
+            return 0
+        return self.index_row.page_bytes(self.entries_per_block, align=BYTE_ALIGN)
+
+    @property
+    def tail_bytes(self) -> int:
+        return self._tail_bytes(self.entry_head_dim)
+
+    @property
+    def index_tail_bytes(self) -> int:
+        return self._tail_bytes(self.indexer_head_dim)
+
+    def _tail_bytes(self, head_dim: int) -> int:
+        # A row holds kv and gate of every series.
+        elements = self.tail_rows * 2 * self.num_series * head_dim
+        return round_up(elements * self.tail_dtype.itemsize, BYTE_ALIGN)
+
+
+def build_schema(config: CacheConfig, layer: LayerSpec) -> LayerCacheSchema:
+    """The schema of one layer of the schedule."""
+    ratio, is_csa = layer.ratio, layer.attention_type is AttentionType.CSA
+    tail_b = ratio if is_csa else 0
+    return LayerCacheSchema(
+        attention_type=layer.attention_type,
+        entries_per_block=config.block_tokens // ratio if ratio else 0,
+        entry_head_dim=config.head_dim,
+        rope_dim=config.rope_dim,
+        indexer_head_dim=config.index_head_dim if is_csa else 0,
+        tail_buffer_size_a=ratio,
+        tail_buffer_size_b=tail_b,
+        ring_rows=config.sliding_window + config.drafts_per_step,
+        tail_rows=ratio + tail_b + config.drafts_per_step if ratio else 0,
+        tail_dtype=config.tail_torch_dtype,
+        kv_row=config.kv_row,
+        index_row=config.index_row,
+        page_align=config.page_align,
+    )
+
+
+def build_schemas(config: CacheConfig) -> tuple[LayerCacheSchema, ...]:
+    """One schema per layer."""
+    return tuple(build_schema(config, layer) for layer in config.schedule)

@@ -1,0 +1,140 @@
+"""`StateCachePool`: what a request keeps whatever its length: window rings and tails.
+
+Nothing here is rotated, reset or counted: the token at position p lies in row p mod rows, and
+what a length makes visible follows from that length (`kernels.reference.addressing`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.memory.layout import RunLayout
+from dsv4.cache.memory.schema import LayerCacheSchema
+from dsv4.formats import PagedRows, cut_tail
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """One layer's fixed state of all requests, strided views into the slots.
+
+    Attributes:
+        ring: Window rows, one page of `ring_rows` rows per slot.
+        tail: `[max_requests, tail_rows, 2, num_series × head_dim]`: kv, and gate + bias, of
+            the tokens whose windows are open; None for SWA.
+        index_tail: The same of the indexer; None unless CSA.
+
+    The series of the columns: `b` is `[:head_dim]`, which the next window reads, `a` is
+    `[head_dim:]`, this window's. HCA has `a` alone.
+    """
+
+    ring: PagedRows
+    tail: Tensor | None
+    index_tail: Tensor | None
+
+    @property
+    def swa_fp8(self) -> Tensor:
+        """`[max_requests, ring_rows, nope_dim]`: the part that is not rotated."""
+        return self.ring.field("nope")
+
+    @property
+    def swa_rope(self) -> Tensor:
+        """`[max_requests, ring_rows, rope_dim]`: the rotated part."""
+        return self.ring.field("rope")
+
+    @property
+    def swa_inv(self) -> Tensor:
+        """`[max_requests, ring_rows, scales]`: the multipliers that restore a value."""
+        return self.ring.field("scale")
+
+    @property
+    def tail_ka(self) -> Tensor:
+        return self._series("tail", 0, "a")
+
+    @property
+    def tail_za(self) -> Tensor:
+        return self._series("tail", 1, "a")
+
+    @property
+    def tail_kb(self) -> Tensor:
+        return self._series("tail", 0, "b")
+
+    @property
+    def tail_zb(self) -> Tensor:
+        return self._series("tail", 1, "b")
+
+    @property
+    def index_tail_ka(self) -> Tensor:
+        return self._series("index_tail", 0, "a")
+
+    @property
+    def index_tail_za(self) -> Tensor:
+        return self._series("index_tail", 1, "a")
+
+    @property
+    def index_tail_kb(self) -> Tensor:
+        return self._series("index_tail", 0, "b")
+
+    @property
+    def index_tail_zb(self) -> Tensor:
+        return self._series("index_tail", 1, "b")
+
+    def _series(self, name: str, part: int, series: str) -> Tensor:
+        tail: Tensor | None = getattr(self, name)
+        if tail is None:
+            raise ValueError(f"This layer has no {name}")
+        width = self.ring.format.dim if name == "tail" else tail.shape[-1] // 2
+        has_b = tail.shape[-1] > width
+        if series == "b" and not has_b:
+            raise ValueError("Only a CSA layer has a series the next window reads")
+        start = width if series == "a" and has_b else 0
+        return tail[:, :, part, start : start + width]
+
+
+class StateCachePool:
+    """All slots as one tensor `[max_requests, slot_bytes]`; a layer's state is a view of it."""
+
+    def __init__(
+        self,
+        schemas: tuple[LayerCacheSchema, ...],
+        layout: RunLayout,
+        *,
+        max_requests: int,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.storage = torch.zeros(max_requests, layout.num_bytes, dtype=torch.uint8, device=device)
+        self._layers = tuple(self._view(idx, schema) for idx, schema in enumerate(schemas))
+
+    def layer(self, layer_idx: int) -> LayerState:
+        """The fixed state of a layer."""
+        return self._layers[layer_idx]
+
+    def reset_slot(self, slot: int) -> None:
+        """Overwrite a slot with zeros.
+
+        Reuse does not need it, since positions alone decide what is read; it is for owners who
+        must not leave one user's data behind.
+        """
+        if not 0 <= slot < len(self.storage):
+            raise ValueError(f"Invalid slot: expected 0 to {len(self.storage) - 1}, got {slot}")
+        self.storage[slot].zero_()
+
+    def _view(self, layer_idx: int, schema: LayerCacheSchema) -> LayerState:
+        offsets = self.layout.offsets[layer_idx]
+        ring = schema.kv_row.pages(
+            self.storage, offset=offsets["ring"], rows_per_page=schema.ring_rows
+        )
+        return LayerState(
+            ring,
+            self._tail(schema, offsets.get("tail"), schema.entry_head_dim),
+            self._tail(schema, offsets.get("index_tail"), schema.indexer_head_dim),
+        )
+
+    def _tail(self, schema: LayerCacheSchema, offset: int | None, head_dim: int) -> Tensor | None:
+        if offset is None:
+            return None
+        return cut_tail(
+            self.storage, offset=offset, num_rows=schema.tail_rows,
+            width=schema.num_series * head_dim, dtype=schema.tail_dtype,
+        )  # fmt: skip

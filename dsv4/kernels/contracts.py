@@ -1,0 +1,160 @@
+"""Inputs and results of the cache's steps: plain structs of tensors, the same for all backends.
+
+-1 is the only sentinel: a slot of a padding row, a block or row that does not exist.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class TokenMap(NamedTuple):
+    """The device side of a plan: whose tokens these are and where their rows go. All int32.
+
+    Attributes:
+        request_slots: `[batch]`; -1 is a padding row, which touches nothing.
+        positions_before, positions_after: `[batch]`, lengths around this forward.
+        token_starts: `[batch]`, index of a request's first token.
+        positions, request_ids: `[num_tokens]`, position of a token and its row of the batch.
+        workspace_starts: `[batch]`, first window-workspace row of a request whose chunk is too
+            long to be read back from its ring; -1 where the ring is enough.
+        chunk_ids: `[num_chunks]`, the rows of the batch that have a workspace start.
+        block_table: `[max_requests, max_blocks]`, by slot; -1 where there is no block.
+        max_step: The most tokens of one request; a number, known on the host.
+    """
+
+    request_slots: Tensor
+    positions_before: Tensor
+    positions_after: Tensor
+    token_starts: Tensor
+    positions: Tensor
+    request_ids: Tensor
+    workspace_starts: Tensor
+    chunk_ids: Tensor
+    block_table: Tensor
+    max_step: int
+
+
+class CompressorWeights(NamedTuple):
+    """Learned tensors of one compressor.
+
+    position_bias is `[ratio, num_series × dim]`, norm_weight `[dim]`.
+    """
+
+    position_bias: Tensor
+    norm_weight: Tensor
+
+
+class CompressorInputs(NamedTuple):
+    """A compressor's projections, each `[num_tokens, num_series × head_dim]`."""
+
+    kv: Tensor
+    gate: Tensor
+
+
+class IndexInputs(NamedTuple):
+    """The indexer's projections: kv, gate `[num_tokens, 2 × dim]` of its own compressor, query
+    `[num_tokens, index_heads, dim]` before RoPE, head_weights `[num_tokens, index_heads]`.
+    """
+
+    kv: Tensor
+    gate: Tensor
+    query: Tensor
+    head_weights: Tensor
+
+
+class LayerProjections(NamedTuple):
+    """What a layer hands to the cache in one forward, fp32 or bf16.
+
+    query is `[num_tokens, heads, head_dim]`, normed and rotated; kv `[num_tokens, head_dim]`,
+    before its norm. compressor is None for SWA, indexer None unless CSA.
+    """
+
+    query: Tensor
+    kv: Tensor
+    compressor: CompressorInputs | None = None
+    indexer: IndexInputs | None = None
+
+
+class LayerWeights(NamedTuple):
+    """The learned tensors that the cache applies itself: kv_norm `[head_dim]`, sinks `[heads]`."""
+
+    kv_norm: Tensor
+    sinks: Tensor | None
+    compressor: CompressorWeights | None = None
+    indexer: CompressorWeights | None = None
+
+
+class WindowInputs(NamedTuple):
+    """kv `[num_tokens, head_dim]` before its norm, and norm_weight `[head_dim]`."""
+
+    kv: Tensor
+    norm_weight: Tensor
+
+
+class EntryInputs(NamedTuple):
+    """A compressor's projections `[num_tokens, num_series × dim]` and its learned tensors."""
+
+    kv: Tensor
+    gate: Tensor
+    weights: CompressorWeights
+
+
+class LayerWrites(NamedTuple):
+    """What one write stores: window rows, entries, index keys; a part that is None is left out."""
+
+    window: WindowInputs | None = None
+    entries: EntryInputs | None = None
+    index_keys: EntryInputs | None = None
+
+    @classmethod
+    def of(cls, inputs: LayerProjections, weights: LayerWeights) -> "LayerWrites":
+        """Everything that a layer stores in one forward."""
+        entries = index_keys = None
+        if inputs.compressor is not None and weights.compressor is not None:
+            compressor = inputs.compressor
+            entries = EntryInputs(compressor.kv, compressor.gate, weights.compressor)
+        if inputs.indexer is not None and weights.indexer is not None:
+            index_keys = EntryInputs(inputs.indexer.kv, inputs.indexer.gate, weights.indexer)
+        return cls(WindowInputs(inputs.kv, weights.kv_norm), entries, index_keys)
+
+
+class CapturePoints(NamedTuple):
+    """Block boundaries inside chunks, and where a layer's rows at them go.
+
+    points is `[num_captures, 3]` int32: row of the batch, boundary, checkpoint; checkpoints is
+    `[num_checkpoints, checkpoint_bytes]` uint8, each laid out as the front of a slot.
+    """
+
+    points: Tensor
+    checkpoints: Tensor
+
+
+class Selection(NamedTuple):
+    """Entries chosen per token, in ascending entry index, then -1.
+
+    entry_idx is `[num_tokens, topk]` int32, index of the entry in its request; rows is
+    `[num_tokens, topk]` int64, flat row in the layer's pages; counts is `[num_tokens]` int32.
+    """
+
+    entry_idx: Tensor
+    rows: Tensor
+    counts: Tensor
+
+
+class Gathered(NamedTuple):
+    """Dense rows and which of them exist.
+
+    values is `[..., rows, dim]` in the format's value dtype, zero where is_present
+    `[..., rows]` is False.
+    """
+
+    values: Tensor
+    is_present: Tensor
+
+
+class AttentionResult(NamedTuple):
+    """output `[num_tokens, heads, dim]`, and lse `[num_tokens, heads]` fp32 without the sink."""
+
+    output: Tensor
+    lse: Tensor

@@ -1,0 +1,1 @@
+"""FlashMLA and DeepGEMM on the same pools."""

@@ -1,0 +1,184 @@
+"""Index by DeepGEMM: its paged logits score our `fp8` keys where they lie.
+
+Queries are made ready, and entries chosen, by our own kernels. DeepGEMM compiles a kernel for
+every 32 tokens more that it is given at once, so their number is rounded up to a power of two. A
+token that needs no scores has one entry scored, since DeepGEMM was not always safe with none. The
+scores come from PyTorch's allocator and are no part of the memory plan; they are as many as the
+workspace of the index holds, at most.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.kernels.contracts import Selection, TokenMap
+from dsv4.kernels.external.find import PAGE_KEYS, PagedLogits, load_deep_gemm
+from dsv4.kernels.index_scratch import IndexScratch
+from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.kernels.triton import indexer
+from dsv4.kernels.triton.topk import choose_best, visible_entries
+from dsv4.rope import RopeTable
+
+COMPILED_TOKENS = 32  # up to so many are one kernel
+TABLE_TILE = 128
+
+
+class ScoreInputs(NamedTuple):
+    """What DeepGEMM is given, one token a row.
+
+    query is `[num_tokens, 1, heads, 128]` E4M3, pages `[num_blocks, 64, 1, 132]` uint8, weights
+    `[num_tokens, heads]` fp32, lengths `[num_tokens, 1]` and block_table `[num_tokens, columns]`
+    int32.
+    """
+
+    query: Tensor
+    pages: Tensor
+    weights: Tensor
+    lengths: Tensor
+    block_table: Tensor
+
+
+@triton.jit(
+    do_not_specialize=["first_token", "num_tokens", "num_columns", "topk", "table_stride"],
+    do_not_specialize_on_alignment=[
+        "positions_ptr", "request_ids_ptr", "request_slots_ptr", "block_table_ptr",
+    ],
+)  # fmt: skip
+def _table_kernel(
+    lengths_ptr, blocks_ptr, num_columns, first_token, num_tokens, topk, positions_ptr,
+    request_ids_ptr, request_slots_ptr, block_table_ptr, table_stride,
+    RATIO: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A token's number of entries to score, and TILE of the blocks that they lie in."""
+    line = tl.program_id(0).to(tl.int64)
+    token = first_token + tl.minimum(tl.program_id(0), num_tokens - 1)
+    slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
+    is_scored = (count > topk) & (tl.program_id(0) < num_tokens)
+    count = tl.where(is_scored, count, 1)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_read = column * PAGE < count
+    block = tl.load(block_table_ptr + slot * table_stride + column, mask=is_read & is_scored,
+                    other=0)  # fmt: skip
+    tl.store(blocks_ptr + line * num_columns + column, tl.maximum(block, 0),
+             mask=is_read & (column < num_columns))  # fmt: skip
+    tl.store(lengths_ptr + line + column, count + tl.zeros_like(column), mask=column == 0)
+
+
+def select_entries(
+    query: Tensor,
+    head_weights: Tensor,
+    memory: LayerMemory,
+    tokens: TokenMap,
+    rope: RopeTable,
+    *,
+    topk: int,
+    max_entries: int,
+    has_hadamard: bool,
+) -> Selection:
+    """See `kernels.reference.indexer`."""
+    num_tokens = len(tokens.positions)
+    if max_entries <= topk or not num_tokens:  # nothing is scored
+        return indexer.select_entries(
+            query, head_weights, memory, tokens, rope,
+            topk=topk, max_entries=max_entries, has_hadamard=has_hadamard,
+        )  # fmt: skip
+    logits, layout = load_deep_gemm(), memory.layout
+    chosen = indexer.empty_selection(num_tokens, topk, query.device)
+    scratch = index_scratch(query, memory, topk=topk, max_entries=max_entries)
+    step = tokens_at_once(scratch.num_rows)
+    for first in range(0, num_tokens, step):
+        count = min(step, num_tokens - first)
+        indexer.prepare_queries(
+            query, head_weights, scratch, memory, tokens, rope, topk=topk,
+            has_hadamard=has_hadamard, first_token=first, num_tokens=count,
+        )  # fmt: skip
+        inputs = score_inputs(
+            scratch, memory, tokens, num_heads=query.shape[1], topk=topk, max_entries=max_entries,
+            first_token=first, num_tokens=count,
+        )  # fmt: skip
+        scores = score_entries(logits, inputs, max_entries=max_entries)
+        choose_best(
+            chosen, scores, scratch.group_tops, tokens, first_token=first, num_tokens=count,
+            max_entries=max_entries, ratio=layout.ratio,
+            entries_per_block=layout.entries_per_block,
+        )  # fmt: skip
+    return chosen
+
+
+def index_scratch(
+    query: Tensor, memory: LayerMemory, *, topk: int, max_entries: int
+) -> IndexScratch:
+    """The layer's workspace, with room for the tokens that a call is rounded up to."""
+    num_tokens = padded_tokens(len(query))
+    return indexer.index_scratch(
+        query, memory, topk=topk, max_entries=max_entries, num_tokens=num_tokens
+    )
+
+
+def padded_tokens(num_tokens: int) -> int:
+    """What a number of tokens is rounded up to."""
+    return num_tokens if num_tokens <= COMPILED_TOKENS else 1 << (num_tokens - 1).bit_length()
+
+
+def tokens_at_once(num_rows: int) -> int:
+    """Tokens of one call where the workspace holds num_rows: all, or a power of two."""
+    return num_rows if num_rows <= COMPILED_TOKENS else 1 << (num_rows.bit_length() - 1)
+
+
+def call_sizes(num_rows: int) -> list[int]:
+    """Tokens that calls are rounded up to, each a kernel that DeepGEMM compiles."""
+    sizes, size = [min(COMPILED_TOKENS, num_rows)], 2 * COMPILED_TOKENS
+    while size <= num_rows:
+        sizes.append(size)
+        size *= 2
+    return sizes
+
+
+def score_inputs(
+    scratch: IndexScratch,
+    memory: LayerMemory,
+    tokens: TokenMap,
+    *,
+    num_heads: int,
+    topk: int,
+    max_entries: int,
+    first_token: int,
+    num_tokens: int,
+) -> ScoreInputs:
+    """What DeepGEMM is given for the tokens whose queries the workspace holds."""
+    padded = padded_tokens(num_tokens)
+    dim, device = memory.layout.index_head_dim, tokens.positions.device
+    columns = triton.cdiv(max_entries, PAGE_KEYS)
+    lengths = torch.empty(padded, 1, dtype=torch.int32, device=device)
+    blocks = torch.empty(padded, columns, dtype=torch.int32, device=device)
+    _table_kernel[(padded, triton.cdiv(columns, TABLE_TILE))](
+        lengths_ptr=lengths, blocks_ptr=blocks, num_columns=columns, first_token=first_token,
+        num_tokens=num_tokens, topk=topk, positions_ptr=tokens.positions,
+        request_ids_ptr=tokens.request_ids, request_slots_ptr=tokens.request_slots,
+        block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
+        RATIO=memory.layout.ratio, PAGE=PAGE_KEYS, TILE=TABLE_TILE, num_warps=1,
+    )  # fmt: skip
+    codes = scratch.queries[:padded].view(torch.float8_e4m3fn)
+    query = codes.view(padded, 1, num_heads, dim)
+    return ScoreInputs(query, key_pages(memory), scratch.weights[:padded], lengths, blocks)
+
+
+def score_entries(logits: PagedLogits, inputs: ScoreInputs, *, max_entries: int) -> Tensor:
+    """`[num_tokens, max_entries]` fp32; what lies behind a token's entries is undefined."""
+    return logits.score(*inputs, logits.make_schedule(inputs.lengths), max_entries)
+
+
+def key_pages(memory: LayerMemory) -> Tensor:
+    """`[num_blocks, 64, 1, 132]` uint8: a page's keys, then its scales."""
+    keys = memory.index_keys
+    assert keys is not None, "checked by the handle"
+    num_blocks, block_bytes = keys.storage.shape
+    row_bytes = keys.format.row_bytes
+    return keys.storage.as_strided(
+        (num_blocks, keys.rows_per_page, 1, row_bytes),
+        (block_bytes, row_bytes, row_bytes, 1),
+        keys.storage.storage_offset() + keys.offset,
+    )

@@ -1,0 +1,325 @@
+"""Attend by FlashMLA: its sparse decode reads our `fp8` rows where they lie.
+
+The window is one of its two sources, the entries are the other. Tokens of a chunk read the window
+workspace and all others their ring, so a forward with both runs twice; each keeps its tokens.
+A launch of ours lists the rows before, another rotates the output back behind. FlashMLA rounds
+its output to BF16 before that, once more than our own kernel. Its buffers come from PyTorch's
+allocator and are no part of the memory plan.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.formats import PagedRows, round_up
+from dsv4.kernels.contracts import AttentionResult, TokenMap
+from dsv4.kernels.external.find import LISTED_AT_ONCE, Decoded, DecodeInputs, load_flash_mla
+from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.kernels.triton.gather import (
+    find_entries,
+    find_listed,
+    find_window,
+    token_arguments,
+    workspace_row,
+)
+from dsv4.kernels.triton.primitives import bf16_bits, load_rope, rotate_tail
+from dsv4.rope import RopeTable
+
+HEADS = (64, 128)  # of a query; fewer are padded
+MAX_TOKENS = 1024  # of a call: FlashMLA's accumulators take 128 or 256 KiB a token
+MAX_LIST_BYTES = 64 << 20
+FINISHED_HEADS = 8  # heads that a program rotates back
+
+
+@triton.jit
+def has_source(token, request_ids_ptr, starts_ptr, IS_WORKSPACE: tl.constexpr):
+    """Whether a token's window lies in the workspace, or in its ring."""
+    start = tl.load(starts_ptr + tl.load(request_ids_ptr + token))
+    return start >= 0 if IS_WORKSPACE else start < 0
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_token", "num_entries", "entries_width", "rows_stride", "row_stride", "table_stride",
+    ],
+    do_not_specialize_on_alignment=[
+        "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr", "before_ptr",
+        "after_ptr", "starts_ptr", "block_table_ptr",
+    ],
+)  # fmt: skip
+def _list_kernel(
+    window_rows_ptr, entry_rows_ptr, entry_counts_ptr, entries_width, first_token, num_entries,
+    rows_ptr, rows_stride, row_stride, positions_ptr, request_ids_ptr, request_slots_ptr,
+    before_ptr, after_ptr, starts_ptr, block_table_ptr, table_stride,
+    ENTRIES: tl.constexpr, IS_WORKSPACE: tl.constexpr, WINDOW: tl.constexpr,
+    WINDOW_WIDTH: tl.constexpr, RING_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr,
+    RATIO: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """TILE of a token's rows: of its window, or behind those, of its entries.
+
+    A token whose window is not in this source has no rows at all.
+    """
+    line = tl.program_id(0).to(tl.int64)
+    token = first_token + tl.program_id(0)
+    offset = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_mine = has_source(token, request_ids_ptr, starts_ptr, IS_WORKSPACE)
+    if tl.program_id(1) * TILE < WINDOW_WIDTH:
+        slot, ring_row, is_seen = find_window(
+            token, offset, is_mine & (offset < WINDOW), positions_ptr, request_ids_ptr,
+            request_slots_ptr, RING_ROWS, WINDOW,
+        )  # fmt: skip
+        window_row = slot * RING_ROWS + ring_row
+        if IS_WORKSPACE:
+            window_row = workspace_row(token, offset, positions_ptr, request_ids_ptr, before_ptr,
+                                       starts_ptr, WINDOW).to(tl.int32)  # fmt: skip
+        tl.store(window_rows_ptr + line * WINDOW_WIDTH + offset,
+                 tl.where(is_seen, window_row, -1), mask=offset < WINDOW_WIDTH)  # fmt: skip
+    elif ENTRIES != "none":
+        entry = offset - WINDOW_WIDTH
+        request = tl.load(request_ids_ptr + token)
+        count = num_entries
+        if ENTRIES == "all":
+            count = tl.minimum((tl.load(positions_ptr + token) + 1) // RATIO, num_entries)
+        has_entries = is_mine & (tl.load(request_slots_ptr + request) >= 0)
+        count = tl.where(has_entries, count, 0)
+        if ENTRIES == "listed":
+            page, page_row, is_present = find_listed(
+                token, entry, entry < count, rows_ptr, rows_stride, row_stride, ENTRY_ROWS
+            )
+        else:
+            page, page_row, is_present = find_entries(
+                request, entry, entry < count, request_slots_ptr, after_ptr, block_table_ptr,
+                table_stride, RATIO, ENTRY_ROWS,
+            )  # fmt: skip
+        row = page * ENTRY_ROWS + page_row
+        tl.store(entry_rows_ptr + line * entries_width + entry, tl.where(is_present, row, -1),
+                 mask=entry < entries_width)  # fmt: skip
+        tl.store(entry_counts_ptr + line + entry, count + tl.zeros_like(entry), mask=entry == 0)
+
+
+@triton.jit(
+    do_not_specialize=["first_token", "lse_stride", "lse_head_stride"],
+    do_not_specialize_on_alignment=[
+        "positions_ptr", "request_ids_ptr", "request_slots_ptr", "starts_ptr",
+    ],
+)  # fmt: skip
+def _finish_kernel(
+    output_ptr, lse_ptr, decoded_ptr, decoded_lse_ptr, lse_stride, lse_head_stride, first_token,
+    cos_ptr, sin_ptr, positions_ptr, request_ids_ptr, request_slots_ptr, starts_ptr,
+    IS_WORKSPACE: tl.constexpr, NUM_HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    DIM: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rotate some heads of a token's output back; padding is 0 and has an lse of -inf."""
+    line = tl.program_id(0).to(tl.int64)
+    token = first_token + tl.program_id(0)
+    is_token = tl.load(request_slots_ptr + tl.load(request_ids_ptr + token)) >= 0
+    if has_source(token, request_ids_ptr, starts_ptr, IS_WORKSPACE) | (is_token == 0):
+        head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        is_head = head < NUM_HEADS
+        channel = tl.arange(0, DIM)[None, :]
+        at = (line * PADDED_HEADS + head)[:, None] * DIM + channel
+        x = tl.load(decoded_ptr + at, mask=is_head[:, None] & is_token, other=0.0).to(tl.float32)
+        position = tl.load(positions_ptr + token) + tl.zeros((ROWS,), tl.int32)
+        cos, sin = load_rope((cos_ptr, sin_ptr), position, is_head & (position >= 0), DIM, ROPE,
+                             DIM)  # fmt: skip
+        x = rotate_tail(x, cos, -sin, ROWS, DIM, ROPE, DIM)
+        out_row = token.to(tl.int64) * NUM_HEADS + head
+        tl.store(output_ptr.to(tl.pointer_type(tl.uint16)) + (out_row[:, None] * DIM + channel),
+                 bf16_bits(x), mask=is_head[:, None])  # fmt: skip
+        lse = tl.load(decoded_lse_ptr + line * lse_stride + head * lse_head_stride,
+                      mask=is_head & is_token, other=float("-inf"))  # fmt: skip
+        tl.store(lse_ptr + out_row, lse, mask=is_head)
+
+
+def attend(
+    query: Tensor,
+    sinks: Tensor | None,
+    memory: LayerMemory,
+    selected_rows: Tensor | None,
+    tokens: TokenMap,
+    rope: RopeTable,
+    *,
+    max_entries: int,
+    batch_invariant: bool = False,
+) -> AttentionResult:
+    """See `kernels.reference.attention`."""
+    if query.dtype is not torch.bfloat16:
+        raise TypeError(f"Invalid dtype of query: 'flashmla' takes bfloat16, got {query.dtype}")
+    assert not batch_invariant, "refused when the manager is made"
+    num_tokens, num_heads, _ = query.shape
+    result = AttentionResult(
+        torch.empty(query.shape, dtype=query.dtype, device=query.device),
+        torch.empty(num_tokens, num_heads, dtype=torch.float32, device=query.device),
+    )
+    decode, sinks = load_flash_mla(), padded_sinks(sinks, num_heads)
+    step = tokens_at_once(memory, selected_rows, max_entries)
+    for is_workspace in window_sources(tokens):
+        for first in range(0, num_tokens, step):
+            part = padded_query(query[first : first + step])
+            inputs = decode_inputs(
+                part, sinks, memory, selected_rows, tokens,
+                first_token=first, max_entries=max_entries, is_workspace=is_workspace,
+            )  # fmt: skip
+            decoded = decode(inputs, None)
+            finish(
+                result, decoded, memory, tokens, rope, first_token=first, is_workspace=is_workspace
+            )
+    return result
+
+
+def window_sources(tokens: TokenMap) -> tuple[bool, ...]:
+    """Which sources of window rows this forward needs; True is the workspace."""
+    num_chunks = len(tokens.chunk_ids)
+    if not num_chunks:
+        return (False,)
+    return (True,) if num_chunks == len(tokens.request_slots) else (False, True)
+
+
+def tokens_at_once(memory: LayerMemory, selected_rows: Tensor | None, max_entries: int) -> int:
+    """Tokens of one call."""
+    width = sum(list_widths(memory, selected_rows, max_entries))
+    return max(1, min(MAX_TOKENS, MAX_LIST_BYTES // (4 * width)))
+
+
+def list_widths(
+    memory: LayerMemory, selected_rows: Tensor | None, max_entries: int
+) -> tuple[int, int]:
+    """Columns of the lists of window rows and of entries; of entries 0 where a layer has none."""
+    window = round_up(memory.layout.window, LISTED_AT_ONCE)
+    if not memory.layout.ratio:
+        return window, 0
+    num_entries = max_entries if selected_rows is None else selected_rows.shape[1]
+    return window, round_up(max(1, num_entries), LISTED_AT_ONCE)
+
+
+def decode_inputs(
+    query: Tensor,
+    sinks: Tensor | None,
+    memory: LayerMemory,
+    selected_rows: Tensor | None,
+    tokens: TokenMap,
+    *,
+    first_token: int,
+    max_entries: int,
+    is_workspace: bool,
+) -> DecodeInputs:
+    """What FlashMLA is given for the padded queries of tokens from first_token on."""
+    num_tokens, device = len(query), query.device
+    window_width, entries_width = list_widths(memory, selected_rows, max_entries)
+
+    def lines(*shape: int) -> Tensor:
+        return torch.empty(num_tokens, *shape, dtype=torch.int32, device=device)
+
+    window_rows, entry_rows, counts = lines(1, window_width), lines(1, entries_width), lines()
+    _list_rows(
+        window_rows, entry_rows, counts, memory, selected_rows, tokens,
+        first_token=first_token, max_entries=max_entries, is_workspace=is_workspace,
+    )  # fmt: skip
+    window = memory.window.workspace if is_workspace else memory.window.ring
+    entries = memory.entries
+    if entries is None:
+        return DecodeInputs(query, sinks, as_pages(window), window_rows, None, None, None)
+    return DecodeInputs(
+        query, sinks, as_pages(window), window_rows, as_pages(entries), entry_rows,
+        counts if selected_rows is None else None,
+    )  # fmt: skip
+
+
+def finish(
+    result: AttentionResult,
+    decoded: Decoded,
+    memory: LayerMemory,
+    tokens: TokenMap,
+    rope: RopeTable,
+    *,
+    first_token: int,
+    is_workspace: bool,
+) -> None:
+    """Store what FlashMLA gave for tokens from first_token on, rotated back."""
+    num_heads, dim = result.output.shape[1:]
+    num_tokens, _, padded_heads, _ = decoded.output.shape
+    _finish_kernel[(num_tokens, triton.cdiv(num_heads, FINISHED_HEADS))](
+        output_ptr=result.output, lse_ptr=result.lse, decoded_ptr=decoded.output,
+        decoded_lse_ptr=decoded.lse, lse_stride=decoded.lse.stride(0),
+        lse_head_stride=decoded.lse.stride(1), first_token=first_token,
+        cos_ptr=rope.cos, sin_ptr=rope.sin, positions_ptr=tokens.positions,
+        request_ids_ptr=tokens.request_ids, request_slots_ptr=tokens.request_slots,
+        starts_ptr=tokens.workspace_starts, IS_WORKSPACE=is_workspace, NUM_HEADS=num_heads,
+        PADDED_HEADS=padded_heads, DIM=dim, ROPE=memory.layout.rope_dim, ROWS=FINISHED_HEADS,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def padded_query(query: Tensor) -> Tensor:
+    """`[num_tokens, 1, 64 or 128, dim]`, the heads that aren't there 0."""
+    num_tokens, num_heads, dim = query.shape
+    heads = _padded_heads(num_heads)
+    if heads == num_heads:
+        return query.contiguous()[:, None]
+    padded = query.new_zeros(num_tokens, 1, heads, dim)
+    padded[:, 0, :num_heads] = query
+    return padded
+
+
+def padded_sinks(sinks: Tensor | None, num_heads: int) -> Tensor | None:
+    """fp32 sinks, -inf for the heads that aren't there; None stays None."""
+    heads = _padded_heads(num_heads)
+    if sinks is None or heads == num_heads:
+        return None if sinks is None else sinks.float().contiguous()
+    padded = torch.full((heads,), -torch.inf, device=sinks.device)
+    padded[:num_heads] = sinks
+    return padded
+
+
+def as_pages(pages: PagedRows) -> Tensor:
+    """`[num_pages, rows_per_page, 1, row_bytes]`: one row's share of a page's bytes after another.
+
+    The bytes of a row do not lie together, so this shape says how many there are and no more.
+    """
+    num_pages, run_bytes = pages.storage.shape
+    row_bytes = pages.format.row_bytes
+    return pages.storage.as_strided(
+        (num_pages, pages.rows_per_page, 1, row_bytes),
+        (run_bytes, row_bytes, row_bytes, 1),
+        pages.storage.storage_offset() + pages.offset,
+    )
+
+
+def _padded_heads(num_heads: int) -> int:
+    return HEADS[0] if num_heads <= HEADS[0] else HEADS[1]
+
+
+def _list_rows(
+    window_rows: Tensor,
+    entry_rows: Tensor,
+    entry_counts: Tensor,
+    memory: LayerMemory,
+    selected_rows: Tensor | None,
+    tokens: TokenMap,
+    *,
+    first_token: int,
+    max_entries: int,
+    is_workspace: bool,
+) -> None:
+    layout = memory.layout
+    kind = "none" if not layout.ratio else "all" if selected_rows is None else "listed"
+    rows: dict[str, Any] = {"rows_ptr": window_rows, "rows_stride": 0, "row_stride": 0}
+    num_entries = max_entries
+    if selected_rows is not None:
+        num_entries = selected_rows.shape[1]
+        rows = {"rows_ptr": selected_rows, "rows_stride": selected_rows.stride(0),
+                "row_stride": selected_rows.stride(1)}  # fmt: skip
+    num_tokens, window_width, entries_width = (
+        len(window_rows), window_rows.shape[-1], entry_rows.shape[-1],
+    )  # fmt: skip
+    _list_kernel[(num_tokens, (window_width + entries_width) // LISTED_AT_ONCE)](
+        window_rows_ptr=window_rows, entry_rows_ptr=entry_rows, entry_counts_ptr=entry_counts,
+        entries_width=entries_width, first_token=first_token, num_entries=num_entries, **rows,
+        **token_arguments(tokens, window_rows), ENTRIES=kind, IS_WORKSPACE=is_workspace,
+        WINDOW=layout.window, WINDOW_WIDTH=window_width, RING_ROWS=layout.ring_rows,
+        ENTRY_ROWS=max(1, layout.entries_per_block), RATIO=max(1, layout.ratio),
+        TILE=LISTED_AT_ONCE, num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""What FlashMLA and DeepGEMM accept, checked before a manager allocates anything."""
+
+from collections.abc import Callable
+
+import torch
+
+from dsv4.config import CacheConfig
+from dsv4.kernels.backends import BACKENDS, check_backend
+from dsv4.kernels.external.find import PAGE_KEYS, load_deep_gemm, load_flash_mla
+from dsv4.layer_schedule import AttentionType
+
+ATTENTION_BACKENDS = (*BACKENDS, "flashmla")
+INDEX_BACKENDS = (*BACKENDS, "deepgemm")
+ROW_DIMS = (512, 64)  # head_dim and rope_dim of the rows that FlashMLA reads
+MAX_HEADS = 128
+BLACKWELL_ALIGN = 576  # page strides that FlashMLA's Blackwell kernels take
+INDEX_HEADS = (32, 64)
+INDEX_DIM = 128
+ARCHITECTURES = (9, 10)  # Hopper and Blackwell of data centres
+
+
+def check_attention_backend(
+    name: str, config: CacheConfig, device: torch.device, *, batch_invariant: bool
+) -> None:
+    """Refuse an attention backend that does not exist, cannot be had or does not fit the cache."""
+    if name in BACKENDS:
+        check_backend(name, device)
+        return
+    _check_name("attention_backend", name, ATTENTION_BACKENDS)
+    _expect(name, "kv_format", config.kv_format, "'fp8'", config.kv_format == "fp8")
+    dims = (config.head_dim, config.rope_dim)
+    _expect(name, "head_dim and rope_dim", dims, f"{ROW_DIMS}", dims == ROW_DIMS)
+    heads = config.num_query_heads
+    _expect(name, "num_query_heads", heads, f"at most {MAX_HEADS}", heads <= MAX_HEADS)
+    _expect(name, "batch_invariant", batch_invariant, "False", not batch_invariant)
+    load_flash_mla()
+    _check_device(name, device)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == ARCHITECTURES[1]:
+        is_aligned = config.page_align % BLACKWELL_ALIGN == 0
+        wanted = f"a multiple of {BLACKWELL_ALIGN} on this GPU"
+        _expect(name, "page_align", config.page_align, wanted, is_aligned)
+
+
+def check_index_backend(name: str, config: CacheConfig, device: torch.device) -> None:
+    """Refuse an index backend that does not exist, cannot be had or does not fit the cache."""
+    if name in BACKENDS:
+        check_backend(name, device)
+        return
+    _check_name("index_backend", name, INDEX_BACKENDS)
+    _expect(name, "index_format", config.index_format, "'fp8'", config.index_format == "fp8")
+    dim, heads = config.index_head_dim, config.index_num_heads
+    _expect(name, "index_head_dim", dim, f"{INDEX_DIM}", dim == INDEX_DIM)
+    _expect(name, "index_num_heads", heads, "32 or 64", heads in INDEX_HEADS)
+    block_tokens = PAGE_KEYS * AttentionType.CSA.ratio
+    is_page = config.block_tokens == block_tokens
+    _expect(name, "block_tokens", config.block_tokens, f"{block_tokens}", is_page)
+    load_deep_gemm()
+    _check_device(name, device)
+
+
+def external_problem(name: str, load: Callable[[], object]) -> str | None:
+    """Why the kernels that `load` imports can't run on the best device here; None if they can."""
+    try:
+        load()
+        _check_device(name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _check_name(what: str, name: object, valid: tuple[str, ...]) -> None:
+    if name not in valid:
+        raise ValueError(f"Unknown {what}: expected one of {', '.join(valid)}, got {name!r}")
+
+
+def _expect(backend: str, what: str, value: object, expected: str, is_fit: bool) -> None:
+    if not is_fit:
+        raise ValueError(f"{backend!r} cannot read this cache: expected {what} {expected}, "
+                         f"got {value!r}")  # fmt: skip
+
+
+def _check_device(name: str, device: torch.device) -> None:
+    check_backend("triton", device)  # rows are listed, and queries made ready, by our own kernels
+    if device.type != "cuda":
+        return
+    major = torch.cuda.get_device_capability(device)[0]
+    if major not in ARCHITECTURES:
+        raise ValueError(
+            f"Invalid device of {name!r}: expected compute capability 9 or 10, got {major}"
+        )

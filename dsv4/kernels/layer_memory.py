@@ -1,0 +1,178 @@
+"""`LayerMemory`: the storages of one layer, and where its rows lie in them."""
+
+from dataclasses import astuple, dataclass, field, fields
+from functools import cache, cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.formats import (
+    IndexFormatName,
+    KVFormatName,
+    PagedRows,
+    RowFormat,
+    cut_tail,
+    index_row,
+    kv_row,
+)
+
+
+class WindowRows(NamedTuple):
+    """Where the rows of the sliding window lie.
+
+    ring has one page per slot; workspace is one page that holds, for each request with a
+    `workspace_start`, its last `window - 1` rows from before the chunk and then the chunk's own.
+    """
+
+    ring: PagedRows
+    workspace: PagedRows
+    window: int
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Where a layer's rows lie in the raw storages, as plain numbers and names.
+
+    Attributes:
+        ratio: Tokens per entry; 0 for SWA.
+        window: Tokens of the sliding window.
+        ring_offset, ring_rows: First byte of the ring in a slot, and its rows.
+        workspace_rows: Rows of the window workspace.
+        entries_offset, index_offset: First byte of the pages in a block; -1 for none.
+        entries_per_block: Rows of a page.
+        tail_offset, index_tail_offset: First byte of the tails in a slot; -1 for none.
+        tail_rows: Rows of a tail.
+        num_series: Projections a token carries: CSA 2, HCA 1, SWA 0.
+        head_dim, rope_dim: Width of a KV row, and of its rotated part.
+        index_head_dim: Width of an index key.
+        kv_format, index_format, tail_dtype: Names of the row formats and of the tails' dtype.
+        key: All of the above in one string, which `from_key` reads back.
+    """
+
+    ratio: int
+    window: int
+    ring_offset: int
+    ring_rows: int
+    workspace_rows: int
+    entries_offset: int
+    index_offset: int
+    entries_per_block: int
+    tail_offset: int
+    index_tail_offset: int
+    tail_rows: int
+    num_series: int
+    head_dim: int
+    rope_dim: int
+    index_head_dim: int
+    kv_format: KVFormatName
+    index_format: IndexFormatName
+    tail_dtype: Literal["float32", "bfloat16"]
+    key: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", " ".join(map(str, astuple(self)[:-1])))
+
+    @staticmethod
+    @cache
+    def from_key(key: str) -> "LayerLayout":
+        """The layout of that key."""
+        names = [field.name for field in fields(LayerLayout) if field.init]
+        values = [int(part) if part.lstrip("-").isdigit() else part for part in key.split(" ")]
+        return LayerLayout(**dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
+
+    @cached_property
+    def kv_row(self) -> RowFormat:
+        """The row of a window token or compressed entry."""
+        return kv_row(self.kv_format, head_dim=self.head_dim, rope_dim=self.rope_dim)
+
+    @cached_property
+    def index_row(self) -> RowFormat:
+        """The row of an index key."""
+        return index_row(self.index_format, head_dim=self.index_head_dim)
+
+
+class LayerStorages(NamedTuple):
+    """The raw storages, and where one layer's rows lie in them.
+
+    Attributes:
+        slots: `[max_requests, slot_bytes]` uint8, the fixed state of requests.
+        blocks: `[num_blocks, block_bytes]` uint8, the pages of all layers.
+        workspace: `[1, bytes]` uint8, window rows of chunks.
+        pooled: `[windows, head_dim]` fp32, pooled channels of HCA windows whose programs share one.
+            A forward closes at most one window every 128 tokens and one more for each request;
+            the window that a token closes is number request + token // 128.
+        arrivals: `[windows]` int32, programs that have left their channels; 0 between launches.
+        index_scratch: `[bytes]` uint8, which `index_scratch` cuts up.
+        partials: `[num_partials, heads × (head_dim + 2)]` fp32, one split of a token each:
+            accumulators, then largest logits and sums.
+        global_scale: `[]` fp32, NVFP4's; None for other formats.
+        layout: Offsets, counts and formats of the layer.
+    """
+
+    slots: Tensor
+    blocks: Tensor
+    workspace: Tensor
+    pooled: Tensor
+    arrivals: Tensor
+    index_scratch: Tensor
+    partials: Tensor
+    global_scale: Tensor | None
+    layout: LayerLayout
+
+
+class LayerMemory(LayerStorages):
+    """A layer's storages, and the rows that are cut out of them, once."""
+
+    @cached_property
+    def window(self) -> WindowRows:
+        """The ring and the workspace."""
+        layout = self.layout
+        return WindowRows(
+            PagedRows(layout.kv_row, self.slots, layout.ring_offset, layout.ring_rows),
+            PagedRows(layout.kv_row, self.workspace, 0, layout.workspace_rows),
+            layout.window,
+        )
+
+    @cached_property
+    def entries(self) -> PagedRows | None:
+        """Pages of compressed entries; None for SWA."""
+        return self._pages(self.layout.entries_offset, self.layout.kv_row)
+
+    @cached_property
+    def index_keys(self) -> PagedRows | None:
+        """Pages of index keys; None unless CSA."""
+        if self.layout.index_offset < 0:
+            return None
+        return self._pages(self.layout.index_offset, self.layout.index_row)
+
+    @property
+    def tail(self) -> Tensor | None:
+        """`[max_requests, tail_rows, 2, num_series × head_dim]`; None for SWA."""
+        return self._tail(self.layout.tail_offset, self.layout.head_dim)
+
+    @property
+    def index_tail(self) -> Tensor | None:
+        """The same of the indexer; None unless CSA."""
+        return self._tail(self.layout.index_tail_offset, self.layout.index_head_dim)
+
+    @cached_property
+    def cut_partials(self) -> tuple[Tensor, Tensor]:
+        """All accumulators, then all largest logits and sums, each flat."""
+        flat, dim = self.partials.view(-1), self.layout.head_dim
+        num_accumulators = flat.shape[0] // (dim + 2) * dim
+        return flat[:num_accumulators], flat[num_accumulators:]
+
+    def _pages(self, offset: int, row: RowFormat) -> PagedRows | None:
+        if offset < 0:
+            return None
+        return PagedRows(row, self.blocks, offset, self.layout.entries_per_block)
+
+    def _tail(self, offset: int, head_dim: int) -> Tensor | None:
+        layout = self.layout
+        if offset < 0:
+            return None
+        return cut_tail(
+            self.slots, offset=offset, num_rows=layout.tail_rows,
+            width=layout.num_series * head_dim, dtype=getattr(torch, layout.tail_dtype),
+        )  # fmt: skip

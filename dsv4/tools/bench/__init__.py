@@ -1,0 +1,1 @@
+"""`dsv4 bench`: a module for each bench, and what they share."""

@@ -1,0 +1,97 @@
+"""One layer's attention as the benches run it: random queries over random rows, and its check."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.plan import ForwardPlan
+from dsv4.kernels.backends import load_backend
+from dsv4.kernels.contracts import AttentionResult
+from dsv4.kernels.reference import addressing
+from dsv4.tools.bench.requests import acquire_layers
+
+DIM = 512
+LARGEST_ERROR = 2.0**-7  # of the output's norm: weights and output are rounded to BF16
+LSE_ERROR = 1e-3
+
+
+class AttendCase(NamedTuple):
+    """One forward, its queries, and by layer the rows that are selected where any are.
+
+    num_entries is the most entries that a query attends.
+    """
+
+    name: str
+    handles: list[LayerCacheHandle]
+    query: Tensor
+    sinks: Tensor
+    rows: Sequence[Tensor | None]
+    num_entries: int
+
+
+def attend_case(
+    name: str, manager: KVCacheManager, plan: ForwardPlan, *, num_entries: int
+) -> AttendCase:
+    """Normal queries of a plan that counts as written; no rows are selected."""
+    plan.complete()
+    heads, device = manager.config.num_query_heads, manager.device
+    query = torch.randn(plan.num_tokens, heads, DIM, device=device, dtype=torch.bfloat16)
+    handles = acquire_layers(manager, plan)
+    sinks = torch.zeros(heads, device=device)
+    return AttendCase(name, handles, query, sinks, [None] * len(handles), num_entries)
+
+
+def select_rows(handle: LayerCacheHandle, count: int) -> Tensor:
+    """Rows of `count` distinct entries that each query sees, ascending, one from each stretch."""
+    entries, tokens = handle.memory.entries, handle.tokens
+    assert entries is not None, handle.layer
+    visible = addressing.visible_entries(tokens.positions.long(), handle.layer.ratio)
+    edges = torch.arange(count + 1, device=visible.device) * visible[:, None] // count
+    starts, widths = edges[:, :-1], edges.diff(dim=1)
+    entry_idx = starts + (torch.rand(widths.shape, device=widths.device) * widths).long()
+    slots = addressing.token_slots(tokens)[:, None]
+    return addressing.entry_rows(tokens.block_table, slots, entry_idx, entries.rows_per_page)
+
+
+def attend(
+    case: AttendCase,
+    layer_idx: int,
+    *,
+    backend: str = "triton",
+    batch_invariant: bool = False,
+    queries: Tensor | None = None,
+) -> AttentionResult:
+    """The attention of a layer, of all queries or of those at some indices."""
+    handle, rows = case.handles[layer_idx], case.rows[layer_idx]
+    query, tokens = case.query, handle.tokens
+    if queries is not None:
+        query, rows = query[queries], None if rows is None else rows[queries]
+        tokens = tokens._replace(
+            positions=tokens.positions[queries], request_ids=tokens.request_ids[queries]
+        )
+    return load_backend(backend).attend(
+        query, case.sinks, handle.memory, rows, tokens, handle.rope,
+        max_entries=case.num_entries, batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+def check_result(
+    case: AttendCase, got: AttentionResult, what: str, *, queries: Tensor | None = None
+) -> None:
+    """Refuse a result of the first layer that is not the reference's, at some queries or at all."""
+    expected = attend(case, 0, backend="reference", queries=queries)
+    if queries is not None:
+        got = AttentionResult(got.output[queries], got.lse[queries])
+    is_same = is_close(got.output, expected.output)
+    if not is_same or not torch.allclose(got.lse, expected.lse, rtol=0, atol=LSE_ERROR):
+        raise RuntimeError(f"{case.name}: {what} differs from the reference's; nothing is timed")
+
+
+def is_close(output: Tensor, expected: Tensor) -> bool:
+    """Whether an output is as near to the reference's as its precision allows."""
+    error = (output.float() - expected.float()).norm()
+    return bool(error <= LARGEST_ERROR * expected.float().norm())

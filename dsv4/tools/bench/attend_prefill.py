@@ -1,0 +1,98 @@
+"""Attention of a prefill chunk, the last tokens of a long request of V4-Flash, by graph replay.
+
+CSA attends window and selected rows, HCA the window and all entries that a query sees, both from
+workspace and pool in place. FlashMLA's prefill kernel is given a dense BF16 copy of them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from dsv4.config import CacheConfig
+from dsv4.kernels.external.find import SparsePrefill
+from dsv4.kernels.reference import addressing
+from dsv4.tools.bench import timing
+from dsv4.tools.bench.attend_case import (
+    DIM,
+    AttendCase,
+    attend,
+    attend_case,
+    check_result,
+    select_rows,
+)
+from dsv4.tools.bench.compare import FlashMLAPrefill
+from dsv4.tools.bench.requests import fill_rows, manager_for, open_requests, plan_tokens
+from dsv4.tools.console import track
+
+CONTEXT, CHUNK = 131_072, 8192  # tokens of the request, and the last of them that are queries
+CHECKED_QUERIES = 16
+NUM_REPLAYS = 5
+
+
+class PrefillShape(NamedTuple):
+    """A type of layer; num_selected entries are attended, or with 0 all that a query sees."""
+
+    name: str
+    ratio: int
+    num_selected: int
+    target_tflops: float
+
+
+SHAPES = (
+    PrefillShape("Flash CSA", 4, 512, 300.0),
+    PrefillShape("Flash HCA", 128, 0, 350.0),
+)
+
+
+def bench_prefill(peer: SparsePrefill | None, *, device: str) -> list[dict[str, Any]]:
+    """Microseconds and TFLOP/s of a chunk, ours and, if there is a peer, FlashMLA's."""
+    shapes = track(SHAPES, "prefill chunks", total=len(SHAPES))
+    return [_measure(shape, peer, device) for shape in shapes]
+
+
+def _measure(shape: PrefillShape, peer: SparsePrefill | None, device: str) -> dict[str, Any]:
+    case = prefill_case(shape, device=device)
+    checked = torch.linspace(0, CHUNK - 1, CHECKED_QUERIES, device=device).long()
+    check_result(case, attend(case, 0), "the output of a chunk", queries=checked)
+    num_rows = count_visible(case)
+    num_flops = 4 * case.query.shape[1] * num_rows * DIM
+    us = timing.replay_time(lambda: attend(case, 0), num_replays=NUM_REPLAYS)
+    row = {
+        "layer": shape.name, "context": CONTEXT, "tokens": CHUNK, "rows": num_rows,
+        "us": us, "tflops": num_flops / us / 1e6, "target_tflops": shape.target_tflops,
+    }  # fmt: skip
+    if peer is None:
+        return row
+    calls = FlashMLAPrefill(
+        peer, case.handles[0], case.query, case.sinks, case.rows[0], max_entries=case.num_entries
+    )
+    check_result(case, calls.result(), "FlashMLA's output of a chunk", queries=checked)
+    theirs = timing.replay_time(calls.run, num_replays=NUM_REPLAYS)
+    return row | {
+        "flashmla_us": theirs, "flashmla_tflops": num_flops / theirs / 1e6, "ratio": us / theirs,
+    }  # fmt: skip
+
+
+def prefill_case(shape: PrefillShape, *, device: str) -> AttendCase:
+    """The chunk in one layer whose rows are normal numbers."""
+    config = CacheConfig.v4_flash(compress_ratios=(shape.ratio,))
+    manager = manager_for(config, 1, CONTEXT, device=device, chunk=CHUNK)
+    slots = open_requests(manager, 1, CONTEXT - CHUNK)
+    (memory,) = manager.memories
+    for pages in (memory.window.ring, memory.window.workspace, memory.entries):
+        fill_rows(pages)
+    num_entries = shape.num_selected or CONTEXT // shape.ratio
+    plan = plan_tokens(manager, slots, CHUNK)
+    case = attend_case(shape.name, manager, plan, num_entries=num_entries)
+    if not shape.num_selected:
+        return case
+    return case._replace(rows=[select_rows(case.handles[0], shape.num_selected)])
+
+
+def count_visible(case: AttendCase) -> int:
+    """Rows that all queries attend together."""
+    handle = case.handles[0]
+    positions = handle.positions.long()
+    windows = (positions + 1).clamp(max=handle.window.window)
+    entries = addressing.visible_entries(positions, handle.layer.ratio)
+    return int((windows + entries.clamp(max=case.num_entries)).sum())

@@ -1,0 +1,132 @@
+"""`dsv4 bench`: the benches, their options, and how one is run and shown."""
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dsv4.kernels.external.find import add_folder
+from dsv4.tools.bench import tables
+from dsv4.tools.bench.tables import Result, Shown
+from dsv4.tools.console import make_console
+from dsv4.tools.planner.command import positive
+
+
+class Option(NamedTuple):
+    """An option of a bench and the parameter it sets: a number above 0, or a switch."""
+
+    flag: str
+    parameter: str
+    default: int
+    help: str | None = None
+
+
+class Bench(NamedTuple):
+    """A bench `NAME`: `dsv4.tools.bench.NAME.bench_NAME`, which takes its options by name.
+
+    peer is whose kernels `--compare` times beside ours.
+    """
+
+    help: str
+    show: Callable[[Result], Shown]
+    options: tuple[Option, ...] = ()
+    peer: str | None = None
+
+
+REQUESTS = Option("--requests", "num_requests", 256)
+BENCHES = {
+    "plan": Bench(
+        "host time of prepare_forward", tables.show_plan,
+        (REQUESTS, Option("--steps", "num_steps", 400)),
+    ),
+    "prefix": Bench(
+        "host time of a prefix hit and of a block's hash", tables.show_prefix,
+        (Option("--tokens", "num_tokens", 100_000), Option("--rounds", "num_rounds", 50)),
+    ),
+    "swap": Bench(
+        "a request to host memory and back, on a GPU", tables.show_swap,
+        (Option("--tokens", "num_tokens", 1 << 20), Option("--rounds", "num_rounds", 10)),
+    ),
+    "write": Bench("the write path of a layer, on a GPU", tables.show_write, peer="SGLang"),
+    "step": Bench(
+        "a captured decode step, on a GPU", tables.show_step,
+        (REQUESTS, Option("--steps", "num_steps", 400)),
+    ),
+    "gather": Bench("dense rows of a layer, on a GPU", tables.show_gather),
+    "index": Bench(
+        "queries, scores and top-k of the index, on a GPU", tables.show_index,
+        peer="DeepGEMM and SGLang",
+    ),
+    "attend": Bench(
+        "attention of a layer in a decode step and of a prefill chunk, on a GPU",
+        tables.show_attend, peer="FlashMLA",
+    ),
+    "transformers": Bench(
+        "decode steps of a transformers model with both caches, on a GPU",
+        tables.show_transformers, (Option("--steps", "num_steps", 30),),
+    ),
+    "tune": Bench(
+        "launch parameters of this GPU's architecture", tables.show_tune,
+        (Option("--write", "is_written", False, "update the committed table in place"),),
+    ),
+}  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """A command for each bench, with its options."""
+    commands = parser.add_subparsers(dest="bench", required=True)
+    for name, bench in BENCHES.items():
+        command = commands.add_parser(name, help=bench.help)
+        for option in _options(bench):
+            _add_option(command, option)
+        if bench.peer is not None:
+            command.add_argument(
+                "--peers", metavar="PATH",
+                help="a folder that their packages, or vLLM's, were unpacked to",
+            )  # fmt: skip
+        command.add_argument("--json", action="store_true", help="print one JSON object only")
+
+
+def _options(bench: Bench) -> tuple[Option, ...]:
+    if bench.peer is None:
+        return bench.options
+    compare = Option("--compare", "compare", False, f"time {bench.peer} beside ours")
+    return (*bench.options, compare)
+
+
+def _add_option(command: argparse.ArgumentParser, option: Option) -> None:
+    flag, parameter, default, text = option
+    if isinstance(default, bool):
+        command.add_argument(flag, dest=parameter, action="store_true", help=text)
+    else:
+        command.add_argument(
+            flag, dest=parameter, type=positive, default=default, help=text,
+            metavar=flag.removeprefix("--").upper(),
+        )  # fmt: skip
+
+
+def use_peers(options: argparse.Namespace) -> None:
+    """Look for peers in the folder that `--peers` names; refuses one that is not there."""
+    if getattr(options, "peers", None) is not None:
+        add_folder(options.peers)
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Run one bench; its tables, if they are wanted, and its result as one line of JSON.
+
+    Returns 1 if a part of it failed.
+    """
+    bench = BENCHES[options.bench]
+    run = getattr(
+        importlib.import_module(f"dsv4.tools.bench.{options.bench}"), f"bench_{options.bench}"
+    )
+    names = [option.parameter for option in _options(bench)]
+    result: dict[str, Any] = run(**{name: getattr(options, name) for name in names})
+    if not options.json:
+        shown = bench.show(result)
+        make_console().print(*shown.tables)
+        for sentence in shown.sentences:
+            print(sentence)
+    print(json.dumps(result))
+    return int(bool(result.get("errors")))

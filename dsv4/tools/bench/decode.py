@@ -1,0 +1,233 @@
+"""One decode step of every attention layer, without the projections' products, by graph replay.
+
+Contexts are made long by plans alone, and the pools filled with random rows. Requests stand one
+token apart, so that in each step a quarter of them closes a CSA window. Before each step that is
+timed a large fill passes through the L2 and keeps the GPU busy until the graph is launched.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.graphs.captured_forward import CapturedForward
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.memory.capacity import Capacity
+from dsv4.config import CacheConfig
+from dsv4.kernels.backends import load_backend
+from dsv4.kernels.contracts import AttentionResult, LayerProjections, LayerWeights, Selection
+from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.testing import model_weights, move_to, random_projections
+from dsv4.tools.bench import timing
+from dsv4.tools.bench.attend_case import is_close
+from dsv4.tools.bench.requests import acquire_layers, count_rows, extend, fill_rows, plan_tokens
+from dsv4.tools.bench.write import write_layer
+from dsv4.tools.console import track
+
+LENGTHS = (1 << 15, 1 << 20)
+BATCHES = (1, 32)
+NUM_STEPS = 20  # that are timed, a multiple of CSA's window
+NUM_WARMUP_STEPS = 4
+PREFILL_TOKENS = 1 << 16  # of a plan that brings a request to its length
+DISTINCT_BLOCKS = 256  # blocks of random rows; all others are copies of them
+SPARE_BYTES = 8 << 30  # of the GPU, left to graphs, inputs and the fill
+FILL_BYTES = 1 << 30
+
+
+class DecodeCase(NamedTuple):
+    """Requests of a batch, and each layer's inputs and weights.
+
+    has_own_blocks is False where there was no memory for it: all requests but their last blocks
+    share one request's.
+    """
+
+    manager: KVCacheManager
+    slots: list[int]
+    inputs: list[LayerProjections]
+    weights: list[LayerWeights]
+    has_own_blocks: bool
+
+
+def bench_decode() -> list[dict[str, Any]]:
+    """Microseconds of V4-Flash's 43 layers in one step: all of it, and by part."""
+    sizes = [(length, batch) for length in LENGTHS for batch in BATCHES]
+    return [_measure(*size) for size in track(sizes, "decode steps", total=len(sizes))]
+
+
+def _measure(length: int, batch: int) -> dict[str, Any]:
+    config = CacheConfig.v4_flash()
+    case = decode_case(config, length, batch, device="cuda", free_bytes=_free_bytes())
+    row: dict[str, Any] = {
+        "tokens": length,
+        "batch": batch,
+        "has_own_blocks": case.has_own_blocks,
+        "num_layers": config.num_layers,
+        "total_us": _time_steps(case),
+        **_time_parts(case),
+    }
+    del case
+    torch.cuda.empty_cache()
+    return row
+
+
+def _free_bytes() -> int:
+    torch.cuda.empty_cache()
+    free: int = torch.cuda.mem_get_info()[0]
+    return free - SPARE_BYTES
+
+
+def decode_case(
+    config: CacheConfig, length: int, batch: int, *, device: str, free_bytes: int
+) -> DecodeCase:
+    """Requests that reach `length` tokens at most after the steps of a bench."""
+    sizes: dict[str, Any] = {
+        "max_requests": batch,
+        "max_forward_tokens": min(length, PREFILL_TOKENS),
+        "max_request_tokens": length,
+    }
+    blocks = -(-length // config.block_tokens)
+    own = Capacity(config, num_blocks=batch * blocks, **sizes)
+    has_own_blocks = sum(part.allocated for part in own.memory().values()) <= free_bytes
+    num_blocks = batch * blocks if has_own_blocks else blocks + 2 * batch
+    manager = KVCacheManager(config, num_blocks=num_blocks, device=device, **sizes)
+    shortest = length - batch - NUM_STEPS - NUM_WARMUP_STEPS - 1
+    slots = [manager.open_request()]
+    extend(manager, slots[0], shortest)
+    for _ in range(1, batch):
+        slots.append(manager.open_request() if has_own_blocks else manager.fork(slots[0]))
+    for idx, slot in enumerate(slots):
+        extend(manager, slot, shortest + idx)
+    fill_storages(manager)
+    weights = [move_to(device, layer) for layer in model_weights(config, seed=0)]
+    return DecodeCase(manager, slots, decode_inputs(config, batch, device), weights, has_own_blocks)
+
+
+def fill_storages(manager: KVCacheManager) -> None:
+    """Random rows and tails in all slots and blocks."""
+    for memory in manager.memories:
+        _fill_slots(memory)
+        _fill_blocks(memory)
+    _copy_blocks(manager.paged.storage)
+
+
+def decode_inputs(config: CacheConfig, batch: int, device: str) -> list[LayerProjections]:
+    """BF16 projections of every layer; the layers of a kind share theirs."""
+    by_kind = {
+        kind: move_to(
+            device, random_projections(config, kind, batch, seed=kind.ratio, dtype=torch.bfloat16)
+        )
+        for kind in {layer.attention_type for layer in config.schedule}
+    }
+    return [by_kind[layer.attention_type] for layer in config.schedule]
+
+
+def _fill_slots(memory: LayerMemory) -> None:
+    fill_rows(memory.window.ring)
+    for tail in (memory.tail, memory.index_tail):
+        if tail is not None:
+            tail.normal_()
+
+
+def _fill_blocks(memory: LayerMemory) -> None:
+    for pages in (memory.entries, memory.index_keys):
+        if pages is not None:
+            fill_rows(pages, min(DISTINCT_BLOCKS * pages.rows_per_page, count_rows(pages)))
+
+
+def _copy_blocks(storage: Tensor) -> None:
+    """The first blocks again and again, over all others."""
+    done, num_blocks = min(DISTINCT_BLOCKS, len(storage)), len(storage)
+    while done < num_blocks:
+        count = min(done, num_blocks - done)
+        storage[done : done + count].copy_(storage[:count])
+        done += count
+
+
+def run_step(handles: Sequence[LayerCacheHandle], case: DecodeCase) -> list[AttentionResult]:
+    """Write, choose and attend, layer by layer."""
+    layers = zip(handles, case.inputs, case.weights, strict=True)
+    return [handle.forward(inputs, weights) for handle, inputs, weights in layers]
+
+
+def next_step(case: DecodeCase) -> list[LayerCacheHandle]:
+    """Plan one more token of each request; returns every layer's handle."""
+    return acquire_layers(case.manager, plan_tokens(case.manager, case.slots))
+
+
+def _time_steps(case: DecodeCase) -> float:
+    """Mean microseconds of a captured step."""
+    forward = CapturedForward(
+        case.manager, lambda handles: run_step(handles, case), batch=len(case.slots)
+    )
+    fill = torch.empty(FILL_BYTES, dtype=torch.uint8, device=case.manager.device)
+    times = []
+    for _ in range(NUM_WARMUP_STEPS + NUM_STEPS):
+        plan = plan_tokens(case.manager, case.slots)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        fill.zero_()
+        start.record()
+        results = forward.replay(plan)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    if not all(bool(result.output.isfinite().all()) for result in results):
+        raise RuntimeError("A step gave an output that is not finite; nothing is reported")
+    return statistics.fmean(times[NUM_WARMUP_STEPS:])
+
+
+def _time_parts(case: DecodeCase) -> dict[str, float]:
+    """Microseconds of all layers' writes, choices of entries, and attention, each on its own."""
+    handles = next_step(case)
+    run_step(handles, case)
+    selections = [_select(handle, case) for handle in handles]
+    check_attention(handles, case, selections)
+
+    def write() -> None:
+        for handle, inputs, weights in zip(handles, case.inputs, case.weights, strict=True):
+            write_layer(handle, inputs, weights)
+
+    def select() -> None:
+        for handle in handles:
+            _select(handle, case)
+
+    def attend() -> None:
+        for handle, selection in zip(handles, selections, strict=True):
+            _attend(handle, case, selection)
+
+    parts: dict[str, Callable[[], None]] = {
+        "write_us": write, "index_us": select, "attention_us": attend
+    }  # fmt: skip
+    return {name: timing.replay_time(part) for name, part in parts.items()}
+
+
+def _select(handle: LayerCacheHandle, case: DecodeCase) -> Selection | None:
+    indexer = case.inputs[handle.layer.layer_idx].indexer
+    return None if indexer is None else handle.select_entries(indexer.query, indexer.head_weights)
+
+
+def _attend(
+    handle: LayerCacheHandle, case: DecodeCase, selection: Selection | None
+) -> AttentionResult:
+    layer_idx = handle.layer.layer_idx
+    return handle.attend(case.inputs[layer_idx].query, case.weights[layer_idx].sinks, selection)
+
+
+def check_attention(
+    handles: Sequence[LayerCacheHandle], case: DecodeCase, selections: Sequence[Selection | None]
+) -> None:
+    """Refuse to time attention that is not the reference's, in one layer of each type."""
+    first = {handle.layer.attention_type: handle.layer.layer_idx for handle in reversed(handles)}
+    for kind, idx in first.items():
+        handle, selection, inputs = handles[idx], selections[idx], case.inputs[idx]
+        expected = load_backend("reference").attend(
+            inputs.query, case.weights[idx].sinks, handle.memory,
+            None if selection is None else selection.rows, handle.tokens, handle.rope,
+            max_entries=handle.plan.max_entries(kind.ratio), batch_invariant=False,
+        ).output  # fmt: skip
+        if not is_close(_attend(handle, case, selection).output, expected):
+            raise RuntimeError(
+                f"{kind.name}: the output differs from the reference's; nothing is timed"
+            )

@@ -1,0 +1,145 @@
+"""`dsv4 bench gather`: dense rows of one layer, by graph replay."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.config import CacheConfig
+from dsv4.kernels.backends import Backend, load_backend
+from dsv4.kernels.contracts import Gathered
+from dsv4.tools.bench import timing
+from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.requests import acquire_layers, manager_for, open_requests, plan_tokens
+from dsv4.tools.console import track
+
+DEVICE = "cuda"
+NUM_LAYERS = 8  # pools to rotate over: more than an L2 of any GPU holds
+NUM_REQUESTS, REQUEST_TOKENS = 32, 32768  # 8192 CSA entries each
+NUM_POOL_ROWS = NUM_REQUESTS * REQUEST_TOKENS // 4
+WINDOW_BATCH, WINDOW_TOKENS = 256, 200
+LISTED = ((32, 512), (128, 512), (256, 512), (32, 8192))
+RECORD_BYTES, DENSE_BYTES, INDEX_BYTES = 576 + 8, 1024, 8  # fp8 rows of V4's width
+FINITE_BYTES = 0x70  # bytes below are finite in E4M3, UE8M0 and BF16 alike
+
+Gather = Callable[[Backend, LayerCacheHandle, Tensor | None], Gathered]
+
+
+class _Case(NamedTuple):
+    """A gather of every layer, each with rows of its own where they are listed."""
+
+    name: str
+    gather: Gather
+    handles: list[LayerCacheHandle]
+    rows: list[Tensor | None]
+    num_rows: int
+
+
+def bench_gather() -> dict[str, Any]:
+    """Microseconds of a gather: the same layer again and again, and 8 layers in turn."""
+    require_cuda("gather")
+    handles = compressed_handles(num_layers=NUM_LAYERS)
+    cases = (*_compressed_cases(handles), _window_case(_window_handles()))
+    rows = [_measure(case) for case in track(cases, "gathers", total=len(cases))]
+    return {"bench": "gather", "rows": rows, "environment": environment()}
+
+
+def _measure(case: _Case) -> dict[str, Any]:
+    _check_values(case)
+    backend = load_backend("triton")
+    layers = list(zip(case.handles, case.rows, strict=True))
+
+    def layers_in_turn() -> None:
+        kept = [case.gather(backend, *layer) for layer in layers]
+        del kept  # only now, so that no layer writes into another's output
+
+    num_bytes = case.num_rows * (RECORD_BYTES + DENSE_BYTES)
+    num_bytes += case.num_rows * INDEX_BYTES if case.rows[0] is not None else 0
+    rotating = timing.replay_time(layers_in_turn) / len(layers)
+    return {
+        "gather": case.name,
+        "num_rows": case.num_rows,
+        "bytes": num_bytes,
+        "warm_us": timing.time_same_layer(lambda idx: case.gather(backend, *layers[idx])),
+        "rotating_us": rotating,
+        "tb_per_s": num_bytes / rotating / 1e6,
+        "share_of_copy": num_bytes / rotating * 1e6 / timing.COPY_BANDWIDTH,
+    }
+
+
+def compressed_handles(*, num_layers: int) -> list[LayerCacheHandle]:
+    """CSA layers in a decode step of requests of `REQUEST_TOKENS` tokens."""
+    config = CacheConfig.v4_flash(compress_ratios=(4,) * num_layers, num_query_heads=1)
+    manager = manager_for(config, NUM_REQUESTS, REQUEST_TOKENS, device=DEVICE, chunk=REQUEST_TOKENS)
+    return _last_step(manager, NUM_REQUESTS, REQUEST_TOKENS)
+
+
+def _window_handles() -> list[LayerCacheHandle]:
+    """SWA layers in a decode step of a large batch."""
+    config = CacheConfig.v4_flash(compress_ratios=(0,) * NUM_LAYERS, num_query_heads=1)
+    manager = manager_for(config, WINDOW_BATCH, WINDOW_TOKENS, device=DEVICE)
+    return _last_step(manager, WINDOW_BATCH, WINDOW_TOKENS)
+
+
+def _last_step(manager: KVCacheManager, num_requests: int, length: int) -> list[LayerCacheHandle]:
+    """The step that takes requests to a length, on random bytes."""
+    manager.paged.storage.random_(0, FINITE_BYTES)
+    manager.state.storage.random_(0, FINITE_BYTES)
+    slots = open_requests(manager, num_requests, length - 1)
+    return acquire_layers(manager, plan_tokens(manager, slots))
+
+
+def _compressed_cases(handles: list[LayerCacheHandle]) -> list[_Case]:
+    cases = []
+    for shape in LISTED:
+        rows: list[Tensor | None] = [random_rows(shape) for _ in handles]
+        name = f"{shape[0]} x {shape[1]} listed rows"
+        cases.append(_Case(name, _gather_listed, handles, rows, shape[0] * shape[1]))
+    name = f"all entries of {NUM_REQUESTS} requests of {REQUEST_TOKENS} tokens"
+    cases.append(_Case(name, _gather_all, handles, [None] * len(handles), NUM_POOL_ROWS))
+    return cases
+
+
+def random_rows(shape: tuple[int, int]) -> Tensor:
+    """Flat rows of a layer of `compressed_handles`."""
+    return torch.randint(NUM_POOL_ROWS, shape, device=DEVICE)
+
+
+def _window_case(handles: list[LayerCacheHandle]) -> _Case:
+    num_rows = WINDOW_BATCH * handles[0].window.window
+    name = f"windows of {WINDOW_BATCH} requests"
+    return _Case(name, _gather_window, handles, [None] * len(handles), num_rows)
+
+
+def _gather_listed(backend: Backend, handle: LayerCacheHandle, rows: Tensor | None) -> Gathered:
+    assert rows is not None, "these rows are listed"
+    return backend.gather_compressed_kv(handle.memory, rows)
+
+
+def _gather_all(backend: Backend, handle: LayerCacheHandle, _: Tensor | None) -> Gathered:
+    return backend.gather_all_compressed_kv(
+        handle.memory, handle.tokens, max_entries=REQUEST_TOKENS // 4
+    )
+
+
+def _gather_window(backend: Backend, handle: LayerCacheHandle, _: Tensor | None) -> Gathered:
+    return backend.gather_swa_kv(handle.memory, handle.tokens)
+
+
+def _check_values(case: _Case) -> None:
+    """Refuse to time kernels whose values differ from the reference's."""
+    expected, got = (
+        case.gather(load_backend(name), case.handles[-1], case.rows[-1])
+        for name in ("reference", "triton")
+    )
+    if not are_same(got, expected):
+        raise RuntimeError(f"{case.name}: the values differ from the reference's; nothing is timed")
+
+
+def are_same(got: Gathered, expected: Gathered) -> bool:
+    """Whether two gathers gave the same rows, bit for bit."""
+    same_bits = torch.equal(got.values.view(torch.int16), expected.values.view(torch.int16))
+    return same_bits and torch.equal(got.is_present, expected.is_present)

@@ -1,0 +1,332 @@
+"""`dsv4 bench index`: index queries, scores and top-k of a step and a chunk, by graph replay."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.config import CacheConfig
+from dsv4.formats import IndexFormatName
+from dsv4.kernels.contracts import Selection
+from dsv4.kernels.external.find import PagedLogits, load_deep_gemm
+from dsv4.kernels.index_scratch import IndexScratch
+from dsv4.tools.bench import timing
+from dsv4.tools.bench.compare import DeepGEMMCalls, load_peer, peer_report
+from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.requests import acquire_layers, manager_for, open_requests, plan_tokens
+from dsv4.tools.bench.sglang import SGLangKernels, load_sglang
+from dsv4.tools.bench.sglang_index import SGLangQuery, SGLangTopk
+from dsv4.tools.console import track, working
+
+RATIO = 4
+NUM_LAYERS = 4  # pools to rotate over: more than an L2 of any GPU holds
+PREFILL_TOKENS = 65536
+FORMATS: tuple[IndexFormatName, ...] = ("fp8", "mxfp4")
+SCORED = ((262144, 1), (8192, 32), (32768, 64))  # entries × requests
+CHOSEN = ((8192, 1), (8192, 32), (262144, 1))
+CHUNK_TOKENS = 8192  # of a prefill whose last token sees CHUNK_ENTRIES
+CHUNK_ENTRIES = 32768
+FINITE_BYTES = 0x70  # bytes below are finite in E4M3, and of UE8M0 no product overflows
+SCORE_ERROR = 2.0**-6  # of the largest score; E4M3 products are added with 13 bits on Hopper
+NUM_TURNS = 5  # of the layers in a captured step
+NUM_DRAWS = 5  # of scores to choose from: how many pivots are tried depends on them
+
+
+class IndexCase(NamedTuple):
+    """Layers in a decode step, their queries, and the workspace cut for them."""
+
+    handles: list[LayerCacheHandle]
+    query: Tensor
+    head_weights: Tensor
+    scratch: IndexScratch
+    num_entries: int
+
+
+def bench_index(*, compare: bool = False) -> dict[str, Any]:
+    """Microseconds of each step of the index: the same layer again and again, and 4 in turn.
+
+    With `compare` DeepGEMM's scores of FP8 keys beside them, where it can be had; those of other
+    formats are compared with its FP8, which is all that Hopper has. SGLang's queries for FP8 keys
+    and its top-k likewise.
+    """
+    require_cuda("index")
+    logits, problem = load_peer(load_deep_gemm) if compare else (None, "")
+    sglang, sglang_problem = load_peer(load_sglang) if compare else (None, "")
+    total = 2 * len(FORMATS) * len(SCORED) + len(CHOSEN)
+    rows = list(track(_measure_steps(logits, sglang), "decode steps", total=total))
+    with working("prefill chunk"):
+        prefill = measure_prefill("fp8")
+    return {
+        "bench": "index",
+        "rows": rows,
+        "prefill": prefill,
+        **peer_report(compare, {"DeepGEMM": problem, "SGLang": sglang_problem}),
+        "environment": environment(),
+    }
+
+
+def _measure_steps(
+    logits: PagedLogits | None, sglang: SGLangKernels | None
+) -> Iterator[dict[str, Any]]:
+    """The rows of all steps, one after the other."""
+    theirs: dict[tuple[int, int], float] = {}  # by entries and batch
+    for name in FORMATS:
+        for num_entries, batch in SCORED:
+            case = index_case(name, num_entries, batch)
+            check_scores(case)
+            row = _measure("query", name, case, prepare_queries)
+            if sglang is not None and name == "fp8":
+                row |= _compare(row, _sglang_query(case, sglang))
+            yield row
+            row = _measure("score", name, case, score_entries)
+            if logits is not None:
+                if name == "fp8":
+                    theirs[num_entries, batch] = _time_deepgemm(case, logits)
+                time = theirs[num_entries, batch]
+                row |= {"deepgemm_us": time, "ratio": row["rotating_us"] / time}
+            yield row
+            del case
+    for num_entries, batch in CHOSEN:
+        case = index_case("fp8", num_entries, batch)
+        row = _measure_topk(case)
+        if sglang is not None:
+            row |= _compare(row, _sglang_topk(case, sglang))
+        yield row
+        del case
+
+
+def index_case(
+    name: IndexFormatName,
+    num_entries: int,
+    batch: int,
+    *,
+    step_tokens: int = 1,
+    device: str = "cuda",
+) -> IndexCase:
+    """Requests in a forward of their last step_tokens, the last of which sees num_entries keys."""
+    from dsv4.kernels.triton import indexer
+
+    config = CacheConfig.v4_flash(
+        compress_ratios=(RATIO,) * NUM_LAYERS, num_query_heads=1, index_format=name
+    )
+    length = num_entries * RATIO
+    manager = manager_for(
+        config, batch, length, device=device, chunk=min(length, PREFILL_TOKENS), backend="triton"
+    )
+    slots = open_requests(manager, batch, length - step_tokens)
+    handles = acquire_layers(manager, plan_tokens(manager, slots, step_tokens))
+    for handle in handles:
+        _fill_keys(handle)
+    shape = (batch * step_tokens, config.index_num_heads, config.index_head_dim)
+    query = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    head_weights = torch.randn(shape[:2], dtype=torch.bfloat16, device=device)
+    scratch = indexer.index_scratch(
+        query, handles[0].memory, topk=config.index_topk, max_entries=num_entries
+    )
+    if step_tokens == 1 and scratch.num_rows < batch:
+        raise RuntimeError(
+            f"The workspace holds {scratch.num_rows} of {batch} requests; nothing is timed"
+        )
+    return IndexCase(handles, query, head_weights, scratch, num_entries)
+
+
+def measure_prefill(name: IndexFormatName) -> dict[str, Any]:
+    """A chunk of CHUNK_TOKENS queries: its scores alone, and queries, scores and top-k."""
+    case = index_case(name, CHUNK_ENTRIES, 1, step_tokens=CHUNK_TOKENS)
+    check_scores(case)
+    handle = case.handles[0]
+    counts = (handle.positions.long() + 1) // RATIO
+    num_flops = 2 * int(counts.sum()) * case.query[0].numel()
+    score_us = timing.replay_time(lambda: score_chunk(case, handle), num_replays=5)
+    select_us = timing.replay_time(lambda: select_entries(case, handle), num_replays=5)
+    return {
+        "format": name, "tokens": CHUNK_TOKENS, "entries": CHUNK_ENTRIES,
+        "score_us": score_us, "score_tflops": num_flops / score_us / 1e6,
+        "select_us": select_us, "select_tflops": num_flops / select_us / 1e6,
+    }  # fmt: skip
+
+
+def score_chunk(case: IndexCase, handle: LayerCacheHandle) -> None:
+    """Score every entry for every token, as many at a time as the workspace holds."""
+    for first in range(0, len(case.query), case.scratch.num_rows):
+        score_entries(case, handle, first_token=first)
+
+
+def select_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
+    """All steps of the index."""
+    from dsv4.kernels.triton import indexer
+
+    indexer.select_entries(
+        case.query, case.head_weights, handle.memory, handle.tokens, handle.rope,
+        topk=handle.config.index_topk, max_entries=case.num_entries,
+        has_hadamard=handle.config.index_hadamard,
+    )  # fmt: skip
+
+
+def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
+    """Make the queries ready, as many as the workspace holds."""
+    from dsv4.kernels.triton import indexer
+
+    indexer.prepare_queries(
+        case.query, case.head_weights, case.scratch, handle.memory, handle.tokens, handle.rope,
+        first_token=0, num_tokens=case.scratch.num_rows, topk=handle.config.index_topk,
+        has_hadamard=handle.config.index_hadamard,
+    )  # fmt: skip
+
+
+def score_entries(case: IndexCase, handle: LayerCacheHandle, *, first_token: int = 0) -> None:
+    """Score every entry of a layer for as many tokens as the workspace holds."""
+    from dsv4.kernels.triton import indexer
+
+    num_tokens = min(case.scratch.num_rows, len(case.query) - first_token)
+    indexer.score_entries(
+        case.scratch, handle.memory, handle.tokens,
+        first_token=first_token, num_tokens=num_tokens, num_heads=case.query.shape[1],
+        topk=handle.config.index_topk, max_entries=case.num_entries,
+    )  # fmt: skip
+
+
+def choose_best(case: IndexCase, chosen: Selection) -> None:
+    """Choose from the workspace's scores."""
+    from dsv4.kernels.triton import topk
+
+    handle = case.handles[0]
+    topk.choose_best(
+        chosen, case.scratch.scores, case.scratch.group_tops, handle.tokens,
+        first_token=0, num_tokens=len(case.query), max_entries=case.num_entries, ratio=RATIO,
+        entries_per_block=handle.memory.layout.entries_per_block,
+    )  # fmt: skip
+
+
+def _fill_keys(handle: LayerCacheHandle) -> None:
+    """Random codes, and scales of 1 or near."""
+    keys = handle.memory.index_keys
+    assert keys is not None, handle.layer
+    keys.data.random_(0, FINITE_BYTES)
+    if keys.format.name == "fp8":
+        keys.field("scale").fill_(1.0)
+    else:
+        keys.scales.random_(125, 130)
+
+
+def _measure(
+    step: str, name: str, case: IndexCase, run: Callable[[IndexCase, LayerCacheHandle], None]
+) -> dict[str, Any]:
+    def run_layer(layer_idx: int) -> None:
+        run(case, case.handles[layer_idx])
+
+    row = case.handles[0].memory.layout.index_row
+    batch = len(case.query)
+    num_bytes = batch * case.num_entries * (row.row_bytes + 4)  # keys in, scores out
+    if step == "query":
+        num_bytes = case.query.nbytes + batch * case.scratch.queries.shape[1]
+    times = [
+        timing.time_same_layer(run_layer),
+        timing.time_in_turn(run_layer, NUM_LAYERS, num_turns=NUM_TURNS),
+    ]
+    return _row(step, name, case, times, num_bytes)
+
+
+def deepgemm_calls(case: IndexCase, logits: PagedLogits) -> DeepGEMMCalls:
+    """DeepGEMM's calls of a case, whose queries are made ready for them."""
+    prepare_queries(case, case.handles[0])
+    return DeepGEMMCalls(
+        logits, case.handles, case.scratch, case.query, max_entries=case.num_entries
+    )
+
+
+def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
+    """Microseconds of DeepGEMM's scores, 4 layers in turn."""
+    calls = deepgemm_calls(case, logits)
+    check_scores(case, lambda: calls.run(len(case.handles) - 1))
+    return timing.time_in_turn(calls.run, NUM_LAYERS, num_turns=NUM_TURNS)
+
+
+def _sglang_query(case: IndexCase, kernels: SGLangKernels) -> SGLangQuery:
+    return SGLangQuery(kernels, case.handles[0], case.query, case.head_weights)
+
+
+def _sglang_topk(case: IndexCase, kernels: SGLangKernels) -> SGLangTopk:
+    return SGLangTopk(kernels, case.handles[0], case.scratch.scores, num_entries=case.num_entries)
+
+
+def _compare(row: dict[str, Any], calls: SGLangQuery | SGLangTopk) -> dict[str, float]:
+    """Microseconds of SGLang's kernel, again and again, and our ratio to it."""
+    calls.check()
+    time = timing.time_same_layer(lambda _: calls.run())
+    return {"sglang_us": time, "ratio": row["warm_us"] / time}
+
+
+def _measure_topk(case: IndexCase) -> dict[str, Any]:
+    """Top-k of normal scores, each read at least once; the mean over several draws of them."""
+    from dsv4.kernels.triton import indexer
+
+    chosen = indexer.empty_selection(
+        len(case.query), case.handles[0].config.index_topk, case.query.device
+    )
+    times = []
+    for _ in range(NUM_DRAWS):
+        case.scratch.scores.normal_()
+        choose_best(case, chosen)
+        _check_chosen(case, chosen)
+        times.append(timing.time_same_layer(lambda _: choose_best(case, chosen)))
+    num_bytes = len(case.query) * case.num_entries * 4
+    return _row("top-k", "fp32", case, [statistics.mean(times)] * 2, num_bytes)
+
+
+def _row(
+    step: str, name: str, case: IndexCase, times: list[float], num_bytes: int
+) -> dict[str, Any]:
+    return {
+        "step": step,
+        "format": name,
+        "entries": case.num_entries,
+        "batch": len(case.query),
+        "warm_us": times[0],
+        "rotating_us": times[1],
+        "bytes": num_bytes,
+        "floor_us": timing.floor_us(num_bytes),
+    }
+
+
+def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> None:
+    """Refuse to time kernels whose scores of the first token are not the reference's.
+
+    `run` gives the last layer's scores; by default our own are made.
+    """
+    from dsv4.kernels.reference import indexer as reference
+    from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
+
+    handle = case.handles[-1]
+    prepare_queries(case, handle)
+    if run is None:
+        score_entries(case, handle)
+    scores = case.scratch.scores if run is None else run()
+    keys = handle.memory.index_keys
+    assert keys is not None, handle.layer
+    first = slice(0, 1)
+    count = (int(handle.positions[0]) + 1) // RATIO
+    seen = slice(count - 1024, count)
+    rows = visible_entry_rows(keys, handle.tokens, first, ratio=RATIO, max_entries=count)[:, seen]
+    ready = reference.index_query(
+        case.query[first], keys.format, handle.positions[first].long(), handle.rope,
+        has_hadamard=handle.config.index_hadamard, global_scale=None,
+    )  # fmt: skip
+    want = reference.score_entries(ready, case.head_weights[first], gather_rows(keys, rows))
+    got = scores[first, seen]
+    if not (got - want).abs().max() <= SCORE_ERROR * want.abs().max():
+        raise RuntimeError("The scores differ from the reference's; nothing is timed")
+
+
+def _check_chosen(case: IndexCase, chosen: Selection) -> None:
+    """Refuse to time a top-k that is not the reference's."""
+    from dsv4.kernels.reference.indexer import select_topk
+
+    scores = case.scratch.scores[:, : case.num_entries]
+    counts = torch.full_like(chosen.counts, case.num_entries).long()
+    want = select_topk(scores, counts, chosen.entry_idx.shape[1])
+    if not torch.equal(chosen.entry_idx.long(), want):
+        raise RuntimeError("The chosen entries differ from the reference's; nothing is timed")

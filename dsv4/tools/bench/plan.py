@@ -1,0 +1,82 @@
+"""`dsv4 bench plan`: host time of `prepare_forward`, and that it ignores the number of layers."""
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.config import CacheConfig
+from dsv4.tools.bench.environment import environment
+from dsv4.tools.console import working
+
+
+def bench_plan(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, Any]:
+    """Time decode steps of V4-Flash, with all 43 layers and with 4 of them.
+
+    The two managers take turns step by step, so that both see the same machine. Requests have
+    different lengths, so that in every step some of them need a block.
+    """
+    configs = {
+        "43 layers": CacheConfig.v4_flash(),
+        "4 layers": CacheConfig.v4_flash(compress_ratios=(0, 4, 128, 4)),
+    }
+    with working("measuring"):
+        times, num_new_blocks = _time_plans(configs, num_requests, num_steps)
+    return {
+        "bench": "plan",
+        "num_requests": num_requests,
+        "num_steps": num_steps,
+        "new_blocks_per_step": num_new_blocks / num_steps / len(configs),
+        "median_us": {name: statistics.median(values) for name, values in times.items()},
+        "p90_us": {name: float(np.percentile(values, 90)) for name, values in times.items()},
+        "environment": environment(),
+    }
+
+
+def _time_plans(
+    configs: dict[str, CacheConfig], num_requests: int, num_steps: int
+) -> tuple[dict[str, list[float]], int]:
+    """Microseconds of each step by config, and how many blocks all of them took."""
+    managers = {name: _filled(config, num_requests) for name, config in configs.items()}
+    times: dict[str, list[float]] = {name: [] for name in configs}
+    num_new_blocks = 0
+    slots = list(range(num_requests))
+    for step in range(num_steps + 50):
+        for name, manager in managers.items():
+            before = manager.lengths.tolist()
+            after = [length + 1 for length in before]
+            start = time.perf_counter()
+            plan = prepare_forward(manager, slots, before, after)
+            elapsed = time.perf_counter() - start
+            plan.complete()
+            if step >= 50:  # the first ones warm caches
+                times[name].append(elapsed * 1e6)
+                num_new_blocks += plan.num_new_blocks
+            _check(manager, before)
+    return times, num_new_blocks
+
+
+def _filled(config: CacheConfig, num_requests: int) -> KVCacheManager:
+    """A manager with requests of 1, 2, 3, ... tokens."""
+    manager = KVCacheManager(
+        config,
+        max_requests=num_requests,
+        num_blocks=4 * num_requests,
+        max_forward_tokens=num_requests * (num_requests + 1) // 2,
+        max_request_tokens=4096,
+    )
+    slots = [manager.open_request() for _ in range(num_requests)]
+    lengths = list(range(1, num_requests + 1))
+    prepare_forward(manager, slots, [0] * num_requests, lengths).complete()
+    return manager
+
+
+def _check(manager: KVCacheManager, before: list[int]) -> None:
+    """Refuse to time a plan that is wrong."""
+    positions = manager.plan_buffers.host["positions"][: len(before)]
+    needed = manager.blocks_for(manager.lengths)
+    if positions.tolist() != before or (manager.num_slot_blocks != needed).any():
+        raise RuntimeError("The plan is wrong; its time is not reported")

@@ -1,0 +1,104 @@
+"""SGLang's top-k and index query on the scores and queries of `dsv4 bench index`, and their checks.
+
+Its top-k translates entries to rows, as ours does, in an order of its own. Its query carries scales
+that are no powers of two, so that its codes are not ours: what they stand for is compared.
+"""
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.kernels.reference.addressing import entry_rows
+from dsv4.kernels.reference.indexer import index_query, select_topk
+from dsv4.rope import RopeTable
+from dsv4.tools.bench.sglang import SGLangKernels
+
+ROUNDED_TWICE = 2.0**-3  # of a row's norm: theirs and ours are rounded to E4M3, by 2^-4 each
+
+
+class SGLangTopk:
+    """SGLang's choice from the scores of a step, one token a request, ready to be repeated."""
+
+    def __init__(
+        self, kernels: SGLangKernels, handle: LayerCacheHandle, scores: Tensor, *, num_entries: int
+    ) -> None:
+        self._kernels, self._handle = kernels, handle
+        self._slots = handle.tokens.request_slots.long()
+        self._scores = scores[: len(self._slots), :num_entries]
+        shape, device = (len(self._slots), handle.config.index_topk), scores.device
+        self._lengths = torch.full((shape[0],), num_entries, dtype=torch.int32, device=device)
+        self._table = handle.tokens.block_table[self._slots].contiguous()
+        self._page_rows = handle.memory.layout.entries_per_block
+        self._plan = kernels.plan_topk(self._lengths)
+        self.rows = torch.empty(shape, dtype=torch.int32, device=device)
+
+    def run(self) -> None:
+        """Write the rows of the best entries."""
+        self._kernels.choose_entries(
+            self._scores, self._lengths, self._table, self.rows, self._page_rows, self._plan
+        )
+
+    def check(self) -> None:
+        """Refuse a choice that is not the reference's, as a set; equal scores may stand in."""
+        self.rows.fill_(-1)
+        self.run()
+        best = select_topk(self._scores, self._lengths.long(), self.rows.shape[1])
+        want = self._scores.gather(1, best).sort(dim=1).values
+        rows = self.rows.long().sort(dim=1).values
+        got = self._scores_by_row().gather(1, rows.clamp(min=0)).sort(dim=1).values
+        is_distinct = (rows[:, :1] >= 0).all() and (rows.diff(dim=1) > 0).all()
+        if not (is_distinct and torch.equal(got, want)):
+            raise RuntimeError("SGLang's top-k differs from the reference's; nothing is timed")
+
+    def _scores_by_row(self) -> Tensor:
+        """`[batch, rows]`: the score of the entry that a row holds, NaN where it is another's."""
+        entries = torch.arange(self._scores.shape[1], device=self._scores.device)
+        rows = entry_rows(
+            self._handle.tokens.block_table, self._slots[:, None], entries, self._page_rows
+        )
+        num_rows = int(rows.max()) + 1
+        by_row = self._scores.new_full((len(rows), num_rows), torch.nan)
+        return by_row.scatter_(1, rows, self._scores)
+
+
+class SGLangQuery:
+    """SGLang's index queries of a step in FP8, ready to be repeated."""
+
+    def __init__(
+        self, kernels: SGLangKernels, handle: LayerCacheHandle, query: Tensor, head_weights: Tensor
+    ) -> None:
+        self._kernels, self._handle = kernels, handle
+        self._query, self._head_weights = query, head_weights
+        self._factor = query.shape[2] ** -0.5 * query.shape[1] ** -0.5
+        self._frequencies = complex_frequencies(handle.rope)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Codes `[batch, heads, dim]`, and head weights with every scale in them."""
+        return self._kernels.make_query(
+            self._query, self._head_weights, self._factor, self._frequencies,
+            self._handle.positions,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Refuse queries that are further from the reference's than two roundings."""
+        keys = self._handle.memory.index_keys
+        assert keys is not None, self._handle.layer
+        codes, weights = self.run()
+        ready = index_query(
+            self._query, keys.format, self._handle.positions.long(), self._handle.rope,
+            has_hadamard=self._handle.config.index_hadamard, global_scale=None,
+        )  # fmt: skip
+        want = ready * (self._head_weights.float() * self._factor)[:, :, None]
+        if not is_close(codes.float() * weights, want, bound=ROUNDED_TWICE):
+            raise RuntimeError("SGLang's queries differ from the reference's; nothing is timed")
+
+
+def complex_frequencies(rope: RopeTable) -> Tensor:
+    """The rope table as SGLang takes it, `[positions, rope_dim / 2]` complex64."""
+    return torch.complex(rope.cos, rope.sin)
+
+
+def is_close(got: Tensor, want: Tensor, *, bound: float) -> bool:
+    """Whether each last dimension differs by at most so much of its norm."""
+    error = (got - want).norm(dim=-1)
+    return bool((error <= bound * want.norm(dim=-1)).all())

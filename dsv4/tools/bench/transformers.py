@@ -1,0 +1,313 @@
+"""`dsv4 bench transformers`: decode steps of a transformers model, this cache against its own.
+
+A model of V4-Flash's attention widths with a few layers and small experts, in BF16. What is timed
+is a step of the whole model as `generate` makes it: one token a row, then a wait for the device.
+Contexts are made long without running the model over them, see `long_contexts`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from dsv4.integrations.transformers import PagedCache, attach, detach
+from dsv4.model.random_hf import random_hf_model, record_attention
+from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.long_contexts import fill_own, fill_paged
+from dsv4.tools.bench.own_cache import own_cache_bytes
+from dsv4.tools.bench.timing import wait_for
+from dsv4.tools.console import track, working
+
+FLASH_WIDTHS: dict[str, Any] = {
+    "vocab_size": 4096, "hidden_size": 4096, "num_attention_heads": 64, "head_dim": 512,
+    "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024,
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
+    "moe_intermediate_size": 256, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "compress_ratios": [4, 128, 4, 128], "max_position_embeddings": 1 << 20,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 65536,
+        "beta_fast": 32, "beta_slow": 1,
+    },
+    "initializer_range": 0.02,
+}  # fmt: skip
+STORED = ("csa_entries", "index_keys", "hca_entries", "block_padding", "window", "csa_tails",
+          "index_tails", "hca_tails", "slot_padding", "block_table")  # fmt: skip
+GATE_TOKENS = 140
+# Of a layer's outputs, as a share of their norm: fp8 rows and mxfp4 keys give 0.01 to 0.06 on small
+# models, a wrong row or rotation several tenths.
+GATE_ERROR = 0.1
+NUM_WARMUP_STEPS = 5
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        decodes: Pairs of batch and context length whose steps are timed.
+        contexts: Context lengths of one row whose memory is compared.
+        num_steps: Steps that are timed; the median counts.
+    """
+
+    decodes: Sequence[tuple[int, int]] = ((8, 32768), (1, 32768))
+    contexts: Sequence[int] = (32768, 131072)
+    num_steps: int = 30
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Medians over the steps: the whole step, and its attention modules together."""
+
+    step_us: float
+    attention_us: float
+
+
+def bench_transformers(*, num_steps: int = 30) -> dict[str, Any]:
+    """Both caches' decode steps, and the bytes they hold, on a GPU."""
+    require_cuda("transformers")
+    with working("making the model"), torch.device("cuda"):
+        model = random_hf_model(seed=0, **FLASH_WIDTHS).to(torch.bfloat16)
+    with working("comparing attention with transformers'"):
+        check_attention(model)
+    result = measure(model, Sizes(num_steps=num_steps))
+    return {"bench": "transformers", **result, "environment": environment()}
+
+
+@torch.no_grad()
+def check_attention(model: Any) -> None:
+    """Refuse to time a cache whose attention is not transformers'.
+
+    Every module gets what it gets in a run without any cache, token by token, and must give what
+    it gives there, up to the rounding of what is stored.
+    """
+    recorded = record_attention(model, _random_ids(model, 1, GATE_TOKENS)[0])
+    attentions = [layer.self_attn for layer in model.model.layers]
+    outputs: list[list[Tensor]] = [[] for _ in attentions]
+    with _attached(model, 1, GATE_TOKENS) as cache:
+        for token in range(GATE_TOKENS):
+            with cache.forward(1, 1, None):
+                for idx, attention in enumerate(attentions):
+                    hidden = recorded[idx].hidden[None, token : token + 1]
+                    outputs[idx].append(cache.attend(idx, attention, hidden)[0])
+    for idx, layer in enumerate(recorded):
+        expected = layer.output.float()
+        error = float((torch.cat(outputs[idx]).float() - expected).norm() / expected.norm())
+        if not error <= GATE_ERROR:
+            raise RuntimeError(
+                f"The attention of layer {idx} differs from transformers' by {error:.1e} of its "
+                "norm; nothing is timed"
+            )
+
+
+def measure(model: Any, sizes: Sizes) -> dict[str, Any]:
+    """The tables: one row per decode, one per context; `fp8` rows and `mxfp4` keys.
+
+    What failed, for lack of memory or otherwise, is left out of its row and in `errors`.
+    """
+    errors: list[str] = []
+    return {
+        "layers": list(model.config.layer_types),
+        "num_steps": sizes.num_steps,
+        "decode": [
+            _measure_decode(model, batch, context, sizes, errors)
+            for batch, context in sizes.decodes
+        ],
+        "memory": [_measure_memory(model, context, errors) for context in sizes.contexts],
+        "errors": errors,
+    }
+
+
+def _measure_decode(
+    model: Any, batch: int, context: int, sizes: Sizes, errors: list[str]
+) -> dict[str, Any]:
+    runs: dict[str, Callable[[], StepTimes]] = {
+        "this": lambda: _time_paged(model, batch, context, sizes),
+        "transformers": lambda: _time_own(model, batch, context, sizes),
+        "free": lambda: _time_free_steps(model, batch, sizes),
+    }
+    if model.device.type == "cuda":
+        runs["graphs"] = lambda: _time_paged(model, batch, context, sizes, cuda_graphs=True)
+    times = _run_all(runs, f"batch {batch}, {context:,} tokens", errors)
+    row: dict[str, Any] = {
+        "batch": batch,
+        "context": context,
+        "step_us": {name: time.step_us for name, time in times.items()},
+        "attention_us": {name: time.attention_us for name, time in times.items()},
+        "tokens_per_second": {name: batch * 1e6 / time.step_us for name, time in times.items()},
+    }
+    for factor, part in (("speedup", "step_us"), ("attention_speedup", "attention_us")):
+        theirs = row[part].get("transformers")
+        ours = {name: row[part][name] for name in ("this", "graphs") if name in times}
+        row[factor] = {name: theirs / us for name, us in ours.items() if theirs is not None}
+    if {"transformers", "free"} <= times.keys():
+        row["ceiling"] = times["transformers"].step_us / times["free"].step_us
+    return row
+
+
+def _run_all(
+    runs: dict[str, Callable[[], _Result]], what: str, errors: list[str]
+) -> dict[str, _Result]:
+    """The results by name; an error is noted, and the others run."""
+    results = {}
+    for name, run in track(runs.items(), what, total=len(runs)):
+        try:
+            results[name] = run()
+        except RuntimeError as error:  # also that there is no memory left
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            errors.append(f"{what}, {name}: {line}")
+        torch.cuda.empty_cache()
+    return results
+
+
+def _measure_memory(model: Any, context: int, errors: list[str]) -> dict[str, Any]:
+    """Bytes of one row: what lasts from step to step, and apart from it the workspaces."""
+    runs = {
+        "this": lambda: _paged_bytes(model, context),
+        "transformers": lambda: _own_bytes(model, context),
+    }
+    sizes = _run_all(runs, f"memory, {context:,} tokens", errors)
+    row: dict[str, Any] = {"context": context, **sizes}
+    if "this" in sizes:
+        row["this_bytes"] = stored_bytes(sizes["this"])
+        row["workspace_bytes"] = sum(sizes["this"].values()) - row["this_bytes"]
+    if "transformers" in sizes:
+        row["transformers_bytes"] = sum(sizes["transformers"].values())
+    if len(sizes) == 2:
+        row["ratio"] = row["this_bytes"] / row["transformers_bytes"]
+    return row
+
+
+def _paged_bytes(model: Any, context: int) -> dict[str, int]:
+    with _attached(model, 1, context) as cache:
+        return {name: size.allocated for name, size in cache.memory().items()}
+
+
+def _own_bytes(model: Any, context: int) -> dict[str, int]:
+    own = DynamicCache(config=model.config)
+    fill_own(model, own, 1, context)
+    return own_cache_bytes(own, model.config.layer_types)
+
+
+def _time_paged(model: Any, batch: int, context: int, sizes: Sizes, **choices: Any) -> StepTimes:
+    """This cache: launch by launch, or with graphs of the attention modules."""
+    num_tokens = context + 2 * (NUM_WARMUP_STEPS + sizes.num_steps)
+    with _attached(model, batch, num_tokens, **choices) as cache:
+        fill_paged(cache, batch, context)
+        return _time_steps(model, cache, batch, sizes)
+
+
+def _time_own(model: Any, batch: int, context: int, sizes: Sizes) -> StepTimes:
+    own = DynamicCache(config=model.config)
+    fill_own(model, own, batch, context)
+    return _time_steps(model, own, batch, sizes)
+
+
+def stored_bytes(components: dict[str, int]) -> int:
+    """What of a manager's memory lasts from one step to the next."""
+    return sum(components[name] for name in STORED)
+
+
+@torch.no_grad()
+def _time_steps(model: Any, cache: Any, batch: int, sizes: Sizes) -> StepTimes:
+    """Whole steps first; then, with clocks at the modules, the attention in them."""
+    ids = _random_ids(model, batch, 1)
+
+    def step() -> None:
+        model(ids, past_key_values=cache)
+
+    step_us = _median_us(step, model.device, sizes.num_steps)
+    with _attention_clock(model) as read_us:
+        for _ in range(NUM_WARMUP_STEPS):
+            step()
+        read_us()
+        times = []
+        for _ in range(sizes.num_steps):
+            step()
+            times.append(read_us())
+    return StepTimes(step_us, float(np.median(times)))
+
+
+@torch.no_grad()
+def _time_free_steps(model: Any, batch: int, sizes: Sizes) -> StepTimes:
+    """Steps whose attention modules return at once: what a cache without any cost would give."""
+    ids = _random_ids(model, batch, 1)
+    output = torch.zeros(batch, 1, model.config.hidden_size, dtype=model.dtype, device=ids.device)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    for attention in attentions:
+        attention.forward = lambda *args, **kwargs: (output, None)
+    try:
+        step_us = _median_us(
+            lambda: model(ids, attention_mask={"sliding_attention": None}, use_cache=False),
+            model.device, sizes.num_steps,
+        )  # fmt: skip
+        return StepTimes(step_us, 0.0)
+    finally:
+        for attention in attentions:
+            del attention.forward
+
+
+@contextmanager
+def _attention_clock(model: Any) -> Iterator[Callable[[], float]]:
+    """Between, a call gives the microseconds spent in attention modules since the last one."""
+    is_cuda = model.device.type == "cuda"
+    marks: list[Any] = []
+
+    def mark(*_: Any) -> None:
+        if is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            marks.append(event)
+        else:
+            marks.append(time.perf_counter())
+
+    def read_us() -> float:
+        wait_for(model.device)
+        pairs = list(zip(marks[::2], marks[1::2], strict=True))
+        marks.clear()
+        if is_cuda:
+            return 1e3 * float(sum(start.elapsed_time(end) for start, end in pairs))
+        return 1e6 * float(sum(end - start for start, end in pairs))
+
+    hooks = []
+    for layer in model.model.layers:
+        hooks.append(layer.self_attn.register_forward_pre_hook(mark))
+        hooks.append(layer.self_attn.register_forward_hook(mark))
+    try:
+        yield read_us
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _median_us(step: Callable[[], Any], device: torch.device, num_steps: int) -> float:
+    times = []
+    for _ in range(NUM_WARMUP_STEPS + num_steps):
+        wait_for(device)
+        start = time.perf_counter()
+        step()
+        wait_for(device)
+        times.append(time.perf_counter() - start)
+    return float(np.median(times[NUM_WARMUP_STEPS:])) * 1e6
+
+
+@contextmanager
+def _attached(model: Any, batch: int, num_tokens: int, **choices: Any) -> Iterator[PagedCache]:
+    """A cache for plain decoding: no drafts are kept for a rollback."""
+    cache = attach(model, max_requests=batch, max_tokens=num_tokens, drafts_per_step=0, **choices)
+    try:
+        with cache:
+            yield cache
+    finally:
+        detach(model)
+
+
+def _random_ids(model: Any, batch: int, num_tokens: int) -> Tensor:
+    return torch.randint(1, model.config.vocab_size, (batch, num_tokens), device=model.device)

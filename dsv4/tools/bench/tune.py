@@ -1,0 +1,197 @@
+"""`dsv4 bench tune`: the table of launch parameters of this GPU's architecture.
+
+For each work and size the candidates of `tune_cases` and the present launch are timed by graph
+replay; the present one stays unless another is quicker by more than 2 %. A size stands for all
+sizes down to the next smaller one, and the largest for all above it.
+
+What is timed of a step: CSA windows that close, since one of four tokens closes one and they set
+the slowest steps; HCA windows that stay open, plus a quarter of the time of windows that close:
+weighted by how often a window closes, one of 128 tokens, the slow steps would not count at all.
+Of a chunk: one request from its start. Of the gathers: listed rows.
+"""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from dsv4.kernels.triton.launch import (
+    TABLE_PATH,
+    WORKS,
+    AnyLaunch,
+    LaunchStep,
+    Steps,
+    architecture,
+    committed_table,
+    device_steps,
+    format_table,
+    launch_fields,
+    pick,
+    step_fields,
+)
+from dsv4.tools.bench import timing
+from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.tune_cases import CANDIDATES, Case, build_cases, problem_of, work_sizes
+from dsv4.tools.console import track
+
+MARGIN = 0.02
+NUM_ROUNDS = 3
+MAX_WORKERS = 16  # each holds a CUDA context
+
+L = TypeVar("L", bound=AnyLaunch)
+
+
+class Trial(NamedTuple):
+    """A launch of a work that is worth a try."""
+
+    work: str
+    launch: AnyLaunch
+
+
+class Choice(NamedTuple):
+    """The present launch of a work at a size, the chosen one, and every time in microseconds."""
+
+    work: str
+    size: int
+    present: AnyLaunch
+    chosen: AnyLaunch
+    times: Mapping[AnyLaunch, float]
+
+
+def bench_tune(*, is_written: bool = False) -> dict[str, Any]:
+    """Tune every work; `is_written` updates the committed table in place."""
+    require_cuda("tune")
+    device = torch.device("cuda", torch.cuda.current_device())
+    present = device_steps(device)
+    trials = [Trial(work, launch) for work in WORKS for launch in candidates(work, present[work])]
+    problems = _problems(trials)
+    choices = _choose_all(usable_launches(trials, problems), present)
+    name = architecture(device)
+    chosen = chosen_steps(choices)
+    if is_written:
+        TABLE_PATH.write_text(format_table({**committed_table(), name: chosen}))
+    return {
+        "bench": "tune",
+        "architecture": name,
+        "choices": [_listed(choice) for choice in choices],
+        "skipped": [
+            {"work": work, "launch": launch_fields(launch), "problem": problem}
+            for (work, launch), problem in problems.items()
+        ],
+        "table": {work: [step_fields(step) for step in steps] for work, steps in chosen.items()},
+        "written": str(TABLE_PATH) if is_written else None,
+        "environment": environment(),
+    }
+
+
+def candidates(work: str, present: Steps) -> tuple[AnyLaunch, ...]:
+    """The launches to try, those in use among them."""
+    return tuple(dict.fromkeys([*(step.launch for step in present), *CANDIDATES[work]]))
+
+
+def usable_launches(
+    trials: Sequence[Trial], problems: Mapping[Trial, str]
+) -> dict[str, list[AnyLaunch]]:
+    """The launches of each work that have no problem; every work needs one."""
+    usable: dict[str, list[AnyLaunch]] = {trial.work: [] for trial in trials}
+    for trial in trials:
+        if trial not in problems:
+            usable[trial.work].append(trial.launch)
+    for work, launches in usable.items():
+        if not launches:
+            reasons = {text for trial, text in problems.items() if trial.work == work}
+            raise RuntimeError(f"{work}: no launch can be used: {'; '.join(sorted(reasons))}")
+    return usable
+
+
+def choose(times: Mapping[L, float], present: L) -> L:
+    """The quickest launch, or the present one unless it is slower by more than the margin."""
+    quickest = min(times, key=times.__getitem__)
+    if present in times and times[quickest] >= (1 - MARGIN) * times[present]:
+        return present
+    return quickest
+
+
+def merge_steps(winners: Sequence[tuple[int, L]]) -> tuple[LaunchStep[L], ...]:
+    """Steps from the winner of each size, ascending; neighbours with the same are one."""
+    steps: list[LaunchStep[L]] = []
+    for size, launch in winners:
+        if steps and steps[-1].launch == launch:
+            steps.pop()
+        steps.append(LaunchStep(size, launch))
+    steps[-1] = LaunchStep(None, steps[-1].launch)
+    return tuple(steps)
+
+
+def chosen_steps(choices: Sequence[Choice]) -> dict[str, Steps]:
+    """The table of an architecture."""
+    winners: dict[str, list[tuple[int, AnyLaunch]]] = {}
+    for choice in choices:
+        winners.setdefault(choice.work, []).append((choice.size, choice.chosen))
+    return {work: merge_steps(found) for work, found in winners.items()}
+
+
+def _problems(trials: Sequence[Trial]) -> dict[Trial, str]:
+    """Compile every launch, side by side; those that can't be used, and why.
+
+    The processes leave what they compile in Triton's cache on disk, where the timing finds it.
+    """
+    problems = {}
+    num_workers = min(len(trials), os.cpu_count() or 1, MAX_WORKERS)
+    with ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=torch.set_num_threads,
+        initargs=(1,),
+    ) as pool:
+        running = {pool.submit(problem_of, *trial): trial for trial in trials}
+        for finished in track(as_completed(running), "compile", total=len(trials)):
+            problem, trial = finished.result(), running[finished]
+            if problem is not None:
+                problems[trial] = problem
+                print(f"skipped {trial.work}, {trial.launch}: {problem}", file=sys.stderr)
+    return problems
+
+
+def _choose_all(
+    usable: Mapping[str, Sequence[AnyLaunch]], present: Mapping[str, Steps]
+) -> list[Choice]:
+    work_and_size = [(work, size) for work in usable for size in work_sizes(work)]
+    choices = []
+    for work, size in track(work_and_size, "time", total=len(work_and_size)):
+        times = _times(list(build_cases(work, size, is_rotating=True)), usable[work])
+        now: AnyLaunch = pick(present[work], size)
+        choices.append(Choice(work, size, now, choose(times, now), times))
+    return choices
+
+
+def _times(cases: Sequence[Case], launches: Sequence[AnyLaunch]) -> dict[AnyLaunch, float]:
+    """Weighted microseconds per layer: of rounds in which launches take turns, the quickest."""
+    rounds = [
+        {launch: _weighted_time(cases, launch) for launch in launches} for _ in range(NUM_ROUNDS)
+    ]
+    return {launch: min(times[launch] for times in rounds) for launch in launches}
+
+
+def _weighted_time(cases: Sequence[Case], launch: AnyLaunch) -> float:
+    return sum(
+        case.weight * timing.replay_time(partial(case.run, launch)) / case.num_layers
+        for case in cases
+    )
+
+
+def _listed(choice: Choice) -> dict[str, Any]:
+    return {
+        "work": choice.work,
+        "size": choice.size,
+        "present": launch_fields(choice.present),
+        "chosen": launch_fields(choice.chosen),
+        "times": [
+            {"launch": launch_fields(launch), "us": us} for launch, us in choice.times.items()
+        ],
+    }

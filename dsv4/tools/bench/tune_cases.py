@@ -1,0 +1,223 @@
+"""What `dsv4 bench tune` tries: sizes, candidates, the forwards that time them, and their check."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.config import CacheConfig
+from dsv4.kernels import reference
+from dsv4.kernels.contracts import LayerProjections, LayerWeights, LayerWrites
+from dsv4.kernels.triton import flush_write, gather
+from dsv4.kernels.triton.launch import KINDS, AnyLaunch, GatherLaunch, Kind, Launch, work_name
+from dsv4.layer_schedule import AttentionType
+from dsv4.testing import model_projections, model_weights, move_to, poison
+from dsv4.tools.bench.gather import NUM_LAYERS as NUM_GATHER_LAYERS
+from dsv4.tools.bench.gather import NUM_REQUESTS, are_same, compressed_handles, random_rows
+from dsv4.tools.bench.write import (
+    NUM_LAYERS,
+    NUM_PREFILL_LAYERS,
+    WriteCase,
+    write_case,
+    write_config,
+)
+
+WRITES: dict[str, tuple[AttentionType, Kind]] = {
+    work_name(layer.ratio, kind): (layer, kind) for layer in AttentionType for kind in KINDS
+}
+# Tokens of a forward, or rows of a gather.
+SIZES = {
+    "decode": (1, 32, 128, 256),
+    "step": (16, 128),
+    "chunk": (512, 8192),
+    "gather": (NUM_REQUESTS * 512, NUM_REQUESTS * 8192),
+}
+STEP_TOKENS = {"decode": 1, "step": 2}
+# Lengths of the first request and of the others after a step, and their weights. A window closes
+# at 256: of HCA none, one request's as in most steps of a server, or all.
+STEP_LENGTHS = {
+    AttentionType.SWA: {(254, 254): 1.0},
+    AttentionType.CSA: {(256, 256): 1.0},
+    AttentionType.HCA: {(254, 254): 1.0, (256, 254): 1.0, (256, 256): 0.25},
+}
+# Lengths before and after the checked forward: at, before and after the end of a window.
+CHECKED_LENGTHS = {
+    "decode": ([127, 2, 4], [128, 3, 5]),
+    "step": ([126, 2, 127], [128, 4, 129]),
+    "chunk": ([0, 125, 6], [131, 257, 9]),
+}
+CANDIDATES: dict[str, tuple[AnyLaunch, ...]] = {
+    "swa decode": tuple(Launch(n) for n in (1, 2, 4)),
+    "csa decode": tuple(Launch(n) for n in (2, 4, 8)),
+    "hca decode": tuple(Launch(4, channels=channels) for channels in (32, 64, 128)),
+    "swa step": (Launch(4), Launch(8)),
+    "csa step": (Launch(4), Launch(8)),
+    "hca step": (Launch(4), Launch(8)),
+    "swa chunk": tuple(
+        Launch(n, window_rows=window_rows) for window_rows, n in ((1, 1), (2, 2), (4, 4), (8, 4))
+    ),
+    "csa chunk": tuple(
+        Launch(4, rows=rows, window_rows=window_rows, maxnreg=maxnreg)
+        for rows, window_rows, maxnreg in (
+            (1, 4, None),
+            (1, 4, 72),
+            (1, 4, 96),
+            (1, 8, 96),
+            (2, 4, None),
+        )
+    ),
+    "hca chunk": tuple(
+        Launch(n, channels=channels, window_rows=window_rows)
+        for channels, window_rows, n in ((32, 4, 4), (64, 4, 4), (64, 8, 8))
+    ),
+    "gather": tuple(
+        GatherLaunch(tile, n) for tile, n in ((1, 1), (2, 1), (4, 1), (8, 2), (8, 4), (16, 4))
+    ),
+}
+
+
+class Case(NamedTuple):
+    """Layers that `run` goes through with a launch; a layer's time counts `weight` times."""
+
+    run: Callable[[Any], None]
+    num_layers: int
+    weight: float
+
+
+def work_sizes(work: str) -> tuple[int, ...]:
+    """The sizes at which a work is timed, ascending."""
+    return SIZES[WRITES[work][1] if work in WRITES else work]
+
+
+def build_cases(work: str, size: int, *, is_rotating: bool, device: str = "cuda") -> Iterator[Case]:
+    """What is timed for a work of that size: layers in turn, or one where they don't rotate."""
+    if work not in WRITES:
+        yield _gather_case(size, num_layers=NUM_GATHER_LAYERS if is_rotating else 1)
+        return
+    layer, kind = WRITES[work]
+    if kind == "chunk":
+        config = write_config(layer, num_layers=NUM_PREFILL_LAYERS if is_rotating else 1)
+        yield _case_of(write_case(config, [0], [size], device=device), 1.0)
+        return
+    count = STEP_TOKENS[kind]
+    config = write_config(
+        layer, num_layers=NUM_LAYERS if is_rotating else 1, drafts_per_step=count - 1
+    )
+    for (first, other), weight in STEP_LENGTHS[layer].items():
+        after = [first, *[other] * (size // count - 1)]
+        case = write_case(config, [length - count for length in after], after, device=device)
+        yield _case_of(case, weight)
+
+
+def problem_of(work: str, launch: AnyLaunch, *, device: str = "cuda") -> str | None:
+    """Why a launch can't be used: it does not compile, does not run, or spills registers.
+
+    Compiles it for every size. A launch that runs and stores other bytes than the reference is a
+    defect, and raises.
+    """
+    known = _spills()
+    for size in work_sizes(work):
+        for case in build_cases(work, size, is_rotating=False, device=device):
+            try:
+                case.run(launch)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+            except Exception as error:
+                return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    num_spilled = sum(spilled for kernel, spilled in _spills().items() if kernel not in known)
+    if num_spilled:
+        return f"spills {num_spilled} registers"
+    if not _has_same_bytes(work, launch, device):
+        raise RuntimeError(f"{work}, {launch}: the bytes differ from the reference's")
+    return None
+
+
+def _spills() -> dict[int, int]:
+    """Spilled registers of each kernel that this process has launched."""
+    functions = itertools.chain(vars(flush_write).values(), vars(gather).values())
+    caches = [
+        device_cache[0]
+        for function in functions
+        if isinstance(function, triton.JITFunction)
+        for device_cache in function.device_caches.values()
+    ]
+    return {id(kernel): kernel.n_spills for cache in caches for kernel in cache.values()}
+
+
+def _case_of(case: WriteCase, weight: float) -> Case:
+    def run(launch: Launch) -> None:
+        for layer in zip(*case, strict=True):
+            write_with(launch, *layer)
+
+    return Case(run, len(case.handles), weight)
+
+
+def write_with(
+    launch: Launch, handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights
+) -> None:
+    """A layer's writes by that launch, without the handle's books."""
+    flush_write.write_layer(
+        LayerWrites.of(inputs, weights), handle.memory, handle.tokens, handle.rope,
+        eps=handle.config.rms_norm_eps, has_hadamard=handle.config.index_hadamard, launch=launch,
+    )  # fmt: skip
+
+
+def _gather_case(num_rows: int, *, num_layers: int) -> Case:
+    handles = compressed_handles(num_layers=num_layers)
+    shape = (NUM_REQUESTS, num_rows // NUM_REQUESTS)
+    layers = [(handle.memory, random_rows(shape)) for handle in handles]
+
+    def run(launch: GatherLaunch) -> None:
+        kept = [gather.gather_compressed_kv(*layer, launch=launch) for layer in layers]
+        del kept  # only now, so that no layer writes into another's output
+
+    return Case(run, num_layers, 1.0)
+
+
+def _has_same_bytes(work: str, launch: AnyLaunch, device: str) -> bool:
+    if isinstance(launch, GatherLaunch):
+        return _gathers_same_values(launch)
+    layer, kind = WRITES[work]
+    config = write_config(layer, drafts_per_step=STEP_TOKENS.get(kind, 1) - 1)
+    return _stores_same_bytes(config, launch, *CHECKED_LENGTHS[kind], device=device)
+
+
+def _gathers_same_values(launch: GatherLaunch) -> bool:
+    memory = compressed_handles(num_layers=1)[0].memory
+    rows = random_rows((NUM_REQUESTS, 61))
+    rows[:, ::3] = -1
+    expected = reference.gather_compressed_kv(memory, rows)
+    got = gather.gather_compressed_kv(memory, rows, launch=launch)
+    return are_same(got, expected)
+
+
+def _stores_same_bytes(
+    config: CacheConfig, launch: Launch, before: list[int], after: list[int], *, device: str
+) -> bool:
+    """One forward, by the reference on the CPU and by the launch, from the same state."""
+    expected, got = (
+        KVCacheManager(config, max_requests=len(before), num_blocks=2 * len(before),
+                       device=on, backend=backend, max_forward_tokens=512)
+        for on, backend in (("cpu", "reference"), (device, "triton"))
+    )  # fmt: skip
+    weights, nothing = model_weights(config, seed=0)[0], [0] * len(before)
+    first, last = (
+        model_projections(config, count, seed=count, dtype=torch.bfloat16)[0]
+        for count in (sum(before), sum(after) - sum(before))
+    )
+    poison(expected)
+    slots, _ = ([manager.open_request() for _ in before] for manager in (expected, got))
+    expected.acquire(0, prepare_forward(expected, slots, nothing, before)).write(first, weights)
+    prepare_forward(got, slots, nothing, before).complete()
+    stored = ("blocks", "slots", "window_workspace")
+    for name in stored:
+        got.tensors()[name].copy_(expected.tensors()[name])
+    expected.acquire(0, prepare_forward(expected, slots, before, after)).write(last, weights)
+    handle = got.acquire(0, prepare_forward(got, slots, before, after))
+    write_with(launch, handle, move_to(device, last), move_to(device, weights))
+    return all(torch.equal(got.tensors()[name].cpu(), expected.tensors()[name]) for name in stored)

@@ -1,0 +1,222 @@
+"""`dsv4 bench write`: the write path of one layer, decode steps and a prefill, by graph replay."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.config import CacheConfig
+from dsv4.kernels import ops
+from dsv4.kernels.contracts import LayerProjections, LayerWeights, LayerWrites
+from dsv4.layer_schedule import AttentionType
+from dsv4.testing import model_projections, model_weights, move_to
+from dsv4.tools.bench import timing
+from dsv4.tools.bench.compare import load_peer, peer_report
+from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.requests import acquire_layers
+from dsv4.tools.bench.sglang import SGLangKernels, load_sglang
+from dsv4.tools.bench.sglang_index import complex_frequencies
+from dsv4.tools.bench.sglang_write import SGLangLayer, check_sglang
+from dsv4.tools.console import track, working
+
+BATCHES = (1, 32, 128, 256)
+PREFILL_TOKENS = 8192
+NUM_LAYERS = 43  # as many pools to rotate over as V4-Flash has layers
+NUM_PREFILL_LAYERS = 4  # of CSA, whose projections together are four times the L2
+
+
+def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) -> dict[str, Any]:
+    """Microseconds per layer: the same layer again and again, and 43 layers in turn.
+
+    With `compare` SGLang's kernels of a decode step beside them, 43 layers in turn.
+    """
+    require_cuda("write")
+    sglang, problem = load_peer(load_sglang) if compare else (None, "")
+    with working("checking"):
+        for kind in AttentionType:
+            _check_bytes(kind)
+            if sglang is not None:
+                check_sglang(sglang, write_config(kind))
+    steps = [
+        (kind, is_closing, batch)
+        for kind in AttentionType
+        for is_closing in ((False, True) if kind.ratio else (False,))
+        for batch in batches
+    ]
+    kinds = list(AttentionType)
+    tracked = track(steps, "decode steps", total=len(steps))
+    return {
+        "bench": "write",
+        "rows": [_step_row(*step, sglang) for step in tracked],
+        "prefill": [_prefill_row(kind) for kind in track(kinds, "prefills", total=len(kinds))],
+        **peer_report(compare, {"SGLang": problem}),
+        "environment": environment(),
+    }
+
+
+def _step_row(
+    kind: AttentionType, is_closing: bool, batch: int, sglang: SGLangKernels | None
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "type": kind.name,
+        "closing": is_closing,
+        "batch": batch,
+        "warm_us": _time(kind, batch, is_closing=is_closing, num_layers=1),
+        "rotating_us": _time(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS),
+        "floor_us": timing.floor_us(_bytes_moved(kind, batch, is_closing=is_closing)),
+    }
+    if sglang is not None:
+        time = _time_sglang(sglang, kind, batch, is_closing=is_closing)
+        row |= {"sglang_us": time, "ratio": row["rotating_us"] / time}
+    return row
+
+
+def _prefill_row(kind: AttentionType) -> dict[str, Any]:
+    return {
+        "type": kind.name,
+        "tokens": PREFILL_TOKENS,
+        "us": _time_prefill(kind),
+        "floor_us": timing.floor_us(_prefill_bytes(kind)),
+    }
+
+
+class WriteCase(NamedTuple):
+    """One forward's writes, ready to be repeated: for each layer where, what and with what."""
+
+    handles: list[LayerCacheHandle]
+    inputs: list[LayerProjections]
+    weights: list[LayerWeights]
+
+
+def write_config(
+    kind: AttentionType, *, num_layers: int = 1, drafts_per_step: int = 0
+) -> CacheConfig:
+    """V4-Flash with layers of one type."""
+    return CacheConfig.v4_flash(
+        compress_ratios=(kind.ratio,) * num_layers,
+        num_query_heads=1,
+        drafts_per_step=drafts_per_step,
+    )
+
+
+def write_case(
+    config: CacheConfig, before: Sequence[int], after: Sequence[int], *, device: str = "cuda"
+) -> WriteCase:
+    """A forward that takes each request of a batch from one length to another."""
+    batch = len(before)
+    num_blocks = batch * -(-max(after) // config.block_tokens)
+    manager = KVCacheManager(
+        config, max_requests=batch, num_blocks=num_blocks, device=device, backend="triton",
+        max_forward_tokens=num_blocks * config.block_tokens,
+    )  # fmt: skip
+    slots = [manager.open_request() for _ in range(batch)]
+    if any(before):
+        prepare_forward(manager, slots, [0] * batch, before).complete()
+    plan = prepare_forward(manager, slots, before, after)
+    inputs = model_projections(config, plan.num_tokens, seed=1, dtype=torch.bfloat16)
+    handles = acquire_layers(manager, plan)
+    for handle in handles:
+        for tail in (handle.state.tail, handle.state.index_tail):
+            if tail is not None:
+                tail.normal_()
+    return WriteCase(
+        handles,
+        [move_to(device, layer) for layer in inputs],
+        [move_to(device, layer) for layer in model_weights(config, seed=0)],
+    )
+
+
+def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> float:
+    """Median microseconds per layer over replays of a captured step."""
+    case = _step_case(kind, batch, is_closing=is_closing, num_layers=num_layers)
+    layers = list(zip(*case, strict=True))
+
+    def write(layer_idx: int) -> None:
+        write_layer(*layers[layer_idx])
+
+    if num_layers == 1:
+        return timing.time_same_layer(write)
+    return timing.time_in_turn(write, num_layers)
+
+
+def _step_case(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> WriteCase:
+    length = 255 if is_closing else 253
+    config = write_config(kind, num_layers=num_layers)
+    return write_case(config, [length] * batch, [length + 1] * batch)
+
+
+def _time_sglang(
+    kernels: SGLangKernels, kind: AttentionType, batch: int, *, is_closing: bool
+) -> float:
+    """Median microseconds per layer of SGLang's kernels, layers in turn."""
+    case = _step_case(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS)
+    frequencies = complex_frequencies(case.handles[0].rope)
+    layers = [SGLangLayer(kernels, *layer, frequencies) for layer in zip(*case, strict=True)]
+    return timing.time_in_turn(lambda layer_idx: layers[layer_idx].run(), NUM_LAYERS)
+
+
+def _time_prefill(kind: AttentionType) -> float:
+    """Median microseconds per layer of the writes for a chunk from position 0, layers in turn."""
+    config = write_config(kind, num_layers=NUM_PREFILL_LAYERS)
+    case = write_case(config, [0], [PREFILL_TOKENS])
+    layers = list(zip(*case, strict=True))
+    return timing.time_in_turn(lambda layer_idx: write_layer(*layers[layer_idx]), len(layers))
+
+
+def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:
+    """The handle's write without its books, which allow one write a forward."""
+    ops.write_layer(
+        LayerWrites.of(inputs, weights), handle.memory, handle.tokens, handle.rope,
+        eps=handle.config.rms_norm_eps, has_hadamard=handle.config.index_hadamard,
+        backend=handle.backend,
+    )  # fmt: skip
+
+
+def _bytes_moved(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
+    """Bytes a step must move: projections, window rows, tails, entries."""
+    dim, index_dim, row, key = 512, 128, 584, 68
+    total = dim * 2 + row
+    if kind is AttentionType.CSA:
+        width = 2 * (dim + index_dim)
+        total += width * 2 * 2 + width * 2 * 4  # bf16 kv and gate in, fp32 rows out
+        if is_closing:
+            total += 7 * width * 4 + row + key  # 7 rows of one series, kv and gate
+    if kind is AttentionType.HCA:
+        total += dim * 2 * 2 + dim * 2 * 4
+        if is_closing:
+            total += 127 * dim * 2 * 4 + row
+    return batch * total
+
+
+def _prefill_bytes(kind: AttentionType) -> int:
+    """Bytes a prefill must move: BF16 projections in, window rows and entries out."""
+    per_token = 512 * 2 + 584
+    if kind is AttentionType.CSA:
+        per_token += 2 * 2 * (512 + 128) * 2
+        return PREFILL_TOKENS * per_token + PREFILL_TOKENS // 4 * (584 + 68)
+    if kind is AttentionType.HCA:
+        return PREFILL_TOKENS * (per_token + 2 * 512 * 2) + PREFILL_TOKENS // 128 * 584
+    return PREFILL_TOKENS * per_token
+
+
+def _check_bytes(kind: AttentionType) -> None:
+    """Refuse to time kernels that don't store the reference's bytes."""
+    config = write_config(kind)
+    stored = []
+    for device, backend in (("cpu", "reference"), ("cuda", "triton")):
+        manager = KVCacheManager(
+            config, max_requests=2, num_blocks=4, device=device, backend=backend
+        )
+        slots = [manager.open_request() for _ in range(2)]
+        weights = move_to(device, model_weights(config, seed=0)[0])
+        for before, after in (([0, 0], [126, 3]), ([126, 3], [127, 4]), ([127, 4], [128, 5])):
+            plan = prepare_forward(manager, slots, before, after)
+            num_tokens = sum(after) - sum(before)
+            (inputs,) = model_projections(config, num_tokens, seed=after[0], dtype=torch.bfloat16)
+            manager.acquire(0, plan).write(move_to(device, inputs), weights)
+        stored.append((manager.paged.storage.cpu(), manager.state.storage.cpu()))
+    if not all(torch.equal(a, b) for a, b in zip(*stored, strict=True)):
+        raise RuntimeError(f"{kind.name}: the bytes differ from the reference's; nothing is timed")

@@ -1,0 +1,218 @@
+"""The `dsv4` command. Bad usage exits with 2, a failure with 1 and one sentence on stderr."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.tools.bench import command as bench_command
+from dsv4.tools.console import make_console, track, working
+from dsv4.tools.inspector import command as inspect_command
+from dsv4.tools.planner.command import (
+    LABELS,
+    add_options,
+    as_json,
+    build_plan,
+    page_models,
+    positive,
+    print_plan,
+    title,
+)
+from dsv4.tools.planner.sizes import format_bytes
+
+
+class UsageError(Exception):
+    """Options that are wrong together, or name what is not there."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        if options.debug:
+            raise
+        parser.error(_sentence(error))
+    except KeyboardInterrupt:
+        print("dsv4: interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever read the output has enough; nothing more is written to them, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if options.debug:
+            raise
+        print(f"dsv4: {_sentence(error)}", file=sys.stderr)
+        return 1
+
+
+def _sentence(error: BaseException) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dsv4", description="KV-cache runtime for DeepSeek-V4's hybrid attention"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    demo = commands.add_parser(
+        "demo", help="generate through this cache and through transformers' own"
+    )
+    demo.add_argument("--model", help="a checkpoint folder; by default a small random model")
+    demo.add_argument(
+        "--prompt", action="append", default=[], help="a text for --model; more than once for more"
+    )
+    demo.add_argument("--new-tokens", type=positive, default=48, help="tokens to generate")
+    demo.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    demo.add_argument("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
+    demo.add_argument(
+        "--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys"
+    )
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="keep a request there, for dsv4 inspect"
+    )
+    demo.add_argument("--json", action="store_true", help="print one JSON object")
+    demo.set_defaults(run=_demo)
+
+    plan = commands.add_parser("plan", help="what a cache takes on a GPU, and how much fits")
+    add_options(plan)
+    plan.set_defaults(run=_plan)
+
+    inspect = commands.add_parser("inspect", help="what is inside a saved request")
+    inspect_command.add_options(inspect)
+    inspect.set_defaults(run=_inspect)
+
+    info = commands.add_parser("info", help="versions, devices and backends")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    info.set_defaults(run=_info)
+
+    bench = commands.add_parser("bench", help="measure")
+    bench_command.add_options(bench)
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from dsv4.tools.planner.page import check_page, write_page
+    from dsv4.tools.planner.plot import check_plot, plot_plan
+
+    try:
+        plan = build_plan(options)
+        if options.plot is not None:
+            check_plot(options.plot)
+        if options.html is not None:
+            check_page(options.html)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if options.plot is not None:
+        plot_plan(plan, options.plot, title=title(plan, model=options.model))
+    if options.html is not None:
+        models = page_models(options.model)
+        write_page(
+            plan, options.html, model=options.model, gpu=options.gpu, models=models, labels=LABELS
+        )
+    if options.json:
+        print(json.dumps(as_json(plan, model=options.model)))
+    else:
+        print_plan(plan, make_console(), model=options.model, gpu=options.gpu)
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from dsv4.tools.inspector.heatmap import check_heatmap, draw_heatmap
+    from dsv4.tools.inspector.report import RequestInspector
+
+    try:
+        path, against, recorded = inspect_command.find_files(options)
+        if options.heatmap is not None:
+            check_heatmap(options.heatmap)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    with working("reading"):
+        inspector = RequestInspector(path, against=against)
+        selections = None
+        if recorded is not None:
+            selections = inspect_command.read_layer_selections(recorded, inspector)
+    layers = list(track(inspector.layers(), "layers", total=inspector.num_layers))
+    if options.heatmap is not None and selections is not None:
+        draw_heatmap(selections, options.heatmap)
+    report = inspect_command.with_selections(inspector.report(layers), selections)
+    if options.json:
+        print(json.dumps(report))
+    else:
+        inspect_command.print_report(report, make_console())
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    from dsv4.tools.info import collect_info
+
+    result = collect_info()
+    if options.json:
+        print(json.dumps(result))
+    else:
+        _print_info(result)
+    return 0
+
+
+def _print_info(result: dict[str, Any]) -> None:
+    versions = Table(title="Versions")
+    versions.add_column("package")
+    versions.add_column("version")
+    for name, version in result["versions"].items():
+        versions.add_row(name, version or "not installed")
+    devices = Table(title="Devices")
+    for column in ("device", "name", "memory", "capability"):
+        devices.add_column(column)
+    for device in result["devices"]:
+        memory = device["memory_bytes"]
+        size = "" if memory is None else format_bytes(memory)
+        devices.add_row(device["device"], device["name"], size, device["capability"] or "")
+    backends = Table(title="Backends, and other projects' kernels")
+    backends.add_column("name")
+    backends.add_column("available")
+    backends.add_column("why not")
+    for name, state in (result["backends"] | result["peers"]).items():
+        answer = "yes" if state["available"] else "no"
+        backends.add_row(name, answer, escape(state["problem"] or ""))
+    make_console().print(versions, devices, backends)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    if options.prompt and options.model is None:
+        raise UsageError("--prompt needs --model: a random model has no tokenizer")
+    from dsv4.tools.demo.command import print_demo, run_command
+    from dsv4.tools.demo.kept_run import keep_run
+
+    result = run_command(options)
+    if options.save is not None:
+        keep_run(options.save, kv_format=options.kv, index_format=options.index, seed=options.seed)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        print_demo(result, make_console())
+    return 0 if result["ok"] else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    try:
+        bench_command.use_peers(options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return bench_command.run_bench(options)

@@ -1,0 +1,1 @@
+"""`dsv4 demo`: generation through this cache and through transformers' own."""

@@ -1,0 +1,225 @@
+"""`dsv4 demo`: one batch of prompts generated through this cache and through transformers' own.
+
+transformers takes the prompts one after the other, because its cache is wrong on padded batches;
+how wrong is part of the result.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from dsv4.formats import IndexFormatName, KVFormatName
+from dsv4.integrations.transformers import PagedCache, attach
+from dsv4.tools.bench.own_cache import own_cache_bytes
+from dsv4.tools.demo.subject import Subject
+
+EXACT_TOLERANCE = 1e-4  # of the largest logit, fp32 rows against transformers
+TAILS = ("csa_tails", "index_tails", "hca_tails")
+ROWS = ("csa_entries", "index_keys", "hca_entries", "window")
+MAX_FORWARD_TOKENS = 8192
+Tick = Callable[[], None]
+
+
+def num_ticks(subject: Subject, num_new: int) -> int:
+    """How often `run_demo` calls `tick`."""
+    return num_new * (len(subject.prompts) + 3)
+
+
+def run_demo(
+    subject: Subject,
+    *,
+    kv_format: KVFormatName = "fp8",
+    index_format: IndexFormatName = "mxfp4",
+    num_new: int = 48,
+    tick: Tick = lambda: None,
+) -> dict[str, Any]:
+    """Generate with both caches; the result says whether they agree, and what each takes.
+
+    Args:
+        subject: Model and prompts.
+        kv_format, index_format: Rows of the second run through this cache; the first has fp32.
+        num_new: Tokens to generate for each prompt.
+        tick: Called after every step of every run.
+    """
+    _warm_up(subject)
+    theirs = _run_alone(subject, num_new, tick)
+    exact = _run_paged(subject, theirs["ids"], "fp32", "fp32", num_new, tick)
+    chosen = _run_paged(subject, theirs["ids"], kv_format, index_format, num_new, tick)
+    batch = _run_own_batch(subject, num_new, tick)
+    logits = theirs["logits"]
+    exact_error, chosen_error = (_errors(run["logits"], logits) for run in (exact, chosen))
+    divergence = _first_differences(exact["ids"], theirs["ids"])
+    return {
+        "demo": "generate",
+        "model": subject.name,
+        "device": str(subject.model.device),
+        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "prompts": [len(prompt) for prompt in subject.prompts],
+        "new_tokens": num_new,
+        "kv_format": kv_format,
+        "index_format": index_format,
+        "texts": [subject.decode(ids) for ids in theirs["ids"]],
+        "texts_of_formats": [subject.decode(ids) for ids in chosen["ids"]],
+        "first_difference": {
+            "fp32": divergence,
+            "formats": _first_differences(chosen["ids"], theirs["ids"]),
+            "transformers_padded": _first_differences(batch["ids"], theirs["ids"]),
+        },
+        "logit_error": {"fp32": exact_error, "formats": chosen_error},
+        "memory": {"formats": chosen["memory"], "fp32": exact["memory"], "own": theirs["memory"]},
+        "tokens_per_second": {
+            "fp32": exact["speed"], "formats": chosen["speed"],
+            "transformers_alone": theirs["speed"], "transformers_padded": batch["speed"],
+        },
+        "ok": not subject.is_exact
+        or (divergence == [None] * len(divergence) and max(exact_error) <= EXACT_TOLERANCE),
+    }  # fmt: skip
+
+
+def _warm_up(subject: Subject, **cache: PagedCache) -> None:
+    """On a GPU, have what is compiled or loaded on first use done before anything is timed."""
+    if subject.model.device.type == "cuda":
+        subject.model.generate(**_padded(subject.prompts), **_options(2, lambda: None), **cache)
+
+
+def _run_alone(subject: Subject, num_new: int, tick: Tick) -> dict[str, Any]:
+    """transformers' own cache, one prompt after the other."""
+    ids, logits, memory, seconds = [], [], dict[str, int](), 0.0
+    for prompt in subject.prompts:
+        start = _now(subject)
+        result = subject.model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt[None]),
+            **_options(num_new, tick),
+        )  # fmt: skip
+        seconds += _now(subject) - start
+        ids.append(result.sequences[0, len(prompt) :])
+        logits.append(torch.stack([step[0] for step in result.logits]))
+        held = own_cache_bytes(result.past_key_values, subject.model.config.layer_types)
+        memory = {name: memory.get(name, 0) + size for name, size in held.items()}
+    speed = len(subject.prompts) * num_new / seconds
+    return {"ids": ids, "logits": torch.stack(logits), "memory": memory, "speed": speed}
+
+
+def _run_own_batch(subject: Subject, num_new: int, tick: Tick) -> dict[str, Any]:
+    """transformers' own cache on the padded batch."""
+    start = _now(subject)
+    result = subject.model.generate(**_padded(subject.prompts), **_options(num_new, tick))
+    speed = len(subject.prompts) * num_new / (_now(subject) - start)
+    return {"ids": list(result.sequences[:, -num_new:]), "speed": speed}
+
+
+def _run_paged(
+    subject: Subject,
+    expected: list[Tensor],
+    kv_format: KVFormatName,
+    index_format: IndexFormatName,
+    num_new: int,
+    tick: Tick,
+) -> dict[str, Any]:
+    """This cache on the padded batch: what it generates, and its logits on the expected texts."""
+    batch, longest = len(subject.prompts), max(len(prompt) for prompt in subject.prompts)
+    cache = attach(
+        subject.model,
+        max_requests=batch,
+        max_tokens=longest + num_new,
+        max_forward_tokens=min(batch * (longest + num_new), MAX_FORWARD_TOKENS),
+        kv_format=kv_format,
+        index_format=index_format,
+        drafts_per_step=0,
+    )
+    with cache:
+        _warm_up(subject, past_key_values=cache)
+        cache.reset()
+        start = _now(subject)
+        result = subject.model.generate(
+            **_padded(subject.prompts), **_options(num_new, tick), past_key_values=cache
+        )
+        seconds = _now(subject) - start
+        cache.reset()
+        return {
+            "ids": list(result.sequences[:, -num_new:]),
+            "logits": _forced_logits(subject, cache, expected),
+            "memory": _memory(cache),
+            "speed": len(subject.prompts) * num_new / seconds,
+        }
+
+
+@torch.no_grad()
+def _forced_logits(subject: Subject, cache: PagedCache, expected: list[Tensor]) -> Tensor:
+    """`[batch, num_new, vocabulary]`: logits before each token of the expected texts."""
+    texts = [torch.cat(parts) for parts in zip(subject.prompts, expected, strict=True)]
+    num_new = len(expected[0])
+    batch = _padded([text[:-1] for text in texts])
+    result = subject.model(**batch, past_key_values=cache, logits_to_keep=num_new)
+    logits: Tensor = result.logits.float()
+    return logits
+
+
+def _memory(cache: PagedCache) -> dict[str, int]:
+    """Allocated bytes by component; what is neither rows nor tails serves the computation."""
+    sizes = {name: size.allocated for name, size in cache.memory().items()}
+    rows = {name: sizes[name] for name in ROWS}
+    states = sum(sizes[name] for name in TAILS)
+    rest = sum(sizes.values()) - sum(rows.values()) - states
+    return {**rows, "states": states, "tables and workspaces": rest}
+
+
+def _options(num_new: int, tick: Tick) -> dict[str, Any]:
+    return {
+        "do_sample": False, "max_new_tokens": num_new, "min_new_tokens": num_new,
+        "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True,
+        "streamer": _Ticker(tick),
+    }  # fmt: skip
+
+
+def _padded(texts: list[Tensor]) -> dict[str, Tensor]:
+    """A batch padded on the left."""
+    longest = max(len(text) for text in texts)
+    ids = texts[0].new_zeros(len(texts), longest)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        ids[row, longest - len(text) :] = text
+        mask[row, longest - len(text) :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _errors(mine: Tensor, theirs: Tensor) -> list[float]:
+    """The largest difference at each step, as a share of the largest logit."""
+    theirs = theirs.float()
+    errors: list[float] = ((mine - theirs).abs().amax(dim=(0, 2)) / theirs.abs().max()).tolist()
+    return errors
+
+
+def _first_differences(mine: list[Tensor], theirs: list[Tensor]) -> list[int | None]:
+    """For each prompt the first new token that differs, or None."""
+    firsts: list[int | None] = []
+    for a, b in zip(mine, theirs, strict=True):
+        steps = (a != b).nonzero()
+        firsts.append(int(steps[0]) if len(steps) else None)
+    return firsts
+
+
+def _now(subject: Subject) -> float:
+    if subject.model.device.type == "cuda":
+        torch.cuda.synchronize(subject.model.device)
+    return time.perf_counter()
+
+
+class _Ticker(BaseStreamer):
+    """Calls `tick` for every step that `generate` reports, not for the prompt."""
+
+    def __init__(self, tick: Tick) -> None:
+        self._tick = tick
+        self._has_prompt = False
+
+    def put(self, value: Tensor) -> None:
+        if self._has_prompt:
+            self._tick()
+        self._has_prompt = True
+
+    def end(self) -> None:
+        self._has_prompt = False

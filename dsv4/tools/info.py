@@ -1,0 +1,72 @@
+"""`dsv4 info`: versions, devices, and which backends run here or why they don't."""
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from dsv4.kernels.backends import BACKENDS, check_backend
+from dsv4.kernels.external.find import load_deep_gemm, load_flash_mla
+from dsv4.kernels.external.limits import external_problem
+from dsv4.tools.bench.sglang import load_sglang
+
+PACKAGES = ("dsv4", "torch", "triton", "transformers", "numpy")
+
+
+def collect_info() -> dict[str, Any]:
+    """Everything that the command prints; a version is None if there is none."""
+    # Benches alone call SGLang's kernels.
+    peers = {"flashmla": load_flash_mla, "deepgemm": load_deep_gemm, "sglang": load_sglang}
+    return {
+        "versions": {"python": platform.python_version(), **{n: _version(n) for n in PACKAGES}},
+        "cuda": torch.version.cuda,
+        "devices": [_cpu(), *(_gpu(idx) for idx in range(torch.cuda.device_count()))],
+        "backends": {name: _availability(_backend_problem(name)) for name in BACKENDS},
+        "peers": {
+            name: _availability(external_problem(name, load)) for name, load in peers.items()
+        },
+    }
+
+
+def _availability(problem: str | None) -> dict[str, Any]:
+    return {"available": problem is None, "problem": problem}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    return {"device": "cpu", "name": platform.machine(), "memory_bytes": None, "capability": None}
+
+
+def _gpu(idx: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(idx)
+    return {
+        "device": f"cuda:{idx}",
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def _backend_problem(name: str) -> str | None:
+    """Why a backend can't run on the best device here; None if it can."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        check_backend(name, device)
+    except (ImportError, ValueError) as error:
+        if isinstance(error, ImportError) or device.type == "cuda":
+            return str(error)
+        return _no_cuda()
+    return None
+
+
+def _no_cuda() -> str:
+    if torch.version.cuda is None:
+        return "no CUDA: this torch is built without it"
+    return "no CUDA device: torch finds none"

@@ -1,0 +1,1 @@
+"""`dsv4 inspect`: rows, codes and choices inside a saved request."""

@@ -1,0 +1,199 @@
+"""`dsv4 inspect`: its options and its tables."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from dsv4.layer_schedule import AttentionType
+from dsv4.tools.inspector.report import RequestInspector, describe_selections
+from dsv4.tools.inspector.selections import RUN_FILES, LayerSelections, read_selections
+from dsv4.tools.planner.sizes import format_bytes
+
+TAIL_NAMES = {"float32": "fp32", "bfloat16": "bf16"}
+ENTRY_NAMES = {"entries": "entry", "index keys": "index key"}
+MAX_PROBLEMS = 20  # lines of problems that are printed; JSON has all of them
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `dsv4 inspect`."""
+    parser.add_argument(
+        "path", type=Path, metavar="FILE",
+        help="what save_request wrote, or a folder of dsv4 demo --save",
+    )  # fmt: skip
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE",
+        help="the same tokens saved from a cache of bf16 or fp32 rows: measure errors",
+    )  # fmt: skip
+    parser.add_argument(
+        "--selections", type=Path, metavar="FILE", help="what a SelectionRecorder saved"
+    )
+    parser.add_argument(
+        "--heatmap", type=Path, metavar="FILE",
+        help="draw which entries top-k chose over time, .png or .svg",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def find_files(options: argparse.Namespace) -> tuple[Path, Path | None, Path | None]:
+    """The request, what it is compared with, and its selections; a folder names all three."""
+    path, against, selections = options.path, options.against, options.selections
+    if path.is_dir():
+        against = against or _if_there(path / RUN_FILES.against)
+        selections = selections or _if_there(path / RUN_FILES.selections)
+        path = path / RUN_FILES.request
+    for name, file in (("FILE", path), ("--against", against), ("--selections", selections)):
+        if file is not None and not file.is_file():
+            raise ValueError(f"argument {name}: expected a file, found none at {file}")
+    if options.heatmap is not None and selections is None:
+        raise ValueError("argument --heatmap: expected --selections with it")
+    return path, against, selections
+
+
+def _if_there(path: Path) -> Path | None:
+    return path if path.is_file() else None
+
+
+def read_layer_selections(path: Path, inspector: RequestInspector) -> dict[int, LayerSelections]:
+    """Recorded selections, which must be of CSA layers of the inspected request."""
+    selections = read_selections(path)
+    schedule = inspector.config.schedule
+    csa = [layer.layer_idx for layer in schedule if layer.attention_type is AttentionType.CSA]
+    if not set(selections) <= set(csa):
+        raise ValueError(
+            f"Invalid recorded selections {path}: expected layers of {csa}, the CSA layers of the "
+            f"request, got {sorted(selections)}"
+        )
+    return selections
+
+
+def with_selections(
+    report: dict[str, Any], selections: dict[int, LayerSelections] | None
+) -> dict[str, Any]:
+    """The report with what top-k chose; None where nothing was recorded."""
+    chosen = None if selections is None else describe_selections(selections)
+    return {**report, "selections": chosen}
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """The report as tables and sentences."""
+    for sentence in _sentences(report):
+        console.print(sentence, highlight=False)
+    console.print()
+    console.print(_part_table(report))
+    if report["selections"]:
+        console.print(_selection_table(report["selections"]))
+    for sentence in _problem_lines(report["problems"]):
+        console.print(sentence, highlight=False)
+
+
+def _sentences(report: dict[str, Any]) -> list[str]:
+    blocks, window = report["blocks"], report["window"]
+    lines = [
+        f"{report['length']:,} tokens; {report['kv_format']} rows, {report['index_format']} index "
+        f"keys, {report['tail_dtype']} tails.",
+        f"Blocks: {blocks['num_blocks']:,} of {blocks['block_tokens']} tokens, "
+        f"{format_bytes(blocks['block_bytes'])} each"
+        + ("." if blocks["fill"] is None else f"; {blocks['fill']:.1%} of their entries closed."),
+    ]
+    if window["rows"]:
+        lines.append(
+            f"Window: positions {window['first_position']:,} to {window['last_position']:,} in a "
+            f"ring of {window['ring_rows']} rows; the next token takes row {window['next_row']}."
+        )
+    for tail in report["tails"]:
+        lines.append(
+            f"{tail['type']} tails: {tail['open_tokens']} tokens of the open window, "
+            f"{tail['rows']} of {tail['tail_rows']} rows in use; {tail['closed_entries']:,} "
+            "entries closed."
+        )
+    return lines
+
+
+def _part_table(report: dict[str, Any]) -> Table:
+    parts = [part for layer in report["layers"] for part in layer["parts"]]
+    has_errors = any(part["relative_rms_error"] is not None for part in parts)
+    table = Table(title="Rows by layer", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("layer", "part", "format"):
+        table.add_column(column)
+    columns = ["rows", "least", "largest", "zero", "satu-\nrated", "not\nfinite"]
+    for column in columns + ["rms\nerror"] * has_errors:
+        table.add_column(column, justify="right")
+    for layer in report["layers"]:
+        for number, part in enumerate(layer["parts"]):
+            name = "" if number else f"{layer['layer']} {layer['type']}"
+            cells = [name, part["part"], part["format"] or TAIL_NAMES[report["tail_dtype"]]]
+            errors = [_rate(part["relative_rms_error"])] * has_errors
+            table.add_row(*cells, *_numbers(part), *errors)
+    return table
+
+
+def _numbers(part: dict[str, Any]) -> list[str]:
+    return [
+        f"{part['rows']:,}",
+        _value(part["minimum"]),
+        _value(part["maximum"]),
+        _rate(part["zero_rate"]),
+        _rate(part["saturation_rate"]),
+        f"{part['nan'] + part['inf']:,}",
+    ]
+
+
+def _value(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"
+
+
+def _selection_table(selections: list[dict[str, Any]]) -> Table:
+    table = Table(title="What top-k chose", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    columns = ("layer", "tokens", "entries", "chosen\na token", "never\nchosen",
+               "in newest\nquarter", "kept from\ntoken before")  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="right")
+    for layer in selections:
+        chosen = layer["chosen_per_token"]
+        table.add_row(
+            str(layer["layer"]),
+            f"{layer['tokens']:,}",
+            f"{layer['entries']:,}",
+            "" if chosen is None else f"{chosen:.1f}",
+            _rate(layer["never_chosen"]),
+            _rate(layer["in_newest_quarter"]),
+            _rate(layer["kept_from_token_before"]),
+        )
+    return table
+
+
+def _problem_lines(problems: list[dict[str, Any]]) -> list[str]:
+    if not problems:
+        return ["Every value is finite."]
+    lines = [_problem(problem) for problem in problems[:MAX_PROBLEMS]]
+    rest = len(problems) - len(lines)
+    return lines + ([f"{rest:,} more places: --json has them."] if rest else [])
+
+
+def _problem(problem: dict[str, Any]) -> str:
+    counts = [f"{problem[key]:,} {name}" for key, name in (("nan", "NaN"), ("inf", "inf"))
+              if problem[key]]  # fmt: skip
+    tokens = _span("token", problem["first_token"], problem["last_token"])
+    where = f"{problem['part']}, {tokens}"
+    if problem["part"] in ENTRY_NAMES:
+        name = ENTRY_NAMES[problem["part"]]
+        where = f"{_span(name, problem['first_row'], problem['last_row'])}, made from {tokens}"
+    return (
+        f"Not finite: layer {problem['layer']} ({problem['type']}), {where}: "
+        f"{' and '.join(counts)}."
+    )
+
+
+def _span(name: str, first: int, last: int) -> str:
+    if first == last:
+        return f"{name} {first:,}"
+    plural = "entries" if name == "entry" else f"{name}s"
+    return f"{plural} {first:,} to {last:,}"

@@ -1,0 +1,193 @@
+"""What is inside a saved request: its blocks, its window, its tails, and every layer's rows."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsv4.cache.memory.schema import build_schemas
+from dsv4.cache.saved_request import SavedRequest, read_any
+from dsv4.config import CacheConfig
+from dsv4.layer_schedule import AttentionType
+from dsv4.tools.inspector.parts import Part, first_tail_position, layer_parts
+from dsv4.tools.inspector.selections import LayerSelections
+from dsv4.tools.inspector.statistics import describe_part
+
+EXACT_FORMATS = ("bf16", "fp32")
+CHUNK_TOKENS = 2048  # tokens whose choices are compared at a time
+
+
+class RequestInspector:
+    """Reads a saved request and describes it, a layer at a time.
+
+    Args:
+        path: What `KVCacheManager.save_request` wrote.
+        against: The same tokens' request from a cache of bf16 or fp32 rows, to measure errors
+            against.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, against: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.path = Path(path)
+        self.config, self.saved = read_any(path)
+        self._parts = layer_parts(self.config, self.saved)
+        self._exact = None if against is None else self._read_exact(against)
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    def layers(self) -> Iterator[dict[str, Any]]:
+        """Each layer's type and the statistics of its parts."""
+        for layer, parts in zip(self.config.schedule, self._parts, strict=True):
+            yield {
+                "layer": layer.layer_idx,
+                "type": layer.attention_type.name,
+                "parts": [
+                    describe_part(part, self._exact_part(layer.layer_idx, part)) for part in parts
+                ],
+            }
+
+    def summary(self) -> dict[str, Any]:
+        """The request without its rows: lengths, blocks, window and tails."""
+        config, saved = self.config, self.saved
+        num_blocks, block_bytes = saved.blocks.shape
+        return {
+            "file": str(self.path),
+            "length": saved.length,
+            "rollback_floor": saved.rollback_floor,
+            "kv_format": config.kv_format,
+            "index_format": config.index_format,
+            "tail_dtype": config.tail_dtype,
+            "config_fingerprint": config.format_fingerprint,
+            "blocks": {
+                "num_blocks": num_blocks,
+                "block_tokens": config.block_tokens,
+                "block_bytes": block_bytes,
+                "fill": _fill(saved, config),
+            },
+            "slot_bytes": saved.slot.numel(),
+            "window": _window(config, saved),
+            "tails": _tails(config, saved),
+        }
+
+    def report(self, layers: list[dict[str, Any]]) -> dict[str, Any]:
+        """The whole report, and its problems: what is not finite, by layer."""
+        problems = [
+            {"layer": layer["layer"], "type": layer["type"], "part": part["part"], **problem}
+            for layer in layers
+            for part in layer["parts"]
+            for problem in part["problems"]
+        ]
+        return {"inspect": "request", **self.summary(), "layers": layers, "problems": problems}
+
+    def _read_exact(self, path: str | os.PathLike[str]) -> list[dict[str, Part]]:
+        config, saved = read_any(path)
+        if config.kv_format not in EXACT_FORMATS:
+            raise ValueError(
+                f"Invalid request to compare with {os.fspath(path)}: expected rows in bf16 or "
+                f"fp32, got {config.kv_format}"
+            )
+        if saved.length != self.saved.length:
+            raise ValueError(
+                f"Invalid request to compare with {os.fspath(path)}: expected "
+                f"{self.saved.length} tokens, got {saved.length}"
+            )
+        mine, other = (_geometry(c) for c in (self.config, config))
+        if mine != other:
+            raise ValueError(
+                f"Invalid request to compare with {os.fspath(path)}: expected layers and widths "
+                f"{mine}, got {other}"
+            )
+        return [{part.name: part for part in parts} for parts in layer_parts(config, saved)]
+
+    def _exact_part(self, layer_idx: int, part: Part) -> Part | None:
+        """The rows before quantisation; None where they are not known or nothing is quantised."""
+        if self._exact is None or part.row_format is None or not part.row_format.group:
+            return None
+        exact = self._exact[layer_idx][part.name]
+        is_known = exact.row_format is not None and not exact.row_format.group
+        return exact if is_known else None
+
+
+def _geometry(config: CacheConfig) -> dict[str, Any]:
+    names = ("compress_ratios", "head_dim", "rope_dim", "sliding_window", "index_head_dim",
+             "index_hadamard")  # fmt: skip
+    return {name: getattr(config, name) for name in names}
+
+
+def _fill(saved: SavedRequest, config: CacheConfig) -> float | None:
+    """The share of the blocks' entries that are closed."""
+    ratio = config.smallest_ratio
+    if not len(saved.blocks):
+        return None
+    return saved.length // ratio * ratio / (len(saved.blocks) * config.block_tokens)
+
+
+def _window(config: CacheConfig, saved: SavedRequest) -> dict[str, Any]:
+    ring_rows = config.sliding_window + config.drafts_per_step
+    first = max(0, saved.length - config.sliding_window)
+    return {
+        "rows": saved.length - first,
+        "ring_rows": ring_rows,
+        "first_position": first if saved.length else None,
+        "last_position": saved.length - 1 if saved.length else None,
+        "next_row": saved.length % ring_rows,
+    }
+
+
+def _tails(config: CacheConfig, saved: SavedRequest) -> list[dict[str, Any]]:
+    """One for each compressed type of layer: tokens of the open window, and rows kept."""
+    kinds = {schema.attention_type.name: schema for schema in build_schemas(config) if schema.ratio}
+    return [
+        {
+            "type": name,
+            "open_tokens": saved.length % schema.ratio,
+            "rows": saved.length - first_tail_position(schema, saved.length),
+            "tail_rows": schema.tail_rows,
+            "closed_entries": saved.length // schema.ratio,
+        }
+        for name, schema in sorted(kinds.items())
+    ]
+
+
+def describe_selections(selections: dict[int, LayerSelections]) -> list[dict[str, Any]]:
+    """What top-k chose in each layer, in a few numbers."""
+    return [_describe_layer(idx, layer) for idx, layer in selections.items()]
+
+
+def _describe_layer(idx: int, layer: LayerSelections) -> dict[str, Any]:
+    positions, entries = layer.positions.numpy(), layer.entries.numpy()
+    visible = (positions.astype(np.int64) + 1) // AttentionType.CSA.ratio
+    is_chosen = entries >= 0
+    num_visible = int(visible.max(initial=0))
+    num_choices = int(is_chosen.sum())
+    distinct = int(np.count_nonzero(np.bincount(entries[is_chosen])))
+    newest = entries >= (visible * 3 // 4)[:, None]
+    return {
+        "layer": idx,
+        "tokens": len(positions),
+        "entries": num_visible,
+        "chosen_per_token": num_choices / len(positions) if len(positions) else None,
+        "never_chosen": 1 - distinct / num_visible if num_visible else None,
+        "in_newest_quarter": int((newest & is_chosen).sum()) / num_choices if num_choices else None,
+        "kept_from_token_before": _kept(entries),
+    }
+
+
+def _kept(entries: np.ndarray[Any, Any]) -> float | None:
+    """The share of a token's choices that the token before had too."""
+    kept = chosen = 0
+    for start in range(0, len(entries) - 1, CHUNK_TOKENS):
+        rows = entries[start : start + CHUNK_TOKENS + 1].astype(np.int64)
+        stride = int(rows.max(initial=0)) + 2
+        # One ascending sequence of all choices, in which a token's own are a stretch.
+        keys = np.where(rows < 0, stride - 1, rows) + stride * np.arange(len(rows))[:, None]
+        before, now = keys[:-1].ravel(), (keys[1:] - stride)[rows[1:] >= 0]
+        found = np.minimum(np.searchsorted(before, now), before.size - 1)
+        kept += int((before[found] == now).sum())
+        chosen += now.size
+    return kept / chosen if chosen else None

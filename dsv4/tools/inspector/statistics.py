@@ -1,0 +1,148 @@
+"""What the rows of a part look like: ranges, codes at the ends, errors, and what is not finite."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.formats import RowFormat
+from dsv4.kernels.reference.codec import EncodedRows
+from dsv4.tools.inspector.parts import FormatRows, Part
+
+E4M3_LARGEST = 0x7E  # 448, without its sign
+E2M1_LARGEST = 7  # 6, without its sign
+
+
+@dataclass
+class Tally:
+    """Sums over the rows of a part, from which its statistics follow."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    num_values: int = 0
+    num_zero_values: int = 0
+    num_nan: int = 0
+    num_inf: int = 0
+    num_codes: int = 0
+    num_zero_codes: int = 0
+    num_saturated: int = 0
+    squared_error: float = 0.0
+    squared_values: float = 0.0
+    largest_error: float = 0.0
+    bad_rows: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def add_values(self, numbers: Tensor, values: Tensor) -> None:
+        """Count the values `[n, dim]` of the rows with these numbers."""
+        self.num_values += values.numel()
+        self.num_zero_values += values.numel() - int(values.count_nonzero())
+        is_finite = values.isfinite()
+        if is_finite.all():
+            self._add_range(values)
+            return
+        self._add_range(values[is_finite])
+        nan, inf = values.isnan().sum(dim=1), values.isinf().sum(dim=1)
+        self.num_nan += int(nan.sum())
+        self.num_inf += int(inf.sum())
+        for row in torch.nonzero(nan + inf).flatten().tolist():
+            self.bad_rows[int(numbers[row])] = (int(nan[row]), int(inf[row]))
+
+    def _add_range(self, finite: Tensor) -> None:
+        if finite.numel():
+            low, high = (float(end) for end in finite.aminmax())
+            self.minimum = low if self.minimum is None else min(self.minimum, low)
+            self.maximum = high if self.maximum is None else max(self.maximum, high)
+
+    def add_codes(self, codes: Tensor, largest: int) -> None:
+        """Count codes, given without their signs."""
+        self.num_codes += codes.numel()
+        self.num_zero_codes += codes.numel() - int(codes.count_nonzero())
+        self.num_saturated += int((codes == largest).count_nonzero())
+
+    def add_errors(self, values: Tensor, exact: Tensor) -> None:
+        """Compare values with what they were before quantisation, where both are finite."""
+        is_known = values.isfinite() & exact.isfinite()
+        exact = exact[is_known].double()
+        error = (values[is_known].double() - exact).abs()
+        self.squared_error += float((error * error).sum())
+        self.squared_values += float((exact * exact).sum())
+        if error.numel():
+            self.largest_error = max(self.largest_error, float(error.max()))
+
+
+def describe_part(part: Part, exact: Part | None = None) -> dict[str, Any]:
+    """The statistics of a part; errors against `exact`, the same rows before quantisation."""
+    tally = Tally()
+    for numbers in part.chunks():
+        places = part.places(numbers)
+        if isinstance(part.rows, FormatRows):
+            encoded = part.rows.encoded(places)
+            values = part.rows.decoded(encoded)
+            _add_codes(tally, part.rows.pages.format, encoded)
+        else:
+            values = part.rows.values(places)
+        tally.add_values(numbers, values)
+        if exact is not None:
+            tally.add_errors(values, exact.rows.values(exact.places(numbers)))
+    zeros = (tally.num_zero_codes, tally.num_codes) if tally.num_codes else (
+        tally.num_zero_values, tally.num_values
+    )  # fmt: skip
+    return {
+        "part": part.name,
+        "format": None if part.row_format is None else part.row_format.name,
+        "rows": part.num_rows,
+        "first_row": part.first if part.num_rows else None,
+        "minimum": tally.minimum,
+        "maximum": tally.maximum,
+        "zero_rate": _share(*zeros),
+        "saturation_rate": _share(tally.num_saturated, tally.num_codes),
+        "nan": tally.num_nan,
+        "inf": tally.num_inf,
+        "relative_rms_error": _relative_error(tally) if exact is not None else None,
+        "largest_error": tally.largest_error if exact is not None and part.num_rows else None,
+        "problems": _problems(part, tally.bad_rows),
+    }
+
+
+def _add_codes(tally: Tally, row_format: RowFormat, encoded: EncodedRows) -> None:
+    """The FP8 or FP4 codes of rows, without signs; other formats have none."""
+    if not row_format.group:
+        return
+    quantised = row_format.fields[0]
+    size = quantised.count * quantised.dtype.itemsize
+    codes = encoded.data[:, quantised.offset : quantised.offset + size]
+    if quantised.dtype is torch.uint8:
+        tally.add_codes(torch.cat((codes & 7, (codes >> 4) & 7), dim=1), E2M1_LARGEST)
+    else:
+        tally.add_codes(codes & 0x7F, E4M3_LARGEST)
+
+
+def _share(count: int, of: int) -> float | None:
+    return count / of if of else None
+
+
+def _relative_error(tally: Tally) -> float | None:
+    """The root of the squared errors' share of the squared values."""
+    if not tally.squared_values:
+        return None
+    return float((tally.squared_error / tally.squared_values) ** 0.5)
+
+
+def _problems(part: Part, bad_rows: dict[int, tuple[int, int]]) -> list[dict[str, int]]:
+    """Runs of neighbouring rows that hold NaN or inf, with the tokens they were made from."""
+    runs: list[dict[str, int]] = []
+    for number, (nan, inf) in sorted(bad_rows.items()):
+        first_token, last_token = part.tokens(number)
+        if runs and runs[-1]["last_row"] == number - 1:
+            run = runs[-1]
+            run.update(last_row=number, last_token=last_token)
+            run["nan"] += nan
+            run["inf"] += inf
+        else:
+            runs.append(
+                {
+                    "first_row": number, "last_row": number, "first_token": first_token,
+                    "last_token": last_token, "nan": nan, "inf": inf,
+                }
+            )  # fmt: skip
+    return runs

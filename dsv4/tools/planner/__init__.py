@@ -1,0 +1,1 @@
+"""`dsv4 plan`: memory of a cache before it is allocated."""

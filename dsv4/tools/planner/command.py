@@ -1,0 +1,354 @@
+"""`dsv4 plan`: its options, its tables, its JSON."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dsv4.cache.memory.capacity import ComponentBytes
+from dsv4.config import TAIL_DTYPES, CacheConfig, has_mtp_layers
+from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.tools.planner.changes import Change, find_changes
+from dsv4.tools.planner.gpus import GPU_BYTES, parse_gpu
+from dsv4.tools.planner.memory_plan import MemoryPlan
+from dsv4.tools.planner.sizes import format_bytes, parse_bytes, parse_tokens
+
+PRESETS = {"v4-flash": CacheConfig.v4_flash, "v4-pro": CacheConfig.v4_pro}
+LABELS = {
+    "csa_entries": "CSA entries",
+    "index_keys": "index keys",
+    "hca_entries": "HCA entries",
+    "block_padding": "block padding",
+    "window": "window",
+    "csa_tails": "CSA tails",
+    "index_tails": "index tails",
+    "hca_tails": "HCA tails",
+    "slot_padding": "slot padding",
+    "block_table": "block table",
+    "plan_buffers": "plan buffers",
+    "pooling_scratch": "pooling scratch",
+    "index_scratch": "index scratch",
+    "attention_partials": "attention parts",
+    "window_workspace": "window workspace",
+    "rope_tables": "RoPE tables",
+    "index_global_scale": "index scale",
+    "checkpoints": "checkpoints",
+}
+# Formats that any width of a model allows.
+_ANY_WIDTH: dict[str, Any] = {"kv_format": "bf16", "index_format": "bf16", "block_tokens": 128}
+TP_NOTE = (
+    "Tensor parallelism divides the weights, not the cache: K = V is one head that all query "
+    "heads share, so each rank keeps the whole cache."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `dsv4 plan`."""
+    tokens, size = _argument(parse_tokens), _argument(parse_bytes)
+    parser.add_argument(
+        "--model", required=True, metavar="v4-flash|v4-pro|PATH",
+        help="a preset, or a transformers config.json or its folder",
+    )  # fmt: skip
+    parser.add_argument(
+        "--context", required=True, type=tokens, metavar="TOKENS",
+        help="tokens of each request: 1M, 128k, 4096 (k = 1024, M = 1024k)",
+    )  # fmt: skip
+    parser.add_argument("--requests", type=positive, default=1, help="requests open at once")
+    parser.add_argument(
+        "--gpu", required=True, metavar="NAME|SIZE",
+        help=f"{', '.join(GPU_BYTES)}, or a size such as 80GiB or 141GB",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weights", type=size, default=0, metavar="SIZE", help="weights of the whole model"
+    )
+    parser.add_argument(
+        "--reserve", type=size, default=0, metavar="SIZE",
+        help="what else each GPU holds: activations, the CUDA context",
+    )  # fmt: skip
+    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
+    parser.add_argument(
+        "--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys"
+    )
+    parser.add_argument(
+        "--tails", choices=tuple(TAIL_DTYPES), default="float32", help="dtype of open windows"
+    )
+    parser.add_argument("--block-tokens", type=positive, default=256, metavar="N")
+    parser.add_argument("--page-align", type=positive, default=576, metavar="N")
+    parser.add_argument(
+        "--drafts", type=_argument(_whole), default=0, metavar="N",
+        help="the most tokens of a step that may be rejected",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chunk", type=tokens, default=8192, metavar="TOKENS", help="tokens of one forward"
+    )
+    parser.add_argument(
+        "--checkpoints", type=_argument(_whole), default=0, metavar="N",
+        help="block boundaries that the prefix cache can resume at",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mtp", action=argparse.BooleanOptionalAction, default=None,
+        help="count the MTP layers (the default where the model has any)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw memory over context length, .png or .svg"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page on which all of this can be moved"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def positive(text: str) -> int:
+    """The type of an option that is a whole number above 0."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return value
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"expected a whole number, got {text!r}")
+    return int(text)
+
+
+def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
+    """`parse` as the type of an option, whose error says what was expected."""
+
+    def parse_argument(text: str) -> int:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_argument
+
+
+def build_plan(options: argparse.Namespace) -> MemoryPlan:
+    """The plan that the options describe; ValueError if they contradict each other."""
+    try:
+        gpu_bytes = parse_gpu(options.gpu)
+    except ValueError as error:
+        raise ValueError(f"argument --gpu: {error}") from None
+    return MemoryPlan(
+        _config(options),
+        num_requests=options.requests,
+        context_tokens=options.context,
+        gpu_bytes=gpu_bytes,
+        weights_bytes=options.weights,
+        reserved_bytes=options.reserve,
+        num_ranks=options.tp,
+        max_forward_tokens=options.chunk,
+        num_checkpoints=options.checkpoints,
+    )
+
+
+def _config(options: argparse.Namespace) -> CacheConfig:
+    choices = {
+        "kv_format": options.kv,
+        "index_format": options.index,
+        "tail_dtype": options.tails,
+        "block_tokens": options.block_tokens,
+        "page_align": options.page_align,
+        "drafts_per_step": options.drafts,
+    }
+    if options.model in PRESETS:
+        include_mtp = options.mtp is not False
+        return PRESETS[options.model](include_mtp=include_mtp, **choices)
+    if not Path(options.model).exists():
+        raise ValueError(
+            f"argument --model: expected {', '.join(PRESETS)} or the path of a config.json or its "
+            f"folder, got {options.model!r}"
+        )
+    include_mtp = has_mtp_layers(options.model) if options.mtp is None else options.mtp
+    return CacheConfig.from_hf(options.model, include_mtp=include_mtp, **choices)
+
+
+def page_models(model: str) -> dict[str, CacheConfig]:
+    """The models of a page: the presets, and the one that is planned; with their MTP layers."""
+    models = {name: preset(include_mtp=True) for name, preset in PRESETS.items()}
+    if model not in models:
+        models[model] = CacheConfig.from_hf(model, include_mtp=has_mtp_layers(model), **_ANY_WIDTH)
+    return models
+
+
+def as_json(plan: MemoryPlan, *, model: str) -> dict[str, Any]:
+    """All numbers of the plan; bytes are whole numbers but for those per token."""
+    config = plan.config
+    return {
+        "model": model,
+        "context_tokens": plan.context_tokens,
+        "num_requests": plan.num_requests,
+        "kv_format": config.kv_format,
+        "index_format": config.index_format,
+        "tail_dtype": config.tail_dtype,
+        "block_tokens": config.block_tokens,
+        "page_align": config.page_align,
+        "drafts_per_step": config.drafts_per_step,
+        "max_forward_tokens": plan.max_forward_tokens,
+        "num_checkpoints": plan.num_checkpoints,
+        "num_mtp_layers": config.num_mtp_layers,
+        "num_ranks": plan.num_ranks,
+        "blocks_per_request": plan.blocks_per_request,
+        "bytes_per_token": {
+            name: {"payload": float(payload), "allocated": float(allocated)}
+            for name, (payload, allocated) in plan.per_token().items()
+        },
+        "bytes_per_request": _sizes(plan.per_request()),
+        "bytes_shared": _sizes(plan.shared()),
+        "bytes_of_all": _sizes(plan.memory),
+        "one_request": plan.one_request()._asdict(),
+        "gpu_bytes": plan.gpu_bytes,
+        "weights_bytes_per_rank": plan.rank_weights_bytes,
+        "reserved_bytes": plan.reserved_bytes,
+        "cache_bytes": plan.cache_bytes,
+        "free_bytes": plan.free_bytes,
+        "fits": plan.fits,
+        "max_requests": plan.max_requests,
+        "max_blocks": plan.max_blocks,
+        "max_tokens": plan.max_tokens,
+        "max_context_tokens": plan.max_context,
+        "changes": [
+            {
+                "change": change.what,
+                "fits": change.plan.fits,
+                "needed_bytes": change.plan.needed_bytes,
+                "free_bytes": change.plan.free_bytes,
+            }
+            for change in find_changes(plan)
+        ],
+    }
+
+
+def _sizes(components: dict[str, ComponentBytes]) -> dict[str, dict[str, int]]:
+    return {name: size._asdict() for name, size in components.items()}
+
+
+def title(plan: MemoryPlan, *, model: str) -> str:
+    """What is planned, in one line."""
+    config = plan.config
+    formats = f"{config.kv_format} rows, {config.index_format} index keys"
+    return f"{model}, {formats}: {_requests(plan.num_requests)} of {plan.context_tokens:,} tokens"
+
+
+def _requests(number: int) -> str:
+    return f"{number:,} request" + ("" if number == 1 else "s")
+
+
+def print_plan(plan: MemoryPlan, console: Console, *, model: str, gpu: str) -> None:
+    """The plan as tables and sentences."""
+    console.print(title(plan, model=model), highlight=False, soft_wrap=True)
+    console.print()
+    console.print(_component_table(plan))
+    console.print(_gpu_table(plan, gpu=gpu))
+    changes = find_changes(plan)
+    if changes:
+        console.print(_change_table(changes))
+    for sentence in [*_verdict(plan, changes), "", *_notes(plan, gpu=gpu)]:
+        console.print(sentence, highlight=False)
+
+
+def _component_table(plan: MemoryPlan) -> Table:
+    table = Table(title="Bytes of the cache")
+    table.add_column("component")
+    for column in ("payload", "allocated", "padding", "in all"):
+        table.add_column(column, justify="right")
+
+    def section(heading: str, rows: Mapping[str, tuple[Any, Any]], spec: str) -> None:
+        total = (sum(row[0] for row in rows.values()), sum(row[1] for row in rows.values()))
+        of_all = sum(plan.memory[name].allocated for name in rows)
+        table.add_row(heading, *_cells(total, spec), format_bytes(of_all), style="bold")
+        for name, row in rows.items():
+            of_all = plan.memory[name].allocated
+            label = LABELS.get(name, name)
+            table.add_row(f"  {label}", *_cells(row, spec), format_bytes(of_all))
+        table.add_section()
+
+    section("per token", plan.per_token(), ",.2f")
+    section("per request", plan.per_request(), ",")
+    section("shared", plan.shared(), ",")
+    return table
+
+
+def _cells(row: tuple[Any, Any], spec: str) -> list[str]:
+    payload, allocated = row
+    values = (payload, allocated, allocated - payload)
+    return [format(float(value) if "f" in spec else value, spec) for value in values]
+
+
+def _gpu_table(plan: MemoryPlan, *, gpu: str) -> Table:
+    ranks = f"each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else "one GPU"
+    table = Table(title=f"{gpu}, {ranks}")
+    table.add_column("")
+    table.add_column("bytes", justify="right")
+    table.add_column("", justify="right")
+    rows = [("memory", plan.gpu_bytes)]
+    if plan.weights_bytes:
+        share = f" / {plan.num_ranks}" if plan.num_ranks > 1 else ""
+        rows.append((f"weights{share}", plan.rank_weights_bytes))
+    if plan.reserved_bytes:
+        rows.append(("reserved", plan.reserved_bytes))
+    rows.append(("cache", plan.cache_bytes))
+    rows.append(("free", plan.free_bytes) if plan.fits else ("missing", -plan.free_bytes))
+    for label, size in rows:
+        table.add_row(label, f"{size:,}", format_bytes(size))
+    return table
+
+
+def _change_table(changes: list[Change]) -> Table:
+    table = Table(title="What would make it fit, one change at a time")
+    table.add_column("change")
+    table.add_column("needs", justify="right")
+    table.add_column("", justify="right")
+    for change in changes:
+        plan = change.plan
+        rest = format_bytes(abs(plan.free_bytes))
+        verdict = f"fits, {rest} free" if plan.fits else f"{rest} missing"
+        table.add_row(change.what, format_bytes(plan.needed_bytes), verdict)
+    return table
+
+
+def _verdict(plan: MemoryPlan, changes: list[Change]) -> list[str]:
+    one = plan.one_request()
+    planned = f"{_requests(plan.num_requests)} of {plan.context_tokens:,} tokens"
+    if plan.fits:
+        fit = f"It fits: {planned}, {format_bytes(plan.free_bytes)} free."
+    else:
+        fit = f"It does not fit: {planned}, {format_bytes(-plan.free_bytes)} missing."
+        fit += f" Nearest change: {changes[0].what}."
+    lines = [
+        f"One request: {format_bytes(one.payload)} of payload, {format_bytes(one.allocated)} "
+        f"allocated, {plan.blocks_per_request:,} blocks of {plan.config.block_tokens} tokens.",
+        fit,
+        f"Of that context {_requests(plan.max_requests)} fit.",
+    ]
+    if plan.max_blocks is not None:
+        lines.append(
+            f"Beside the fixed part of {_requests(plan.num_requests)} there is room for "
+            f"{plan.max_tokens:,} tokens ({plan.max_blocks:,} blocks)."
+        )
+    return lines
+
+
+def _notes(plan: MemoryPlan, *, gpu: str) -> list[str]:
+    notes = []
+    if gpu.lower() in GPU_BYTES:
+        notes.append(
+            f"{gpu} stands for {plan.gpu_bytes // 10**9} GB as marketed, of 10^9 bytes; the driver "
+            "may report more: --gpu takes a size too."
+        )
+    if not plan.weights_bytes:
+        notes.append("Weights are not counted: give them with --weights.")
+    if not plan.reserved_bytes:
+        notes.append("Activations and the CUDA context are not counted: give them with --reserve.")
+    if plan.num_ranks > 1:
+        notes.append(TP_NOTE)
+    if plan.config.num_mtp_layers:
+        notes.append(
+            f"MTP layers counted: {plan.config.num_mtp_layers} (--no-mtp leaves them out)."
+        )
+    return notes

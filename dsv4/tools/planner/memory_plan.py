@@ -1,0 +1,211 @@
+"""`MemoryPlan`: what a cache takes on a GPU and how much of it fits, before anything is allocated.
+
+Every byte comes from `Capacity.memory()`, the arithmetic that a manager is built with. Nothing
+here adds up layers or rows again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from dsv4.cache.memory.capacity import Capacity, ComponentBytes, blocks_for
+from dsv4.config import CacheConfig
+
+TOKEN_COMPONENTS = ("csa_entries", "index_keys", "hca_entries", "block_padding")
+SLOT_COMPONENTS = ("window", "csa_tails", "index_tails", "hca_tails", "slot_padding")
+REQUEST_COMPONENTS = (*SLOT_COMPONENTS, "block_table")
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A number of requests of one length, on one GPU.
+
+    Attributes:
+        config: Geometry, formats and block size.
+        num_requests: Requests open at once.
+        context_tokens: Tokens of each of them.
+        gpu_bytes: Memory of one GPU.
+        weights_bytes: Weights of the whole model, divided among the ranks.
+        reserved_bytes: What else a rank keeps: activations, the CUDA context, other pools.
+        num_ranks: Tensor-parallel ranks. Each keeps the whole cache: K = V is one head, which
+            all query heads share.
+        max_forward_tokens: Tokens of one forward: the longest prefill chunk.
+        num_checkpoints: Block boundaries at which the prefix cache can resume a request.
+    """
+
+    config: CacheConfig
+    num_requests: int
+    context_tokens: int
+    gpu_bytes: int
+    weights_bytes: int = 0
+    reserved_bytes: int = 0
+    num_ranks: int = 1
+    max_forward_tokens: int = 8192
+    num_checkpoints: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("gpu_bytes", 1), ("weights_bytes", 0), ("reserved_bytes", 0), ("num_ranks", 1),
+            ("num_requests", 1), ("context_tokens", 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"Invalid {name}: expected an integer >= {least}, got {value!r}")
+        if self.context_tokens > self.config.max_position:
+            raise ValueError(
+                f"Invalid context_tokens: expected at most {self.config.max_position} "
+                f"(max_position), got {self.context_tokens}"
+            )
+        _ = self.capacity
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Blocks of one request at the planned length."""
+        return int(blocks_for(self.config, np.array([self.context_tokens]))[0])
+
+    @cached_property
+    def capacity(self) -> Capacity:
+        """The sizes of the manager that holds the plan."""
+        return Capacity(
+            self.config,
+            max_requests=self.num_requests,
+            num_blocks=self.num_requests * self.blocks_per_request,
+            max_forward_tokens=self.max_forward_tokens,
+            max_request_tokens=self.context_tokens,
+            num_checkpoints=self.num_checkpoints,
+        )
+
+    @cached_property
+    def memory(self) -> dict[str, ComponentBytes]:
+        """Bytes by component, for all requests."""
+        return self.capacity.memory()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the manager allocates."""
+        return _allocated(self.capacity)
+
+    @property
+    def rank_weights_bytes(self) -> int:
+        """Weights of one rank."""
+        return -(-self.weights_bytes // self.num_ranks)
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that one GPU has to hold."""
+        return self.rank_weights_bytes + self.reserved_bytes + self.cache_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """What is left for the cache; negative if even the weights don't fit."""
+        return self.gpu_bytes - self.rank_weights_bytes - self.reserved_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What the plan leaves free; negative if it does not fit."""
+        return self.gpu_bytes - self.needed_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes >= 0
+
+    def per_token(self) -> dict[str, tuple[Fraction, Fraction]]:
+        """Payload and allocated bytes of a token of a full block, by component."""
+        memory = replace(self.capacity, num_blocks=1).memory()
+        tokens = self.config.block_tokens
+        return {
+            name: (Fraction(memory[name].payload, tokens), Fraction(memory[name].allocated, tokens))
+            for name in TOKEN_COMPONENTS
+        }
+
+    def per_request(self) -> dict[str, ComponentBytes]:
+        """Bytes that a request takes whatever its present length, by component."""
+        memory = replace(self.capacity, max_requests=1).memory()
+        return {name: memory[name] for name in REQUEST_COMPONENTS}
+
+    def shared(self) -> dict[str, ComponentBytes]:
+        """Bytes that all requests share, by component."""
+        owned = (*TOKEN_COMPONENTS, *REQUEST_COMPONENTS)
+        return {name: size for name, size in self.memory.items() if name not in owned}
+
+    def one_request(self) -> ComponentBytes:
+        """What is stored of one request at the planned length: its blocks and its slot."""
+        memory = replace(self, num_requests=1).memory
+        sizes = [memory[name] for name in (*TOKEN_COMPONENTS, *SLOT_COMPONENTS)]
+        return ComponentBytes(
+            sum(size.payload for size in sizes), sum(size.allocated for size in sizes)
+        )
+
+    @cached_property
+    def max_requests(self) -> int:
+        """The most requests of the planned length that fit; 0 if there is none."""
+        return largest(lambda number: replace(self, num_requests=number).fits)
+
+    @cached_property
+    def max_blocks(self) -> int | None:
+        """The most blocks that fit beside the fixed part of `num_requests` requests.
+
+        None if no layer is compressed: such requests need no blocks.
+        """
+        if not self.config.smallest_ratio:
+            return None
+        budget = self.budget_bytes
+        return largest(lambda n: _allocated(replace(self.capacity, num_blocks=n)) <= budget)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The tokens of those blocks."""
+        return None if self.max_blocks is None else self.max_blocks * self.config.block_tokens
+
+    @cached_property
+    def max_context(self) -> int:
+        """The longest context of `num_requests` requests that fits; 0 if there is none.
+
+        A whole number of blocks, or the model's limit.
+        """
+        limit, step = self.config.max_position, self.config.block_tokens
+        if replace(self, context_tokens=limit).fits:
+            return limit
+
+        def fits(number: int) -> bool:
+            return replace(self, context_tokens=step * number).fits
+
+        longest = largest(fits, at_most=limit // step)
+        later = range(longest + 1, min(longest + self._blocks_past_a_gap, limit // step) + 1)
+        return step * max(filter(fits, later), default=longest)
+
+    @property
+    def _blocks_past_a_gap(self) -> int:
+        """How many blocks behind a context that does not fit there can be one that does.
+
+        The index's workspace holds a whole number of rows below a limit: with longer rows it can
+        be one row smaller.
+        """
+        longest = replace(
+            self.capacity, max_forward_tokens=1, max_request_tokens=self.config.max_position
+        )
+        row_bytes = longest.index_scratch_bytes
+        if not row_bytes:
+            return 0
+        block = replace(self.capacity, num_blocks=self.num_requests).memory()
+        return 1 + row_bytes // sum(block[name].allocated for name in TOKEN_COMPONENTS)
+
+
+def largest(fits: Callable[[int], bool], *, at_most: int | None = None) -> int:
+    """The largest number from 1 on that fits, where all smaller ones fit too; 0 if none does."""
+    good, bad = 0, 1
+    while (at_most is None or bad <= at_most) and fits(bad):
+        good, bad = bad, 2 * bad
+    if at_most is not None:
+        bad = min(bad, at_most + 1)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def _allocated(capacity: Capacity) -> int:
+    return sum(size.allocated for size in capacity.memory().values())

@@ -1,0 +1,178 @@
+"""`dsv4 plan --html`: the planner as one page that needs neither a server nor a network.
+
+The page does the arithmetic of `dsv4.cache.memory.capacity` again, in `page.js`, from the numbers
+that are written into it here. `tests/tools/planner/test_page.py` holds both to the same bytes, in
+a browser.
+"""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dsv4.cache.memory.capacity import HEAD_BLOCK, SPLIT_PROGRAMS, Capacity
+from dsv4.config import TAIL_DTYPES, CacheConfig
+from dsv4.formats import BYTE_ALIGN, INDEX_FORMATS, KV_FORMATS
+from dsv4.kernels.index_scratch import (
+    GROUP,
+    MIN_HEADS,
+    NARROW_ENTRIES,
+    QUERY_BYTES,
+    SCRATCH_LIMIT,
+    WHOLE_ENTRIES,
+)
+from dsv4.tools.planner.gpus import GPU_BYTES
+from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, TOKEN_COMPONENTS, MemoryPlan
+from dsv4.tools.planner.plot import COLORS
+from dsv4.tools.planner.sizes import short_bytes, short_tokens
+
+SUFFIXES = (".html", ".htm")
+
+
+def check_page(path: Path) -> None:
+    """Refuse a file that is no page."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"Invalid page file: expected .html, got {str(path)!r}")
+
+
+def write_page(
+    plan: MemoryPlan,
+    path: Path,
+    *,
+    model: str,
+    gpu: str,
+    models: dict[str, CacheConfig],
+    labels: dict[str, str],
+) -> None:
+    """Write the page, which opens with the choices of `plan`.
+
+    Args:
+        model, gpu: The names that the plan was asked for by.
+        models: What can be chosen, by name, with MTP layers where a model has any.
+        labels: The names of components for reading.
+    """
+    check_page(path)
+    data = {
+        "models": {name: _model(config) for name, config in models.items()},
+        "gpus": GPU_BYTES,
+        "tails": {name: dtype.itemsize for name, dtype in TAIL_DTYPES.items()},
+        "constants": _constants(),
+        "groups": _groups(plan),
+        "labels": {name: labels.get(name, name) for name in plan.memory},
+        "choice": _choice(plan, model=model, gpu=gpu),
+    }
+    path.write_text(_fill(json.dumps(data)), encoding="utf-8")
+
+
+def _fill(data: str) -> str:
+    folder = resources.files("dsv4.tools.planner")
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    # A name with </script> in it must not end the element.
+    parts = {
+        "STYLE": (folder / "page.css").read_text(encoding="utf-8"),
+        "SCRIPT": (folder / "page.js").read_text(encoding="utf-8"),
+        "DATA": data.replace("<", "\\u003c"),
+    }
+    for name, text in parts.items():
+        page = page.replace(f"/*{name}*/", text.rstrip("\n"))
+    return page
+
+
+def _constants() -> dict[str, Any]:
+    return {
+        "scratchLimit": SCRATCH_LIMIT,
+        "wholeEntries": WHOLE_ENTRIES,
+        "narrowEntries": NARROW_ENTRIES,
+        "group": GROUP,
+        "minHeads": MIN_HEADS,
+        "queryBytes": QUERY_BYTES,
+        "headBlock": HEAD_BLOCK,
+        "splitPrograms": SPLIT_PROGRAMS,
+        "byteAlign": BYTE_ALIGN,
+    }
+
+
+def _model(config: CacheConfig) -> dict[str, Any]:
+    num_main = config.num_layers - config.num_mtp_layers
+    main = replace(config, compress_ratios=config.compress_ratios[:num_main], num_mtp_layers=0)
+    return {
+        "headDim": config.head_dim,
+        "ropeDim": config.rope_dim,
+        "window": config.sliding_window,
+        "heads": config.num_query_heads,
+        "indexHeads": config.index_num_heads,
+        "indexDim": config.index_head_dim,
+        "topk": config.index_topk,
+        "maxPosition": config.max_position,
+        "kvRows": _row_bytes(config, "kv_format", KV_FORMATS),
+        "indexRows": _row_bytes(config, "index_format", INDEX_FORMATS),
+        "hasMtp": config.num_mtp_layers > 0,
+        "withMtp": _layers(config),
+        "withoutMtp": _layers(main),
+    }
+
+
+def _row_bytes(config: CacheConfig, field: str, names: tuple[str, ...]) -> dict[str, int]:
+    """Bytes of a row in each format that the model's widths allow."""
+    sizes = {}
+    for name in names:
+        changes: dict[str, Any] = {field: name, "index_global_scale": None}
+        try:
+            changed = replace(config, **changes)
+        except ValueError:
+            continue
+        row = changed.kv_row if field == "kv_format" else changed.index_row
+        sizes[name] = row.row_bytes
+    return sizes
+
+
+def _layers(config: CacheConfig) -> dict[str, int]:
+    counts = Counter(layer.attention_type.name for layer in config.schedule)
+    capacity = Capacity(config, 1, 0, 1, 1)
+    kinds = {name.lower(): counts[name] for name in ("SWA", "CSA", "HCA")}
+    return {**kinds, "ropeTables": len(capacity.rope_bases)}
+
+
+def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
+    """The stack from below: what is shown as one, its colour and the components in it."""
+    owned = (*TOKEN_COMPONENTS, *REQUEST_COMPONENTS)
+    components = {
+        "weights": ["weights"],
+        "reserved": ["reserved"],
+        "shared": [name for name in plan.memory if name not in owned],
+        "fixed per request": list(REQUEST_COMPONENTS),
+        "HCA entries": ["hca_entries"],
+        "index keys": ["index_keys"],
+        "CSA entries": ["csa_entries", "block_padding"],
+    }
+    return [
+        {"name": name, "color": COLORS[name], "components": parts}
+        for name, parts in components.items()
+    ]
+
+
+def _choice(plan: MemoryPlan, *, model: str, gpu: str) -> dict[str, Any]:
+    """What the page's controls show first, as one would type it."""
+    config = plan.config
+    name = gpu.strip().lower()
+    return {
+        "model": model,
+        "context": short_tokens(plan.context_tokens),
+        "requests": str(plan.num_requests),
+        "kv": config.kv_format,
+        "index": config.index_format,
+        "tails": config.tail_dtype,
+        "gpu": name if name in GPU_BYTES else "other",
+        "size": short_bytes(plan.gpu_bytes),
+        "weights": short_bytes(plan.weights_bytes),
+        "ranks": str(plan.num_ranks),
+        "reserve": short_bytes(plan.reserved_bytes),
+        "block": config.block_tokens,
+        "align": config.page_align,
+        "drafts": str(config.drafts_per_step),
+        "chunk": short_tokens(plan.max_forward_tokens),
+        "checkpoints": str(plan.num_checkpoints),
+        "mtp": config.num_mtp_layers > 0,
+    }

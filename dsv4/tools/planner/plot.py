@@ -1,0 +1,104 @@
+"""Memory over context length, stacked by component, with the GPU's limit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, TOKEN_COMPONENTS, MemoryPlan
+
+SUFFIXES = (".png", ".svg")
+NUM_POINTS = 65
+GIB = 2**30
+COLORS = {
+    "weights": "#8c8c8c",
+    "reserved": "#bdbdbd",
+    "shared": "#6b4c9a",
+    "fixed per request": "#d95f02",
+    "HCA entries": "#e6ab02",
+    "index keys": "#1b9e77",
+    "CSA entries": "#3573b1",
+}
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a file that is no picture, and a missing matplotlib, before any work is done."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"Invalid plot file: expected .png or .svg, got {str(path)!r}")
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ImportError("--plot needs matplotlib: pip install 'dsv4[plot]'") from error
+
+
+def stack(plan: MemoryPlan, contexts: list[int]) -> dict[str, list[int]]:
+    """Bytes of one GPU at each context length, by what they are for; pages with padding."""
+    series: dict[str, list[int]] = {name: [] for name in COLORS}
+    for context in contexts:
+        at = replace(plan, context_tokens=context)
+        sizes = {name: size.allocated for name, size in at.memory.items()}
+        parts = {
+            "weights": at.rank_weights_bytes,
+            "reserved": at.reserved_bytes,
+            "fixed per request": sum(sizes[name] for name in REQUEST_COMPONENTS),
+            "HCA entries": sizes["hca_entries"],
+            "index keys": sizes["index_keys"],
+            "CSA entries": sizes["csa_entries"] + sizes["block_padding"],
+        }
+        owned = (*TOKEN_COMPONENTS, *REQUEST_COMPONENTS)
+        parts["shared"] = sum(size for name, size in sizes.items() if name not in owned)
+        for name, size in parts.items():
+            series[name].append(size)
+    return {name: sizes for name, sizes in series.items() if any(sizes)}
+
+
+def plot_plan(plan: MemoryPlan, path: Path, *, title: str) -> None:
+    """Draw the plan's requests at context lengths up to the model's limit, or twice the plan's."""
+    check_plot(path)
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    contexts = _contexts(plan)
+    series = stack(plan, contexts)
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    axes.stackplot(
+        contexts,
+        [[size / GIB for size in sizes] for sizes in series.values()],
+        labels=list(series),
+        colors=[COLORS[name] for name in series],
+        linewidth=0,
+    )
+    limit = plan.gpu_bytes / GIB
+    axes.axhline(limit, color="black", linewidth=1.2, label=f"GPU: {limit:,.1f} GiB")
+    axes.axvline(
+        plan.context_tokens, color="black", linewidth=0.8, linestyle=":",
+        label=f"the plan: {plan.context_tokens:,} tokens",
+    )  # fmt: skip
+    if 0 < plan.max_context < contexts[-1]:
+        axes.plot(
+            plan.max_context, limit, "v", color="black", clip_on=False,
+            label=f"fits up to {plan.max_context:,} tokens",
+        )  # fmt: skip
+    axes.set_xlim(contexts[0], contexts[-1])
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: _tokens_label(tokens)))
+    axes.set_xticks([contexts[-1] * eighth // 8 for eighth in range(9)])
+    axes.set_xlabel("tokens of each request")
+    axes.set_ylabel("GiB on one GPU")
+    axes.set_title(title, fontsize=11)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=150)
+
+
+def _contexts(plan: MemoryPlan) -> list[int]:
+    step = plan.config.block_tokens
+    last = min(plan.config.max_position, max(2 * plan.context_tokens, 64 * step))
+    inner = {last * point // (NUM_POINTS - 1) // step * step for point in range(1, NUM_POINTS)}
+    return sorted({1, *inner, last} - {0})
+
+
+def _tokens_label(tokens: float) -> str:
+    whole = round(tokens)
+    if whole and whole % 2**20 == 0:
+        return f"{whole // 2**20}M"
+    return f"{whole / 2**10:g}k" if whole >= 2**10 else str(whole)

@@ -1,0 +1,317 @@
+"""`--compare`: peers beside ours, with stand-ins for them and for the clock."""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from dsv4 import CacheConfig
+from dsv4.layer_schedule import AttentionType
+from dsv4.tools.bench import attend, attend_case, attend_prefill, index, sglang_write, timing, write
+from dsv4.tools.bench.attend import AttendShape
+from dsv4.tools.bench.attend_case import check_result
+from dsv4.tools.bench.attend_prefill import PrefillShape, count_visible, prefill_case
+from dsv4.tools.cli import main
+from tests.kernels.fake_external import FakeDeepGEMM, FakeFlashMLA, FakePrefill, FakeSGLang
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins run on the CPU")
+
+
+CHUNKS = (PrefillShape("CSA", 4, 64, 300.0), PrefillShape("HCA", 128, 0, 350.0))
+
+
+@pytest.fixture
+def few_layers(clock, monkeypatch):
+    for module in (attend, index):
+        monkeypatch.setattr(module, "NUM_LAYERS", 2)
+    monkeypatch.setattr(index, "NUM_TURNS", 1)
+
+
+@pytest.fixture
+def small_attend(few_layers, monkeypatch):
+    shapes = (
+        AttendShape("CSA", CacheConfig.v4_flash, 4, 8, 300, 64, (1, 2)),
+        AttendShape("HCA", CacheConfig.v4_flash, 128, 64, 300, 2, (1,)),
+        AttendShape("SWA", CacheConfig.v4_flash, 0, 64, 200, 0, (1,)),
+    )
+    monkeypatch.setattr(attend, "SHAPES", shapes)
+    monkeypatch.setattr(attend, "DEVICE", "cpu")
+    load = attend_case.load_backend  # only the reference, since the interpreter is slow
+    monkeypatch.setattr(attend_case, "load_backend", lambda name: load("reference"))
+
+
+@pytest.fixture
+def small_chunk(monkeypatch):
+    """Positions 508 to 513: from the fourth query on an HCA entry more is seen."""
+    monkeypatch.setattr(attend_prefill, "CONTEXT", 514)
+    monkeypatch.setattr(attend_prefill, "CHUNK", 6)
+    monkeypatch.setattr(attend_prefill, "CHECKED_QUERIES", 4)
+    monkeypatch.setattr(attend_prefill, "SHAPES", CHUNKS)
+
+
+def test_attend(small_attend, small_chunk, monkeypatch, capsys):
+    fake, prefill = FakeFlashMLA(), FakePrefill()
+    monkeypatch.setattr(attend, "load_flash_mla", lambda: fake)
+    monkeypatch.setattr(attend, "load_flash_mla_prefill", lambda: prefill)
+    assert main(["bench", "attend", "--compare"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any("FlashMLA" in line and "ours / theirs" in line for line in table)
+    result = json.loads(last)
+    assert result["peers"] == {"FlashMLA": "compared", "FlashMLA's prefill": "compared"}
+    for row in result["rows"]:
+        assert row["flashmla_us"] == 4.0 and row["ratio"] == 1.0
+    assert [row["batch"] for row in result["rows"]] == [1, 2, 1, 1]
+    assert {tuple(call.query.shape) for call in fake.calls} == {(1, 1, 64, 512), (2, 1, 64, 512)}
+    num_rows = [6 * (128 + 64), 6 * 128 + 3 * 3 + 3 * 4]
+    for row, shape, count in zip(result["prefill"], CHUNKS, num_rows, strict=True):
+        assert (row["layer"], row["tokens"], row["context"]) == (shape.name, 6, 514)
+        assert row["tflops"] == row["flashmla_tflops"] == 4 * 64 * count * 512 / 8.0 / 1e6
+        assert (row["rows"], row["us"], row["flashmla_us"], row["ratio"]) == (count, 8.0, 8.0, 1.0)
+        assert row["target_tflops"] == shape.target_tflops
+    assert any("prefill chunk" in line for line in table)
+    assert any("FlashMLA TFLOP/s" in line for line in table)
+    assert [call.counts is None for call in prefill.calls] == [True, True, False, False]
+    assert prefill.calls[2].counts.tolist() == [128 + 3] * 3 + [128 + 4] * 3
+
+
+@pytest.mark.parametrize("shape", CHUNKS, ids=lambda shape: shape.name)
+def test_our_kernel_attends_a_chunk(small_chunk, shape):
+    case = prefill_case(shape, device="cpu")
+    queries = torch.tensor([0, 3, 5])
+    check_result(case, attend_case.attend(case, 0), "the output", queries=queries)
+    assert case.handles[0].tokens.workspace_starts.tolist() == [0]
+
+
+def test_selected_entries_are_distinct_visible_and_ascending(small_chunk):
+    case = prefill_case(CHUNKS[0], device="cpu")
+    (handle,), (rows,) = case.handles, case.rows
+    blocks = handle.block_table[0].long().tolist()
+    entries = [[blocks.index(row // 64) * 64 + row % 64 for row in line] for line in rows.tolist()]
+    for position, line in enumerate(entries, start=508):
+        assert line == sorted(set(line)) and len(line) == 64
+        assert line[0] >= 0 and (position + 1) // 4 - 3 <= line[-1] < (position + 1) // 4
+    assert entries[0] != entries[1] and count_visible(case) == 6 * (128 + 64)
+
+
+@pytest.mark.parametrize("wrong", ["ours", "FlashMLA's"])
+def test_a_chunk_that_is_wrong_is_not_timed(small_attend, small_chunk, wrong, monkeypatch, capsys):
+    fake, right = FakePrefill(), attend_prefill.attend
+
+    def shifted(inputs):
+        return fake(inputs._replace(rows=inputs.rows.where(inputs.rows < 0, inputs.rows + 1)))
+
+    def spoiled(case, layer_idx):
+        result = right(case, layer_idx)
+        result.output[-1] = 0
+        return result
+
+    monkeypatch.setattr(attend, "SHAPES", ())
+    monkeypatch.setattr(attend, "load_flash_mla", refuse)
+    monkeypatch.setattr(attend, "load_flash_mla_prefill", lambda: shifted)
+    if wrong == "ours":
+        monkeypatch.setattr(attend_prefill, "attend", spoiled)
+    assert main(["bench", "attend", "--compare"]) == 1
+    what = {"ours": "the output", "FlashMLA's": "FlashMLA's output"}[wrong]
+    assert f"CSA: {what} of a chunk differs from the reference's" in capsys.readouterr().err
+
+
+def test_attend_that_is_wrong_is_not_timed(small_attend, monkeypatch, capsys):
+    fake = FakeFlashMLA()
+
+    def wrong(inputs, schedule):
+        return fake(inputs._replace(window_rows=inputs.window_rows.flip(-1) * 0 - 1), schedule)
+
+    monkeypatch.setattr(attend, "load_flash_mla", lambda: wrong)
+    assert main(["bench", "attend", "--compare"]) == 1
+    assert "CSA: FlashMLA's output differs from the reference's" in capsys.readouterr().err
+
+
+def refuse():
+    raise ImportError("nothing here: pip install 'dsv4[peer]'")
+
+
+def test_attend_without_the_peer(small_attend, small_chunk, monkeypatch, capsys):
+    monkeypatch.setattr(attend, "load_flash_mla", refuse)
+    monkeypatch.setattr(attend, "load_flash_mla_prefill", refuse)
+    assert main(["bench", "attend", "--compare"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert "FlashMLA is not compared: nothing here: pip install 'dsv4[peer]'" in table
+    assert "FlashMLA's prefill is not compared: nothing here: pip install 'dsv4[peer]'" in table
+    for row in (json.loads(last)[part][0] for part in ("rows", "prefill")):
+        assert "flashmla_us" not in row
+
+
+@pytest.fixture
+def small_index(few_layers, monkeypatch):
+    monkeypatch.setattr(timing, "replay_time", lambda step, **_: 8.0)  # the interpreter is slow
+    monkeypatch.setattr(index, "SCORED", ((600, 2),))
+    monkeypatch.setattr(index, "CHOSEN", ())
+    monkeypatch.setattr(index, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(index, "CHUNK_ENTRIES", 1100)
+    monkeypatch.setattr(index, "index_case", functools.partial(index.index_case, device="cpu"))
+
+
+def test_index(small_index, monkeypatch, capsys):
+    fake = FakeDeepGEMM()
+    monkeypatch.setattr(index, "load_deep_gemm", fake.logits)
+    assert main(["bench", "index", "--compare"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any("DeepGEMM FP8" in line for line in table)
+    rows = json.loads(last)["rows"]
+    assert [(row["step"], row["format"], "ratio" in row) for row in rows] == [
+        ("query", "fp8", False), ("score", "fp8", True),
+        ("query", "mxfp4", False), ("score", "mxfp4", True),
+    ]  # fmt: skip
+    assert set(fake.sizes) == {2}
+
+
+def test_index_that_is_wrong_is_not_timed(small_index, monkeypatch, capsys):
+    right = FakeDeepGEMM().logits()
+    wrong = right._replace(score=lambda *arguments: right.score(*arguments) * 1.1)
+    monkeypatch.setattr(index, "load_deep_gemm", lambda: wrong)
+    assert main(["bench", "index", "--compare"]) == 1
+    assert "The scores differ from the reference's" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "attend", "--compare", "--peers", "no/such/folder"])
+    assert stopped.value.code == 2
+    assert "expected a folder, got no/such/folder" in capsys.readouterr().err
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    fake = FakeSGLang()
+    for module in (index, write):
+        monkeypatch.setattr(module, "load_sglang", fake.kernels)
+    return fake
+
+
+def test_index_by_sglang(small_index, sglang, monkeypatch, capsys):
+    monkeypatch.setattr(index, "CHOSEN", ((600, 2),))
+    monkeypatch.setattr(index, "load_deep_gemm", refuse)
+    assert main(["bench", "index", "--compare"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any("SGLang" in line and "ours / theirs" in line for line in table)
+    result = json.loads(last)
+    assert result["peers"]["SGLang"] == "compared" != result["peers"]["DeepGEMM"]
+    compared = [(row["step"], row["format"]) for row in result["rows"] if "sglang_us" in row]
+    assert compared == [("query", "fp8"), ("top-k", "fp32")]
+    assert sglang.calls == ["make_query", "choose_entries"]  # a check each
+
+
+def drop_one(kernels):
+    def choose_entries(scores, lengths, table, rows, page_rows, plan):
+        kernels.choose_entries(scores, lengths, table, rows, page_rows, plan)
+        rows[-1, 0] = rows[-1, 1]
+
+    return kernels._replace(choose_entries=choose_entries)
+
+
+def choose_another(kernels):
+    def choose_entries(scores, lengths, table, rows, page_rows, plan):
+        kernels.choose_entries(-scores, lengths, table, rows, page_rows, plan)
+
+    return kernels._replace(choose_entries=choose_entries)
+
+
+def forget_position(kernels):
+    def make_query(query, weights, factor, frequencies, positions):
+        return kernels.make_query(query, weights, factor, frequencies, positions * 0)
+
+    return kernels._replace(make_query=make_query)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [(drop_one, "top-k"), (choose_another, "top-k"), (forget_position, "queries")],
+)
+def test_sglang_that_is_wrong_is_not_timed(spoil, what, small_index, sglang, monkeypatch, capsys):
+    monkeypatch.setattr(index, "CHOSEN", ((600, 2),))
+    monkeypatch.setattr(index, "load_deep_gemm", refuse)
+    monkeypatch.setattr(index, "load_sglang", lambda: spoil(sglang.kernels()))
+    assert main(["bench", "index", "--compare"]) == 1
+    assert f"SGLang's {what} differ" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_write(clock, monkeypatch):
+    monkeypatch.setattr(write, "write_layer", lambda *_: None)  # the interpreter is slow
+    monkeypatch.setattr(write, "NUM_LAYERS", 2)
+    monkeypatch.setattr(write, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(write, "_check_bytes", lambda kind: None)  # it needs a GPU
+    for name in ("write_case", "check_sglang"):
+        on_cpu = functools.partial(getattr(write, name), device="cpu")
+        monkeypatch.setattr(write, name, on_cpu)
+    monkeypatch.setattr(write, "bench_write", functools.partial(write.bench_write, batches=(2,)))
+
+
+def test_write(small_write, sglang, capsys):
+    assert main(["bench", "write", "--compare"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any("SGLang" in line and "ours / theirs" in line for line in table)
+    result = json.loads(last)
+    assert result["peers"] == {"SGLang": "compared"}
+    assert [(row["sglang_us"], row["ratio"]) for row in result["rows"]] == [(4.0, 1.0)] * 5
+    one, entry = ["store_window"], ["pool", "store_entries"]
+    csa, hca = [*one, *entry, *entry], [*one, *entry]
+    checks, steps = [*one, *csa, *hca], [*one * 2, *csa * 4, *hca * 4]  # 2 layers in turn
+    assert sglang.calls == checks + steps
+
+
+def test_write_without_the_peer(small_write, monkeypatch, capsys):
+    monkeypatch.setattr(write, "load_sglang", refuse)
+    assert main(["bench", "write", "--compare"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert "SGLang is not compared: nothing here: pip install 'dsv4[peer]'" in table
+    assert "sglang_us" not in json.loads(last)["rows"][0]
+
+
+def test_write_alone(small_write, monkeypatch, capsys):
+    assert main(["bench", "write"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "peers" not in result and "sglang_us" not in result["rows"][0]
+
+
+def keep_no_window(kernels):
+    return kernels._replace(store_window=lambda *_: None)
+
+
+def swap_biases(kernels):
+    return kernels._replace(
+        pool=lambda state, projections, bias, plan: kernels.pool(
+            state, projections, bias.flip(0), plan
+        )
+    )
+
+
+def shift_keys(kernels):
+    def store_entries(pooled, *rest):
+        kernels.store_entries(pooled.roll(2, 1) if pooled.shape[1] == 128 else pooled, *rest)
+
+    return kernels._replace(store_entries=store_entries)
+
+
+def forget_history(kernels):
+    return kernels._replace(
+        pool=lambda state, projections, bias, plan: kernels.pool(
+            state.zero_(), projections, bias, plan
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "spoil"),
+    [
+        ("SWA", "fp8", keep_no_window), ("CSA", "fp8", swap_biases), ("CSA", "mxfp4", shift_keys),
+        ("HCA", "fp8", forget_history), ("HCA", "fp8", swap_biases),
+    ],
+)  # fmt: skip
+def test_writes_of_sglang_that_are_wrong_are_not_timed(kind, rows, spoil):
+    config = write.write_config(AttentionType[kind])
+    right = FakeSGLang().kernels()
+    sglang_write.check_sglang(right, config, device="cpu")
+    with pytest.raises(RuntimeError, match=f"{kind}: SGLang's {rows} rows differ from the ref"):
+        sglang_write.check_sglang(spoil(right), config, device="cpu")

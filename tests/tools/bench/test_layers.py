@@ -1,0 +1,101 @@
+"""`dsv4 bench write`, `gather` and `step` on the CPU: small sizes, and a stand-in for the clock."""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from dsv4.tools.bench import gather, step, write
+from dsv4.tools.cli import main
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs here")
+
+
+def run(capsys, *arguments):
+    assert main(["bench", *arguments]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    return "\n".join(table), json.loads(last)
+
+
+def test_write(clock, monkeypatch, capsys):
+    checked, written = [], []
+    monkeypatch.setattr(write, "_check_bytes", lambda kind: checked.append(kind.name))
+    monkeypatch.setattr(write, "write_case", functools.partial(write.write_case, device="cpu"))
+    monkeypatch.setattr(write, "write_layer", lambda layer, *_: written.append(layer.layer))
+    monkeypatch.setattr(write, "NUM_LAYERS", 3)
+    monkeypatch.setattr(write, "NUM_PREFILL_LAYERS", 2)
+    monkeypatch.setattr(write, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(write, "bench_write", functools.partial(write.bench_write, batches=(1,)))
+    table, result = run(capsys, "write")
+    kinds = [(row["type"], row["closing"], row["batch"]) for row in result["rows"]]
+    assert kinds == [("SWA", False, 1), ("CSA", False, 1), ("CSA", True, 1), ("HCA", False, 1),
+                     ("HCA", True, 1)]  # fmt: skip
+    assert {(row["warm_us"], row["rotating_us"]) for row in result["rows"]} == {(4.0, 8 / 3)}
+    steps = [layer.layer_idx for layer in written[: 5 * len(kinds)]]
+    assert steps == [0, 0, 0, 1, 2] * len(kinds)
+    assert [layer.attention_type.name for layer in written[::5]][:5] == [kind for kind, *_ in kinds]
+    assert checked == [row["type"] for row in result["prefill"]] == ["SWA", "CSA", "HCA"]
+    assert all(row["us"] == 8 / 2 and row["tokens"] == 8 for row in result["prefill"])
+    assert "CSA closing" in table and "writes of a prefill" in table
+
+
+@pytest.fixture
+def small_gather(clock, monkeypatch):
+    sizes = {
+        "DEVICE": "cpu", "NUM_LAYERS": 2, "NUM_REQUESTS": 2, "REQUEST_TOKENS": 64,
+        "NUM_POOL_ROWS": 32, "LISTED": ((2, 3),), "WINDOW_BATCH": 2, "WINDOW_TOKENS": 5,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        monkeypatch.setattr(gather, name, value)
+
+
+def test_gather(small_gather, capsys):
+    table, result = run(capsys, "gather")
+    assert [row["num_rows"] for row in result["rows"]] == [6, 32, 256]
+    assert [row["bytes"] for row in result["rows"]] == [6 * 1616, 32 * 1608, 256 * 1608]
+    for row in result["rows"]:
+        assert row["warm_us"] == row["rotating_us"] == 4.0
+        assert row["tb_per_s"] == row["bytes"] / 4.0 / 1e6
+    assert "windows of 2 requests" in table
+
+
+def test_a_gather_that_is_wrong_is_not_timed(small_gather, monkeypatch, capsys):
+    right = gather.load_backend("triton").gather_swa_kv
+
+    def wrong(memory, tokens):
+        gathered = right(memory, tokens)
+        gathered.values[-1, -1, -1] *= -1
+        return gathered
+
+    monkeypatch.setattr(gather.load_backend("triton"), "gather_swa_kv", wrong)
+    assert main(["bench", "gather"]) == 1
+    assert "windows of 2 requests: the values differ from the reference's" in (
+        capsys.readouterr().err
+    )
+
+
+class EagerForward:
+    """`CapturedForward` that only says that a plan was replayed."""
+
+    def __init__(self, manager, step, *, batch):
+        assert batch == manager.capacity.max_requests
+
+    def replay(self, plan):
+        plan.complete()
+
+
+def test_step(clock, monkeypatch, capsys):
+    monkeypatch.setattr(step, "DEVICE", "cpu")
+    monkeypatch.setattr(step, "CapturedForward", EagerForward)
+    monkeypatch.setattr(step, "_check_bytes", lambda: None)
+    monkeypatch.setattr(step, "_writes", lambda config, num_tokens: None)
+    times = {f"{part}_us": 10.0 for part in ("total", "write", "index", "attention")}
+    decode = [{"tokens": 32768, "batch": 32, "has_own_blocks": False, **times}]
+    monkeypatch.setattr(step, "bench_decode", lambda: decode)
+    table, result = run(capsys, "step", "--requests", "3", "--steps", "4")
+    assert (result["num_requests"], result["num_steps"], result["num_layers"]) == (3, 4, 43)
+    assert set(result["median_us"]) == {"prepare_forward", "replay", "both"}
+    assert result["median_us"]["both"] > result["median_us"]["replay"] > 0
+    assert result["decode"] == decode
+    assert "32 *" in table and "* on shared blocks" in table

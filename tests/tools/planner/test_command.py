@@ -1,0 +1,148 @@
+"""`dsv4 plan`: tables, JSON, refusals."""
+
+import json
+import sys
+
+import pytest
+
+from dsv4.tools.cli import main
+
+FLASH = ["plan", "--model", "v4-flash", "--context", "1M", "--gpu", "h200"]
+HF_CONFIG = {
+    "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0], "head_dim": 512,
+    "qk_rope_head_dim": 64, "num_attention_heads": 64, "sliding_window": 128,
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000, "compress_rope_theta": 160000, "max_position_embeddings": 65536,
+}  # fmt: skip
+
+
+def run_json(capsys, *arguments: str) -> dict:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_tables(capsys):
+    assert main([*FLASH, "--requests", "8"]) == 0
+    out = words(capsys.readouterr().out)
+    for part in ("3,514.25", "3,564.00", "CSA entries", "index keys", "HCA entries", "window",
+                 "HCA tails", "block table", "RoPE tables", "window workspace"):  # fmt: skip
+        assert part in out
+    assert "One request: 3.446 GiB of payload, 3.495 GiB allocated" in out
+    assert "It fits: 8 requests of 1,048,576 tokens" in out
+    assert "Weights are not counted" in out and "as marketed" in out
+    assert "Tensor parallelism" not in out
+
+
+def test_a_plan_that_does_not_fit(capsys):
+    assert main([*FLASH, "--requests", "8", "--weights", "160GB", "--tp", "2", "--kv", "bf16",
+                 "--gpu", "120GB"]) == 0  # fmt: skip
+    out = words(capsys.readouterr().out)
+    assert "It does not fit" in out and "Nearest change: " in out
+    assert "ranks instead of 2" in out and "requests instead of 8" in out
+    assert "Tensor parallelism divides the weights, not the cache" in out
+    assert "as marketed" not in out
+
+
+def test_json(capsys):
+    result = run_json(capsys, *FLASH, "--requests", "8")
+    assert result["bytes_per_token"]["hca_entries"] == {"payload": 91.25, "allocated": 135.0}
+    assert result["num_mtp_layers"] == 1 and result["fits"] and result["changes"] == []
+    assert f"{result['one_request']['payload'] / 2**30:.3f}" == "3.446"
+    assert result["cache_bytes"] == sum(s["allocated"] for s in result["bytes_of_all"].values())
+    assert result["max_requests"] >= 8
+    more = run_json(capsys, *FLASH, "--requests", str(result["max_requests"] + 1))
+    assert not more["fits"] and more["changes"][0]["fits"]
+
+
+def test_options_reach_the_plan(capsys):
+    result = run_json(
+        capsys, *FLASH, "--kv", "bf16", "--index", "fp8", "--tails", "bfloat16",
+        "--block-tokens", "512", "--page-align", "16", "--drafts", "3", "--chunk", "4k",
+        "--no-mtp", "--weights", "160GB", "--reserve", "1GiB", "--tp", "4",
+    )  # fmt: skip
+    expected = {
+        "kv_format": "bf16", "index_format": "fp8", "tail_dtype": "bfloat16",
+        "block_tokens": 512, "page_align": 16, "drafts_per_step": 3, "max_forward_tokens": 4096,
+        "num_mtp_layers": 0, "weights_bytes_per_rank": 40 * 10**9, "reserved_bytes": 2**30,
+        "num_ranks": 4, "gpu_bytes": 141 * 10**9, "context_tokens": 2**20,
+    }  # fmt: skip
+    assert {name: result[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
+def test_a_config_of_transformers(capsys, tmp_path, is_folder):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(HF_CONFIG))
+    arguments = ["plan", "--model", str(tmp_path if is_folder else path), "--context", "64k",
+                 "--gpu", "80GiB"]  # fmt: skip
+    assert run_json(capsys, *arguments)["num_mtp_layers"] == 1
+    assert run_json(capsys, *arguments, "--no-mtp")["num_mtp_layers"] == 0
+    path.write_text(json.dumps(HF_CONFIG | {"compress_ratios": [0, 4, 128]}))
+    assert run_json(capsys, *arguments)["num_mtp_layers"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "1G"], "expected a number of tokens such as 4096, 128k or 1M, got '1G'"),
+        (["--context", "2M"], "expected at most 1048576 (max_position), got 2097152"),
+        (["--gpu", "80"], "expected a size such as 80GiB or 141GB, or one of a100"),
+        (["--weights", "80"], "expected a size such as 80GiB or 141GB, got '80'"),
+        (["--requests", "0"], "expected a whole number above 0, got '0'"),
+        (["--drafts", "-1"], "expected a whole number, got '-1'"),
+        (["--drafts", "x"], "expected a whole number, got 'x'"),
+        (["--block-tokens", "100"], "expected a multiple of the largest ratio (128), got 100"),
+        (["--page-align", "24"], "expected a multiple of 16, got 24"),
+        (["--model", "v5"], "expected v4-flash, v4-pro or the path of a config.json"),
+        (["--kv", "fp7"], "invalid choice: 'fp7'"),
+        (["--plot", "plan.pdf"], "expected .png or .svg, got 'plan.pdf'"),
+        (["--html", "plan.pdf"], "expected .html, got 'plan.pdf'"),
+    ],
+)
+def test_bad_usage_exits_with_2(capsys, arguments, message):
+    with pytest.raises(SystemExit) as error:
+        main([*FLASH, *arguments])
+    assert error.value.code == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+def test_a_config_that_is_no_json(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SystemExit) as error:
+        main([*FLASH, "--model", str(tmp_path)])
+    assert error.value.code == 2
+    assert "Invalid config.json: expected JSON in" in capsys.readouterr().err
+
+
+def test_mtp_of_a_model_without(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | {"compress_ratios": [0, 4, 128]}))
+    with pytest.raises(SystemExit) as error:
+        main([*FLASH, "--context", "1k", "--model", str(tmp_path), "--mtp"])
+    assert error.value.code == 2
+    assert "the model config has no MTP layer" in capsys.readouterr().err
+
+
+def test_plot_without_matplotlib(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*FLASH, "--plot", str(tmp_path / "plan.png")]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "dsv4: --plot needs matplotlib: pip install 'dsv4[plot]'\n"
+    assert captured.out == ""
+
+
+def test_plot(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    assert main([*FLASH, "--plot", str(path)]) == 0
+    assert path.read_text().startswith("<?xml")
+    assert "It fits" in capsys.readouterr().out
+
+
+def test_plain_text_where_there_is_no_terminal(capsys):
+    assert main(FLASH) == 0
+    assert "\x1b" not in capsys.readouterr().out

@@ -1,0 +1,129 @@
+"""The commands: output, JSON, exit codes."""
+
+import json
+
+import pytest
+import torch
+
+from dsv4.model.random_hf import random_hf_model
+from dsv4.tools.cli import main
+from dsv4.tools.demo import command
+from tests.integrations.checkpoint import save_checkpoint
+
+
+def test_demo_prints_tables(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["demo", "--new-tokens", "6"]) == 0
+    captured = capsys.readouterr()
+    for text in ("6 new tokens for each of 4 prompts", "fp8 rows, mxfp4 keys", "hca_entries",
+                 "Tokens per second", "equal: with fp32 rows"):  # fmt: skip
+        assert text in captured.out
+
+
+def test_demo_json_is_one_object(capsys):
+    assert main(["demo", "--json", "--kv", "bf16", "--index", "fp8", "--new-tokens", "4"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] and result["kv_format"] == "bf16" and result["prompts"] == [300, 130, 37, 5]
+    assert result["first_difference"]["fp32"] == [None] * 4
+    assert result["first_difference"]["transformers_padded"][0] is None  # the row without padding
+    assert result["first_difference"]["transformers_padded"] != [None] * 4
+    assert max(result["logit_error"]["fp32"]) < 1e-4 < max(result["logit_error"]["formats"])
+    assert all(len(errors) == 4 for errors in result["logit_error"].values())
+    assert all(speed > 0 for speed in result["tokens_per_second"].values())
+    components = {"csa_entries", "index_keys", "hca_entries", "window", "states"}
+    assert all(components <= set(sizes) for sizes in result["memory"].values())
+
+
+def test_demo_fails_on_a_mismatch(capsys, monkeypatch):
+    from dsv4.kernels.reference import attention
+
+    monkeypatch.setattr(attention, "unrotate", lambda output, positions, rope: output)
+    assert main(["demo", "--new-tokens", "2"]) == 1
+    assert "MISMATCH" in capsys.readouterr().out
+
+
+def test_demo_of_a_checkpoint_folder(capsys, tmp_path):
+    model = random_hf_model(seed=0, compress_ratios=[4, 128])
+    save_checkpoint(model, tmp_path)
+    prompts = ["--prompt", "w1 w2 w3", "--prompt", "w5 " * 40]
+    arguments = ["demo", "--model", str(tmp_path), "--new-tokens", "3", "--json", *prompts]
+    assert main(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompts"] == [3, 40] and result["model"] == str(tmp_path)
+    assert all(text.startswith(("w", "<")) for text in result["texts"])
+    save_checkpoint(model.to(torch.bfloat16), tmp_path)
+    assert main(arguments[:-5]) == 0
+    assert "bfloat16" in capsys.readouterr().out
+
+
+def test_demo_refusals(capsys, tmp_path):
+    with pytest.raises(SystemExit) as error:
+        main(["demo", "--prompt", "hello"])
+    assert error.value.code == 2 and "--prompt needs --model" in capsys.readouterr().err
+    assert main(["demo", "--model", str(tmp_path)]) == 1
+    assert "expected a config.json" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["demo", "--device", "cuda"]) == 1
+        assert "--device cuda needs a CUDA device" in capsys.readouterr().err
+
+
+def test_a_failure_is_one_sentence_on_stderr(capsys, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("the pool is on fire")
+
+    monkeypatch.setattr(command, "run_demo", fail)
+    assert main(["demo", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "dsv4: the pool is on fire\n" and captured.out == ""
+    with pytest.raises(RuntimeError, match="on fire"):
+        main(["--debug", "demo", "--json"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["nothing"], ["demo", "--kv", "fp7"], ["bench"], ["bench", "plan", "--steps", "0"]],
+    ids=" ".join,
+)
+def test_bad_usage_exits_with_2(capsys, arguments):
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert "usage: dsv4" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "bench", ["swap", "write", "gather", "index", "attend", "step", "tune", "transformers"]
+)
+def test_benches_without_a_gpu(capsys, bench):
+    assert main(["bench", bench]) == 1
+    assert f"dsv4 bench {bench} needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_bench_step(capsys):
+    assert main(["bench", "step", "--requests", "8", "--steps", "5"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(lines[-1])
+    assert set(result["median_us"]) == {"prepare_forward", "replay", "both"}
+    assert result["median_us"]["both"] > result["median_us"]["replay"] > 0
+    assert "Host time of a captured step" in "".join(lines)
+
+
+def test_bench_plan(capsys):
+    assert main(["bench", "plan", "--requests", "8", "--steps", "5"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(lines[-1])
+    assert set(result["median_us"]) == {"43 layers", "4 layers"}
+    assert "90th percentile" in "".join(lines)
+    assert {"commit", "torch", "cpu"} <= set(result["environment"])
+
+
+def test_bench_prefix(capsys):
+    assert main(["bench", "prefix", "--tokens", "1000", "--rounds", "3"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(lines[-1])
+    assert result["num_hit_tokens"] == 768
+    assert set(result["median_us"]) == {"hit", "hit_without_copy", "hash_of_a_block"}
+    assert all(0 < result["best_us"][name] <= value for name, value in result["median_us"].items())
+    assert "A prefix hit of 768 tokens" in "".join(lines)

@@ -1,0 +1,113 @@
+"""`dsv4 info`: what is here and why the rest is not."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from dsv4.kernels.external import find
+from dsv4.tools import info
+from dsv4.tools.cli import main
+
+
+def test_tables(capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "reference" in out and "flashmla" in out and "deepgemm" in out
+    assert torch.__version__.split("+")[0] in out
+
+
+def test_json(capsys):
+    assert main(["info", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {"python", "torch", "triton", "transformers", "numpy"} <= set(result["versions"])
+    assert result["backends"]["reference"] == {"available": True, "problem": None}
+    assert result["devices"][0]["device"] == "cpu"
+    assert len(result["devices"]) == 1 + torch.cuda.device_count()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("cuda", "problem"),
+    [
+        (None, "no CUDA: this torch is built without it"),
+        ("13.0", "no CUDA device: torch finds none"),
+    ],
+)
+def test_triton_without_a_gpu(monkeypatch, cuda, problem):
+    from triton import knobs
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = False
+        state = info.collect_info()["backends"]["triton"]
+    assert state == {"available": False, "problem": problem}
+
+
+def test_triton_that_is_not_installed(monkeypatch):
+    def refuse(name, device):
+        if name == "triton":
+            raise ImportError("backend='triton' needs Triton: pip install 'dsv4[triton]'")
+
+    monkeypatch.setattr(info, "check_backend", refuse)
+    backends = info.collect_info()["backends"]
+    assert backends["reference"]["available"]
+    assert "pip install 'dsv4[triton]'" in backends["triton"]["problem"]
+
+
+def test_a_package_that_is_not_there():
+    assert info._version("no_such_package_of_ours") is None
+
+
+@pytest.fixture
+def peers(monkeypatch, tmp_path):
+    """A folder of peers, with what an earlier test loaded forgotten."""
+    for name in ("flash_mla", "deep_gemm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    find.load_flash_mla.cache_clear()
+    find.load_deep_gemm.cache_clear()
+    yield tmp_path
+    find.load_flash_mla.cache_clear()
+    find.load_deep_gemm.cache_clear()
+
+
+def test_peers(peers):
+    (peers / "flash_mla.py").write_text(
+        "def has_legacy(): return True\ndef flash_mla_with_kvcache(extra_k_cache): pass"
+    )
+    (peers / "deep_gemm.py").write_text("raise OSError('libcudart.so: not found\\nat all')")
+    states = info.collect_info()["peers"]
+    assert states["flashmla"] == {"available": True, "problem": None}
+    assert "deep_gemm: OSError: libcudart.so: not found;" in states["deepgemm"]["problem"]
+    assert [*states] == ["flashmla", "deepgemm", "sglang"]
+
+
+def test_a_peer_that_needs_another_package(peers):
+    (peers / "deep_gemm.py").write_text("import no_such_package_of_ours")
+    problem = info.collect_info()["peers"]["deepgemm"]["problem"]
+    assert "deep_gemm: needs no_such_package_of_ours;" in problem
+    assert "pip install 'dsv4[deepgemm]'" in problem
+
+
+def test_sglang_is_listed(monkeypatch):
+    def refuse():
+        raise ImportError("pip install sglang")
+
+    monkeypatch.setattr(info, "load_sglang", refuse)
+    state = info.collect_info()["peers"]["sglang"]
+    assert state == {"available": False, "problem": "pip install sglang"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_peer_without_a_gpu(peers):
+    from triton import knobs
+
+    (peers / "deep_gemm.py").write_text(
+        "fp8_fp4_paged_mqa_logits = get_paged_mqa_logits_metadata = get_num_sms = len"
+    )
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = False
+        problem = info.collect_info()["peers"]["deepgemm"]["problem"]
+    assert "expected cuda, got cpu" in problem
