@@ -16,13 +16,23 @@ from dsv4.cache.stats import CacheStats
 from dsv4.cache.swap import SwappedRequest
 from dsv4.config import CacheConfig, YarnScaling
 from dsv4.errors import IntegrityError, NoFreeSlotError, OutOfBlocksError, TornForwardError
-from dsv4.kernels.contracts import CompressorWeights, Selection
+from dsv4.kernels.contracts import (
+    AttentionResult,
+    CompressorInputs,
+    CompressorWeights,
+    Gathered,
+    IndexInputs,
+    LayerProjections,
+    LayerWeights,
+    Selection,
+)
 from dsv4.layer_schedule import AttentionType, LayerSpec
 from dsv4.model.attention import AttentionSubBlock
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionResult",
     "AttentionSubBlock",
     "AttentionType",
     "BlockAllocator",
@@ -31,14 +41,19 @@ __all__ = [
     "CapturedForward",
     "CheckpointPolicy",
     "ClassicalView",
+    "CompressorInputs",
     "CompressorWeights",
     "ForwardPlan",
+    "Gathered",
+    "IndexInputs",
     "IndexerView",
     "IntegrityError",
     "KVCacheManager",
     "LayerCacheHandle",
     "LayerCacheSchema",
+    "LayerProjections",
     "LayerSpec",
+    "LayerWeights",
     "NoFreeSlotError",
     "OutOfBlocksError",
     "PagedKVPool",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.flush import maybe_flush_csa, maybe_flush_hca
+from dsv4.cache.layer_checks import LayerChecks
 from dsv4.cache.memory.paged_cache import LayerPages
 from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.cache.memory.state_cache import LayerState
@@ -16,7 +17,6 @@ from dsv4.kernels import ops
 from dsv4.kernels.contracts import (
     AttentionResult,
     CompressorWeights,
-    EntryInputs,
     Gathered,
     LayerProjections,
     LayerWeights,
@@ -26,11 +26,8 @@ from dsv4.kernels.contracts import (
     WindowInputs,
 )
 from dsv4.kernels.layer_memory import LayerMemory, WindowRows
-from dsv4.layer_schedule import AttentionType, LayerSpec
+from dsv4.layer_schedule import LayerSpec
 from dsv4.rope import RopeTable
-
-INPUT_DTYPES = (torch.float32, torch.bfloat16)
-QUERY_DTYPES = {"flashmla": (torch.bfloat16,)}  # by attention backend, where not all of the above
 
 
 class SWAView(NamedTuple):
@@ -85,7 +82,6 @@ class LayerCacheHandle:
     paged: LayerPages | None
     state: LayerState
     memory: LayerMemory
-    rope: RopeTable
     plan: ForwardPlan
     progress: LayerProgress
     backend: str
@@ -160,6 +156,11 @@ class LayerCacheHandle:
         return torch.where(positions >= 0, positions, -1)
 
     @property
+    def rope(self) -> RopeTable:
+        """The RoPE table of this layer."""
+        return self.memory.rope
+
+    @property
     def window(self) -> WindowRows:
         """Where this layer's window rows lie."""
         return self.memory.window
@@ -177,7 +178,7 @@ class LayerCacheHandle:
 
     def write(self, inputs: LayerProjections, weights: LayerWeights) -> None:
         """`write_swa` and `flush_compression` in one: everything that the layer stores."""
-        self._check_inputs(inputs, weights)
+        self._checks.check_inputs(inputs, weights)
         self._write(LayerWrites.of(inputs, weights))
 
     def write_swa(self, kv: Tensor, norm_weight: Tensor) -> None:
@@ -187,7 +188,7 @@ class LayerCacheHandle:
             kv: `[num_tokens, head_dim]` fp32 or bf16, as projected.
             norm_weight: `[head_dim]`.
         """
-        self._check_kv(kv, norm_weight)
+        self._checks.check_kv(kv, norm_weight)
         self._write(LayerWrites(window=WindowInputs(kv, norm_weight)))
 
     def flush_compression(
@@ -206,26 +207,17 @@ class LayerCacheHandle:
             kv, gate: `[num_tokens, series × head_dim]` fp32 or bf16; two series for CSA.
             index_kv, index_gate: `[num_tokens, 2 × index_head_dim]`; for CSA, and only there.
         """
-        self._check_compression(kv, gate, weights, index_kv, index_gate, index_weights)
-        memory, tokens, rope, config = self.memory, self.tokens, self.rope, self.config
-        writes = LayerWrites(
-            entries=EntryInputs(kv, gate, weights),
-            index_keys=None
-            if index_kv is None or index_gate is None or index_weights is None
-            else EntryInputs(index_kv, index_gate, index_weights),
+        entries, index_keys = self._checks.check_compression(
+            kv, gate, weights, index_kv, index_gate, index_weights
         )
+        memory, tokens, backend = self.memory, self.tokens, self.backend
 
         def flush() -> None:
-            self._capture_tails(writes)
-            if index_kv is None or index_gate is None or index_weights is None:
-                maybe_flush_hca(
-                    kv, gate, weights, memory, tokens, rope, config=config, backend=self.backend
-                )
+            if index_keys is None:
+                maybe_flush_hca(entries, memory, tokens, backend=backend)
             else:
-                maybe_flush_csa(
-                    kv, gate, weights, index_kv, index_gate, index_weights, memory, tokens, rope,
-                    config=config, backend=self.backend,
-                )  # fmt: skip
+                self._capture_tails(LayerWrites(entries=entries, index_keys=index_keys))
+                maybe_flush_csa(entries, index_keys, memory, tokens, backend=backend)
 
         self.plan.run_write(self.progress, flush, window=False, entries=True)
 
@@ -237,13 +229,11 @@ class LayerCacheHandle:
             head_weights: `[num_tokens, index_heads]`, as projected.
         """
         self._index_pages()
-        self._check_index_query(query, head_weights)
+        self._checks.check_index_query(query, head_weights)
         self._check_entries()
         return ops.select_entries(
-            query, head_weights, self.memory, self.tokens, self.rope,
-            topk=self.config.index_topk,
+            query, head_weights, self.memory, self.tokens,
             max_entries=self.plan.max_entries(self.layer.ratio),
-            has_hadamard=self.config.index_hadamard,
             backend=self.index_backend,
         )  # fmt: skip
 
@@ -260,17 +250,8 @@ class LayerCacheHandle:
         Returns:
             Output rotated back, in the query's dtype (0 for padding), and the log-sum-exp.
         """
-        is_csa = self.layer.attention_type is AttentionType.CSA
-        if is_csa != (selection is not None):
-            expected = "a selection" if is_csa else "no selection"
-            raise ValueError(
-                f"Invalid attend of layer {self.layer.layer_idx} "
-                f"({self.layer.attention_type.name}): expected {expected}"
-            )
-        self._check_query(query, sinks)
-        if selection is not None:
-            shape = (self.plan.num_tokens, self.config.index_topk)
-            self._check("selection.rows", selection.rows, shape, (torch.int64,))
+        self._checks.check_selection(selection)
+        self._checks.check_query(query, sinks)
         self._check_window()
         if self.paged is not None:
             self._check_entries()
@@ -280,7 +261,7 @@ class LayerCacheHandle:
         self, query: Tensor, sinks: Tensor | None, selected_rows: Tensor | None
     ) -> AttentionResult:
         return ops.attend(
-            query, sinks, self.memory, selected_rows, self.tokens, self.rope,
+            query, sinks, self.memory, selected_rows, self.tokens,
             max_entries=self.plan.max_entries(self.layer.ratio),
             batch_invariant=self.batch_invariant,
             backend=self.attention_backend,
@@ -289,7 +270,7 @@ class LayerCacheHandle:
     def gather_compressed_kv(self, rows: Tensor) -> Gathered:
         """Dense entries `[num_tokens, k, head_dim]` at a selection's rows."""
         self._pages()
-        self._check("rows", rows, tuple(rows.shape), (torch.int64, torch.int32))
+        self._checks.check_tensor("rows", rows, tuple(rows.shape), (torch.int64, torch.int32))
         self._check_entries()
         return ops.gather_compressed_kv(self.memory, rows, backend=self.backend)
 
@@ -346,12 +327,7 @@ class LayerCacheHandle:
 
         def write() -> None:
             self._capture_tails(writes)
-            ops.write_layer(
-                writes, self.memory, tokens, self.rope,
-                eps=self.config.rms_norm_eps,
-                has_hadamard=self.config.index_hadamard,
-                backend=self.backend,
-            )  # fmt: skip
+            ops.write_layer(writes, self.memory, tokens, backend=self.backend)
             if self.plan.captures is not None:
                 ops.capture_window(self.plan.captures, self.memory, tokens, backend=self.backend)
 
@@ -363,6 +339,13 @@ class LayerCacheHandle:
         captures = self.plan.captures
         if captures is not None and writes.index_keys is not None:
             ops.capture_tails(captures, self.memory, self.tokens, writes, backend=self.backend)
+
+    @property
+    def _checks(self) -> LayerChecks:
+        return LayerChecks(
+            self.config, self.layer, self.schema, self.plan.num_tokens, self.memory.slots.device,
+            self.attention_backend,
+        )  # fmt: skip
 
     def _lengths(self) -> Tensor:
         """`[batch]` int32, lengths after this forward; 0 for padding."""
@@ -381,101 +364,6 @@ class LayerCacheHandle:
                 "only CSA layers have index keys"
             )
         return pages
-
-    def _check(
-        self,
-        name: str,
-        tensor: Tensor,
-        shape: tuple[int, ...],
-        dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES,
-    ) -> None:
-        device = self.memory.slots.device
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"Invalid {name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device:
-            return
-        if tensor.shape != shape:
-            raise ValueError(
-                f"Invalid shape of {name}: expected {list(shape)}, got {list(tensor.shape)}"
-            )
-        if tensor.dtype not in dtypes:
-            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise TypeError(f"Invalid dtype of {name}: expected {names}, got {tensor.dtype}")
-        raise ValueError(f"Invalid device of {name}: expected {device}, got {tensor.device}")
-
-    def _check_inputs(self, inputs: LayerProjections, weights: LayerWeights) -> None:
-        """All of `forward`'s inputs, before the first of them is written."""
-        self._check_kv(inputs.kv, weights.kv_norm)
-        self._check_query(inputs.query, weights.sinks)
-        given = (inputs.compressor, weights.compressor)
-        if any((part is not None) != (self.layer.ratio > 0) for part in given):
-            expected = "compressor projections and weights" if self.layer.ratio else "none"
-            raise ValueError(
-                f"Invalid inputs of layer {self.layer.layer_idx} "
-                f"({self.layer.attention_type.name}): expected {expected}"
-            )
-        if inputs.compressor is None or weights.compressor is None:
-            return
-        index = inputs.indexer
-        self._check_compression(
-            *inputs.compressor,
-            weights.compressor,
-            None if index is None else index.kv,
-            None if index is None else index.gate,
-            weights.indexer,
-        )
-        if index is not None:
-            self._check_index_query(index.query, index.head_weights)
-
-    def _check_kv(self, kv: Tensor, norm_weight: Tensor) -> None:
-        self._check("kv", kv, (self.plan.num_tokens, self.head_dim))
-        self._check("norm_weight", norm_weight, (self.head_dim,))
-
-    def _check_query(self, query: Tensor, sinks: Tensor | None) -> None:
-        shape = (self.plan.num_tokens, self.num_query_heads, self.head_dim)
-        self._check("query", query, shape, QUERY_DTYPES.get(self.attention_backend, INPUT_DTYPES))
-        if sinks is not None:
-            self._check("sinks", sinks, (self.num_query_heads,))
-
-    def _check_index_query(self, query: Tensor, head_weights: Tensor) -> None:
-        num_tokens, heads = self.plan.num_tokens, self.config.index_num_heads
-        self._check("query", query, (num_tokens, heads, self.config.index_head_dim))
-        self._check("head_weights", head_weights, (num_tokens, heads))
-
-    def _check_compression(
-        self,
-        kv: Tensor,
-        gate: Tensor,
-        weights: CompressorWeights,
-        index_kv: Tensor | None,
-        index_gate: Tensor | None,
-        index_weights: CompressorWeights | None,
-    ) -> None:
-        if self.paged is None:
-            raise ValueError(f"Layer {self.layer.layer_idx} is SWA: it has nothing to compress")
-        is_csa = self.layer.attention_type is AttentionType.CSA
-        index_inputs = (index_kv, index_gate, index_weights)
-        if any((given is not None) != is_csa for given in index_inputs):
-            expected = "index_kv, index_gate and index_weights" if is_csa else "no index inputs"
-            raise ValueError(
-                f"Invalid inputs of layer {self.layer.layer_idx} "
-                f"({self.layer.attention_type.name}): expected {expected}, "
-                f"got {sum(given is not None for given in index_inputs)} of 3"
-            )
-        self._check_compressor("", kv, gate, weights, self.head_dim)
-        if index_kv is not None and index_gate is not None and index_weights is not None:
-            self._check_compressor(
-                "index_", index_kv, index_gate, index_weights, self.config.index_head_dim
-            )
-
-    def _check_compressor(
-        self, prefix: str, kv: Tensor, gate: Tensor, weights: CompressorWeights, dim: int
-    ) -> None:
-        width = self.schema.num_series * dim
-        self._check(f"{prefix}kv", kv, (self.plan.num_tokens, width))
-        self._check(f"{prefix}gate", gate, (self.plan.num_tokens, width))
-        self._check(f"{prefix}position_bias", weights.position_bias, (self.layer.ratio, width))
-        self._check(f"{prefix}norm_weight", weights.norm_weight, (dim,))
 
     def _check_window(self) -> None:
         self._check_written("write_swa", is_written=self.progress.has_window)

@@ -196,7 +196,11 @@ class KVCacheManager:
         layouts = layer_layouts(
             config, self.schemas, self.state.layout, self.paged.layout, workspace_rows=rows
         )
-        self.memories = tuple(LayerMemory(*storages, layout) for layout in layouts)
+        ropes = [self.rope_tables[layer.rope_base] for layer in self.schedule]
+        self.memories = tuple(
+            LayerMemory(*storages, rope.cos, rope.sin, layout)
+            for rope, layout in zip(ropes, layouts, strict=True)
+        )
 
     @property
     def attention_backend(self) -> str:
@@ -516,15 +520,13 @@ class KVCacheManager:
             raise ValueError(
                 f"Invalid layer_idx: expected 0 to {len(self.schedule) - 1}, got {layer_idx}"
             )
-        layer = self.schedule[layer_idx]
         return LayerCacheHandle(
             config=self.config,
-            layer=layer,
+            layer=self.schedule[layer_idx],
             schema=self.schemas[layer_idx],
             paged=self.paged.layer(layer_idx),
             state=self.state.layer(layer_idx),
             memory=self.memories[layer_idx],
-            rope=self.rope_tables[layer.rope_base],
             plan=plan,
             progress=plan.layer(layer_idx),
             backend=self.backend,

@@ -21,7 +21,6 @@ from dsv4.kernels.contracts import (
     TokenMap,
 )
 from dsv4.kernels.layer_memory import LayerMemory
-from dsv4.rope import RopeTable
 
 BACKENDS = ("reference", "triton")
 EXTERNAL = ("flashmla", "deepgemm")  # of one function each: attend, select_entries
@@ -31,18 +30,17 @@ class Backend(Protocol):
     """The functions a backend has; `kernels.reference` documents each."""
 
     def write_layer(
-        self, writes: LayerWrites, memory: LayerMemory, tokens: TokenMap, rope: RopeTable, *,
-        eps: float, has_hadamard: bool,
+        self, writes: LayerWrites, memory: LayerMemory, tokens: TokenMap,
     ) -> None: ...  # fmt: skip
 
     def select_entries(
         self, query: Tensor, head_weights: Tensor, memory: LayerMemory, tokens: TokenMap,
-        rope: RopeTable, *, topk: int, max_entries: int, has_hadamard: bool,
+        *, max_entries: int,
     ) -> Selection: ...  # fmt: skip
 
     def attend(
         self, query: Tensor, sinks: Tensor | None, memory: LayerMemory,
-        selected_rows: Tensor | None, tokens: TokenMap, rope: RopeTable, *, max_entries: int,
+        selected_rows: Tensor | None, tokens: TokenMap, *, max_entries: int,
         batch_invariant: bool,
     ) -> AttentionResult: ...  # fmt: skip
 

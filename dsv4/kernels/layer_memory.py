@@ -1,8 +1,9 @@
 """`LayerMemory`: the storages of one layer, and where its rows lie in them."""
 
+import ast
 from dataclasses import astuple, dataclass, field, fields
 from functools import cache, cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from dsv4.formats import (
     index_row,
     kv_row,
 )
+from dsv4.rope import RopeTable
 
 
 class WindowRows(NamedTuple):
@@ -45,7 +47,9 @@ class LayerLayout:
         tail_rows: Rows of a tail.
         num_series: Projections a token carries: CSA 2, HCA 1, SWA 0.
         head_dim, rope_dim: Width of a KV row, and of its rotated part.
-        index_head_dim: Width of an index key.
+        index_head_dim, index_topk: Width of an index key, and entries that a token selects.
+        has_hadamard: Index queries and keys are transformed after RoPE.
+        rms_norm_eps: The epsilon of every norm that the cache applies.
         kv_format, index_format, tail_dtype: Names of the row formats and of the tails' dtype.
         key: All of the above in one string, which `from_key` reads back.
     """
@@ -65,6 +69,9 @@ class LayerLayout:
     head_dim: int
     rope_dim: int
     index_head_dim: int
+    index_topk: int
+    has_hadamard: bool
+    rms_norm_eps: float
     kv_format: KVFormatName
     index_format: IndexFormatName
     tail_dtype: Literal["float32", "bfloat16"]
@@ -78,8 +85,7 @@ class LayerLayout:
     def from_key(key: str) -> "LayerLayout":
         """The layout of that key."""
         names = [field.name for field in fields(LayerLayout) if field.init]
-        values = [int(part) if part.lstrip("-").isdigit() else part for part in key.split(" ")]
-        return LayerLayout(**dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
+        return LayerLayout(**dict(zip(names, map(_read_value, key.split(" ")), strict=True)))
 
     @cached_property
     def kv_row(self) -> RowFormat:
@@ -90,6 +96,14 @@ class LayerLayout:
     def index_row(self) -> RowFormat:
         """The row of an index key."""
         return index_row(self.index_format, head_dim=self.index_head_dim)
+
+
+def _read_value(text: str) -> Any:
+    """A value of a layout's key: a number, a bool, or else a name."""
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        return text
 
 
 class LayerStorages(NamedTuple):
@@ -107,7 +121,8 @@ class LayerStorages(NamedTuple):
         partials: `[num_partials, heads × (head_dim + 2)]` fp32, one split of a token each:
             accumulators, then largest logits and sums.
         global_scale: `[]` fp32, NVFP4's; None for other formats.
-        layout: Offsets, counts and formats of the layer.
+        cos, sin: `[num_positions, rope_dim / 2]` fp32, the layer's RoPE table.
+        layout: Offsets, counts, formats and constants of the layer.
     """
 
     slots: Tensor
@@ -118,6 +133,8 @@ class LayerStorages(NamedTuple):
     index_scratch: Tensor
     partials: Tensor
     global_scale: Tensor | None
+    cos: Tensor
+    sin: Tensor
     layout: LayerLayout
 
 
@@ -155,6 +172,11 @@ class LayerMemory(LayerStorages):
     def index_tail(self) -> Tensor | None:
         """The same of the indexer; None unless CSA."""
         return self._tail(self.layout.index_tail_offset, self.layout.index_head_dim)
+
+    @property
+    def rope(self) -> RopeTable:
+        """The layer's RoPE table."""
+        return RopeTable(self.cos, self.sin)
 
     @cached_property
     def cut_partials(self) -> tuple[Tensor, Tensor]:

@@ -27,21 +27,21 @@ from dsv4.kernels.contracts import (
     WindowInputs,
 )
 from dsv4.kernels.layer_memory import LayerLayout, LayerMemory
-from dsv4.rope import RopeTable
 
 _READ = (
     "Tensor slots, Tensor blocks, Tensor workspace, Tensor pooled, Tensor arrivals, "
-    "Tensor index_scratch, Tensor partials, Tensor? global_scale, str layout"
+    "Tensor index_scratch, Tensor partials, Tensor? global_scale, "
+    "Tensor cos, Tensor sin, str layout"
 )
 _ATTENDED = _READ.replace("Tensor partials", "Tensor(a!) partials")
 _WRITTEN = (
     "Tensor(a!) slots, Tensor(b!) blocks, Tensor(c!) workspace, Tensor(d!) pooled, "
-    "Tensor(e!) arrivals, Tensor index_scratch, Tensor partials, Tensor? global_scale, str layout"
+    "Tensor(e!) arrivals, Tensor index_scratch, Tensor partials, Tensor? global_scale, "
+    "Tensor cos, Tensor sin, str layout"
 )
 _INDEXED = _READ.replace("Tensor index_scratch", "Tensor(a!) index_scratch")
 _CAPTURED = "Tensor points, Tensor(a!) checkpoints"
 _TOKENS = "Tensor[] tokens, SymInt max_step"
-_ROPE = "Tensor cos, Tensor sin"
 
 _library = torch.library.Library("dsv4", "DEF")
 
@@ -50,17 +50,11 @@ def write_layer(
     writes: LayerWrites,
     memory: LayerMemory,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
-    eps: float,
-    has_hadamard: bool,
     backend: str,
 ) -> None:
     """Store what is given of a layer."""
-    _run(
-        "write_layer", backend,
-        memory=memory, tokens=tokens, rope=rope, writes=writes, eps=eps, has_hadamard=has_hadamard,
-    )  # fmt: skip
+    _run("write_layer", backend, memory=memory, tokens=tokens, writes=writes)
 
 
 def select_entries(
@@ -68,18 +62,15 @@ def select_entries(
     head_weights: Tensor,
     memory: LayerMemory,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
-    topk: int,
     max_entries: int,
-    has_hadamard: bool,
     backend: str,
 ) -> Selection:
-    """The `topk` best visible entries of each token."""
+    """Select the `index_topk` best visible entries of each token."""
     chosen = _run(
         "select_entries", backend,
-        memory=memory, tokens=tokens, rope=rope, query=query, head_weights=head_weights,
-        topk=topk, max_entries=max_entries, has_hadamard=has_hadamard,
+        memory=memory, tokens=tokens, query=query, head_weights=head_weights,
+        max_entries=max_entries,
     )  # fmt: skip
     return Selection(*chosen)
 
@@ -90,7 +81,6 @@ def attend(
     memory: LayerMemory,
     selected_rows: Tensor | None,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
     max_entries: int,
     batch_invariant: bool,
@@ -99,8 +89,8 @@ def attend(
     """Attention of each token over its window and entries."""
     attended = _run(
         "attend", backend,
-        memory=memory, tokens=tokens, rope=rope, query=query, sinks=sinks,
-        selected_rows=selected_rows, max_entries=max_entries, batch_invariant=batch_invariant,
+        memory=memory, tokens=tokens, query=query, sinks=sinks, selected_rows=selected_rows,
+        max_entries=max_entries, batch_invariant=batch_invariant,
     )  # fmt: skip
     return AttentionResult(*attended)
 
@@ -185,7 +175,6 @@ _FLATTENERS: dict[str, Callable[[Any], Sequence[Any]]] = {
     "captures": tuple,
     "memory": _flat,
     "tokens": _flat_tokens,
-    "rope": lambda rope: (rope.cos, rope.sin),
     "writes": lambda writes: (_flat_writes(writes),),
 }
 
@@ -198,8 +187,6 @@ def _structs(flat: dict[str, Any]) -> dict[str, Any]:
         flat["tokens"] = TokenMap._make([*flat["tokens"], flat.pop("max_step")])
     if "points" in flat:
         flat["captures"] = CapturePoints(flat.pop("points"), flat.pop("checkpoints"))
-    if "cos" in flat:
-        flat["rope"] = RopeTable(flat.pop("cos"), flat.pop("sin"))
     if "writes" in flat:
         flat["writes"] = _writes(flat["writes"])
     return flat
@@ -218,8 +205,8 @@ def _fake_write(**_: Any) -> None:
     return None
 
 
-def _fake_select(*, query: Tensor, topk: int, **_: Any) -> tuple[Tensor, ...]:
-    shape = (query.shape[0], topk)
+def _fake_select(*, query: Tensor, layout: str, **_: Any) -> tuple[Tensor, ...]:
+    shape = (query.shape[0], LayerLayout.from_key(layout).index_topk)
     return (
         query.new_empty(shape, dtype=torch.int32),
         query.new_empty(shape, dtype=torch.int64),
@@ -273,22 +260,16 @@ def _register(name: str, arguments: str, fake: Callable[..., Any], *, outputs: i
     torch.library.register_fake(f"dsv4::{name}", run_fake, lib=_library)
 
 
-_register(
-    "write_layer",
-    f"{_WRITTEN}, {_TOKENS}, {_ROPE}, Tensor?[] writes, float eps, bool has_hadamard",
-    _fake_write,
-    outputs=0,
-)
+_register("write_layer", f"{_WRITTEN}, {_TOKENS}, Tensor?[] writes", _fake_write, outputs=0)
 _register(
     "select_entries",
-    f"{_INDEXED}, {_TOKENS}, {_ROPE}, Tensor query, Tensor head_weights, "
-    "int topk, SymInt max_entries, bool has_hadamard",
+    f"{_INDEXED}, {_TOKENS}, Tensor query, Tensor head_weights, SymInt max_entries",
     _fake_select,
     outputs=3,
 )
 _register(
     "attend",
-    f"{_ATTENDED}, {_TOKENS}, {_ROPE}, Tensor query, Tensor? sinks, Tensor? selected_rows, "
+    f"{_ATTENDED}, {_TOKENS}, Tensor query, Tensor? sinks, Tensor? selected_rows, "
     "SymInt max_entries, bool batch_invariant",
     _fake_attend,
     outputs=2,

@@ -29,9 +29,8 @@ def record_attention(ratio: int, heads: int, *, num_tokens: int) -> list:
     )
     rows = torch.zeros(num_tokens, 512, dtype=torch.int64) if ratio == 4 else None
     flashmla.attend(
-        decoded[:, 0], torch.zeros(heads), handle.memory, rows, handle.tokens, handle.rope,
-        max_entries=1,
-    )  # fmt: skip
+        decoded[:, 0], torch.zeros(heads), handle.memory, rows, handle.tokens, max_entries=1
+    )
     return launches
 
 
@@ -43,11 +42,9 @@ def record_index() -> list:
         config, max_requests=1, num_blocks=1, max_forward_tokens=1, max_request_tokens=2**14
     )
     handle = manager.acquire(0, prepare_forward(manager, [manager.open_request()], [0], [1]))
-    scratch = deepgemm.index_scratch(
-        torch.empty(1, 64, 128), handle.memory, topk=512, max_entries=2**12
-    )
+    scratch = deepgemm.index_scratch(torch.empty(1, 64, 128), handle.memory, max_entries=2**12)
     deepgemm.score_inputs(
-        scratch, handle.memory, handle.tokens, num_heads=64, topk=512, max_entries=2**12,
+        scratch, handle.memory, handle.tokens, num_heads=64, max_entries=2**12,
         first_token=0, num_tokens=1,
     )  # fmt: skip
     return launches

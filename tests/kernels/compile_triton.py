@@ -78,10 +78,7 @@ def record(ratio: int, kind: str, launch: Launch) -> list:
     (inputs,) = model_projections(config, num_tokens, seed=0, dtype=torch.bfloat16)
     writes = LayerWrites.of(inputs, model_weights(config, seed=0)[0])
     handle = manager.acquire(0, plan)
-    flush_write.write_layer(
-        writes, handle.memory, handle.tokens, handle.rope,
-        eps=config.rms_norm_eps, has_hadamard=config.index_hadamard, launch=launch,
-    )  # fmt: skip
+    flush_write.write_layer(writes, handle.memory, handle.tokens, launch=launch)
     for name, kernel in kernels.items():
         setattr(flush_write, name, kernel)
     return launches
@@ -125,7 +122,7 @@ def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list
     (inputs,) = model_projections(config, num_tokens, seed=0, dtype=torch.bfloat16)
     indexer.select_entries(
         inputs.indexer.query, inputs.indexer.head_weights, handle.memory, handle.tokens,
-        handle.rope, topk=config.index_topk, max_entries=length // 4, has_hadamard=True,
+        max_entries=length // 4,
     )  # fmt: skip
     for name, module in owners.items():
         setattr(module, name, kernels[name])
@@ -151,9 +148,8 @@ def record_attention(case: AttentionCase, arch: int) -> list:
     query = torch.zeros(num_tokens, case.heads, 512, dtype=torch.bfloat16)
     rows = torch.zeros(num_tokens, 512, dtype=torch.int64) if case.ratio == 4 else None
     attention.attend(
-        query, torch.zeros(case.heads), handle.memory, rows, handle.tokens, handle.rope,
-        max_entries=1,
-    )  # fmt: skip
+        query, torch.zeros(case.heads), handle.memory, rows, handle.tokens, max_entries=1
+    )
     attention.architecture = kept
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, kernel)

@@ -282,17 +282,17 @@ def op_arguments():
     inputs = join_rows([take_rows(SEQUENCES[0][CSA], slice(0, n)) for n in (9, 1)])
     handle.write(inputs, WEIGHTS[CSA])
     memory, tokens = ops._flat(handle.memory), ops._flat_tokens(handle.tokens)
-    rope, index = (handle.rope.cos, handle.rope.sin), inputs.indexer
+    index = inputs.indexer
     rows = torch.tensor([[0, -1], [1, 0]]).t()
     writes = ops._flat_writes(LayerWrites.of(inputs, WEIGHTS[CSA]))
     checkpoints = torch.zeros(1, checkpoint_bytes(manager.schemas), dtype=torch.uint8)
     captures = (torch.tensor([[0, 8, 0]], dtype=torch.int32), checkpoints)
     return {
-        "write_layer": (*memory, *tokens, *rope, writes, 1e-6, True),
+        "write_layer": (*memory, *tokens, writes),
         "capture_window": (*captures, *memory, *tokens),
         "capture_tails": (*captures, *memory, *tokens, writes),
-        "select_entries": (*memory, *tokens, *rope, index.query, index.head_weights, 8, 2, True),
-        "attend": (*memory, *tokens, *rope, inputs.query, WEIGHTS[CSA].sinks, None, 2, False),
+        "select_entries": (*memory, *tokens, index.query, index.head_weights, 2),
+        "attend": (*memory, *tokens, inputs.query, WEIGHTS[CSA].sinks, None, 2, False),
         "gather_compressed_kv": (*memory, rows),
         "gather_all_compressed_kv": (*memory, *tokens, 2),
         "gather_swa_kv": (*memory, *tokens),
@@ -332,10 +332,7 @@ def test_an_unknown_backend_is_refused():
     handle = manager.acquire(SWA, plan)
     writes = LayerWrites(window=WindowInputs(SEQUENCES[0][SWA].kv[:1], WEIGHTS[SWA].kv_norm))
     with pytest.raises(ValueError, match="expected one of reference, triton, got 'cutlass'"):
-        ops.write_layer(
-            writes, handle.memory, handle.tokens, handle.rope,
-            eps=1e-6, has_hadamard=True, backend="cutlass",
-        )  # fmt: skip
+        ops.write_layer(writes, handle.memory, handle.tokens, backend="cutlass")
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def make_inputs(handle, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0) -
     if handle.layer.ratio == 4:
         rows = reference.select_entries(
             normal(num_tokens, config.index_num_heads, config.index_head_dim),
-            normal(num_tokens, config.index_num_heads), handle.memory, handle.tokens, handle.rope,
-            topk=config.index_topk, max_entries=handle.plan.max_entries(4), has_hadamard=True,
+            normal(num_tokens, config.index_num_heads), handle.memory, handle.tokens,
+            max_entries=handle.plan.max_entries(4),
         ).rows  # fmt: skip
     return Inputs(query, normal(config.num_query_heads), rows)
 
@@ -99,7 +99,7 @@ def make_inputs(handle, dtype: torch.dtype = torch.bfloat16, *, seed: int = 0) -
 def run(backend, handle, inputs: Inputs, *, more_entries: int = 0, **options) -> AttentionResult:
     max_entries = handle.plan.max_entries(handle.layer.ratio) + more_entries
     return backend.attend(
-        inputs.query, inputs.sinks, handle.memory, inputs.rows, handle.tokens, handle.rope,
+        inputs.query, inputs.sinks, handle.memory, inputs.rows, handle.tokens,
         max_entries=max_entries, **options,
     )  # fmt: skip
 
@@ -344,7 +344,7 @@ def attend_alone(handle, inputs: Inputs, token: int) -> AttentionResult:
     )
     return triton().attend(
         inputs.query[only], inputs.sinks, handle.memory,
-        None if inputs.rows is None else inputs.rows[only], tokens, handle.rope,
+        None if inputs.rows is None else inputs.rows[only], tokens,
         max_entries=handle.plan.max_entries(handle.layer.ratio), batch_invariant=True,
     )  # fmt: skip
 
@@ -404,8 +404,7 @@ def test_no_tokens():
     manager = KVCacheManager(config, max_requests=1, num_blocks=1, device=DEVICE)
     tokens = prepare_forward(manager, [], [], []).tokens
     query = torch.empty(0, 4, 96, dtype=torch.bfloat16, device=DEVICE)
-    rope = manager.rope_tables["main"]
-    got = triton().attend(query, None, manager.memories[0], None, tokens, rope, max_entries=0)
+    got = triton().attend(query, None, manager.memories[0], None, tokens, max_entries=0)
     assert got.output.shape == (0, 4, 96) and got.lse.shape == (0, 4)
 
 

@@ -94,9 +94,8 @@ def random_query(handle, *, dtype=torch.float32, seed: int = 7):
 
 def select(backend, handle, query, weights, *, memory=None) -> Selection:
     return backend.select_entries(
-        query, weights, handle.memory if memory is None else memory, handle.tokens, handle.rope,
-        topk=handle.config.index_topk, max_entries=handle.plan.max_entries(4),
-        has_hadamard=handle.config.index_hadamard,
+        query, weights, handle.memory if memory is None else memory, handle.tokens,
+        max_entries=handle.plan.max_entries(4),
     )  # fmt: skip
 
 
@@ -106,14 +105,11 @@ def triton():
 
 def prepared(handle, query, weights):
     """The workspace after queries were made ready and scored."""
-    topk, max_entries = handle.config.index_topk, handle.plan.max_entries(4)
-    scratch = indexer.index_scratch(query, handle.memory, topk=topk, max_entries=max_entries)
-    span = {"first_token": 0, "num_tokens": len(query), "topk": topk}
+    max_entries = handle.plan.max_entries(4)
+    scratch = indexer.index_scratch(query, handle.memory, max_entries=max_entries)
+    span = {"first_token": 0, "num_tokens": len(query)}
     assert scratch.num_rows == len(query)
-    indexer.prepare_queries(
-        query, weights, scratch, handle.memory, handle.tokens, handle.rope,
-        has_hadamard=handle.config.index_hadamard, **span,
-    )  # fmt: skip
+    indexer.prepare_queries(query, weights, scratch, handle.memory, handle.tokens, **span)
     indexer.score_entries(
         scratch, handle.memory, handle.tokens,
         num_heads=query.shape[1], max_entries=max_entries, **span,

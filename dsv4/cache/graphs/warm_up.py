@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dsv4.cache.handle import INPUT_DTYPES, LayerCacheHandle
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.layer_checks import INPUT_DTYPES
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
@@ -188,9 +189,8 @@ def _select_entries(manager: KVCacheManager, handle: LayerCacheHandle, dtype: to
     longest = manager.capacity.max_request_tokens // handle.layer.ratio
     for max_entries in distinct_sizes(longest, topk=config.index_topk):
         ops.select_entries(
-            query, query[:, :, 0].contiguous(), handle.memory, handle.tokens, handle.rope,
-            topk=config.index_topk, max_entries=max_entries,
-            has_hadamard=config.index_hadamard, backend=manager.index_backend,
+            query, query[:, :, 0].contiguous(), handle.memory, handle.tokens,
+            max_entries=max_entries, backend=manager.index_backend,
         )  # fmt: skip
 
 
@@ -208,15 +208,14 @@ def _score_by_deepgemm(manager: KVCacheManager, dtype: torch.dtype) -> None:
     query = nothing.expand(most, config.index_num_heads, config.index_head_dim)
     memory = manager.memories[layers[0].layer_idx]
     smallest = config.index_topk + 1  # the fewest entries leave room for the most tokens
-    scratch = index_scratch(query, memory, topk=config.index_topk, max_entries=smallest)
+    scratch = index_scratch(query, memory, max_entries=smallest)
     for size in call_sizes(scratch.num_rows):
         part = query[:size]
         plan = _padding_plan(manager, _Forward(1, len(part), 0, 2))
         handle = manager.acquire(layers[0].layer_idx, plan)
         ops.select_entries(
-            part, part[:, :, 0], handle.memory, handle.tokens, handle.rope,
-            topk=config.index_topk, max_entries=smallest,
-            has_hadamard=config.index_hadamard, backend=manager.index_backend,
+            part, part[:, :, 0], handle.memory, handle.tokens,
+            max_entries=smallest, backend=manager.index_backend,
         )  # fmt: skip
 
 
@@ -237,7 +236,7 @@ def _attend(
     for max_entries in _entry_numbers(manager, handle.layer.layer_idx):
         for given in (sinks, None):
             ops.attend(
-                query, given, handle.memory, rows, handle.tokens, handle.rope,
+                query, given, handle.memory, rows, handle.tokens,
                 max_entries=max_entries, batch_invariant=manager.batch_invariant,
                 backend=manager.attention_backend,
             )  # fmt: skip

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsv4.cache.handle import INPUT_DTYPES, LayerCacheHandle
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.layer_checks import INPUT_DTYPES
 from dsv4.config import CacheConfig
 from dsv4.kernels.contracts import (
     CompressorInputs,

@@ -20,7 +20,6 @@ from dsv4.kernels.index_scratch import IndexScratch
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton import indexer
 from dsv4.kernels.triton.topk import choose_best, visible_entries
-from dsv4.rope import RopeTable
 
 COMPILED_TOKENS = 32  # up to so many are one kernel
 TABLE_TILE = 128
@@ -72,31 +71,24 @@ def select_entries(
     head_weights: Tensor,
     memory: LayerMemory,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
-    topk: int,
     max_entries: int,
-    has_hadamard: bool,
 ) -> Selection:
     """See `kernels.reference.indexer`."""
-    num_tokens = len(tokens.positions)
-    if max_entries <= topk or not num_tokens:  # nothing is scored
-        return indexer.select_entries(
-            query, head_weights, memory, tokens, rope,
-            topk=topk, max_entries=max_entries, has_hadamard=has_hadamard,
-        )  # fmt: skip
-    logits, layout = load_deep_gemm(), memory.layout
-    chosen = indexer.empty_selection(num_tokens, topk, query.device)
-    scratch = index_scratch(query, memory, topk=topk, max_entries=max_entries)
+    num_tokens, layout = len(tokens.positions), memory.layout
+    if max_entries <= layout.index_topk or not num_tokens:  # nothing is scored
+        return indexer.select_entries(query, head_weights, memory, tokens, max_entries=max_entries)
+    logits = load_deep_gemm()
+    chosen = indexer.empty_selection(num_tokens, layout.index_topk, query.device)
+    scratch = index_scratch(query, memory, max_entries=max_entries)
     step = tokens_at_once(scratch.num_rows)
     for first in range(0, num_tokens, step):
         count = min(step, num_tokens - first)
         indexer.prepare_queries(
-            query, head_weights, scratch, memory, tokens, rope, topk=topk,
-            has_hadamard=has_hadamard, first_token=first, num_tokens=count,
+            query, head_weights, scratch, memory, tokens, first_token=first, num_tokens=count
         )  # fmt: skip
         inputs = score_inputs(
-            scratch, memory, tokens, num_heads=query.shape[1], topk=topk, max_entries=max_entries,
+            scratch, memory, tokens, num_heads=query.shape[1], max_entries=max_entries,
             first_token=first, num_tokens=count,
         )  # fmt: skip
         scores = score_entries(logits, inputs, max_entries=max_entries)
@@ -108,14 +100,10 @@ def select_entries(
     return chosen
 
 
-def index_scratch(
-    query: Tensor, memory: LayerMemory, *, topk: int, max_entries: int
-) -> IndexScratch:
+def index_scratch(query: Tensor, memory: LayerMemory, *, max_entries: int) -> IndexScratch:
     """The layer's workspace, with room for the tokens that a call is rounded up to."""
     num_tokens = padded_tokens(len(query))
-    return indexer.index_scratch(
-        query, memory, topk=topk, max_entries=max_entries, num_tokens=num_tokens
-    )
+    return indexer.index_scratch(query, memory, max_entries=max_entries, num_tokens=num_tokens)
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -143,7 +131,6 @@ def score_inputs(
     tokens: TokenMap,
     *,
     num_heads: int,
-    topk: int,
     max_entries: int,
     first_token: int,
     num_tokens: int,
@@ -156,7 +143,7 @@ def score_inputs(
     blocks = torch.empty(padded, columns, dtype=torch.int32, device=device)
     _table_kernel[(padded, triton.cdiv(columns, TABLE_TILE))](
         lengths_ptr=lengths, blocks_ptr=blocks, num_columns=columns, first_token=first_token,
-        num_tokens=num_tokens, topk=topk, positions_ptr=tokens.positions,
+        num_tokens=num_tokens, topk=memory.layout.index_topk, positions_ptr=tokens.positions,
         request_ids_ptr=tokens.request_ids, request_slots_ptr=tokens.request_slots,
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         RATIO=memory.layout.ratio, PAGE=PAGE_KEYS, TILE=TABLE_TILE, num_warps=1,

@@ -26,7 +26,6 @@ from dsv4.kernels.triton.gather import (
     workspace_row,
 )
 from dsv4.kernels.triton.primitives import bf16_bits, load_rope, rotate_tail
-from dsv4.rope import RopeTable
 
 HEADS = (64, 128)  # of a query; fewer are padded
 MAX_TOKENS = 1024  # of a call: FlashMLA's accumulators take 128 or 256 KiB a token
@@ -140,7 +139,6 @@ def attend(
     memory: LayerMemory,
     selected_rows: Tensor | None,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
     max_entries: int,
     batch_invariant: bool = False,
@@ -164,9 +162,7 @@ def attend(
                 first_token=first, max_entries=max_entries, is_workspace=is_workspace,
             )  # fmt: skip
             decoded = decode(inputs, None)
-            finish(
-                result, decoded, memory, tokens, rope, first_token=first, is_workspace=is_workspace
-            )
+            finish(result, decoded, memory, tokens, first_token=first, is_workspace=is_workspace)
     return result
 
 
@@ -233,7 +229,6 @@ def finish(
     decoded: Decoded,
     memory: LayerMemory,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
     first_token: int,
     is_workspace: bool,
@@ -245,7 +240,7 @@ def finish(
         output_ptr=result.output, lse_ptr=result.lse, decoded_ptr=decoded.output,
         decoded_lse_ptr=decoded.lse, lse_stride=decoded.lse.stride(0),
         lse_head_stride=decoded.lse.stride(1), first_token=first_token,
-        cos_ptr=rope.cos, sin_ptr=rope.sin, positions_ptr=tokens.positions,
+        cos_ptr=memory.cos, sin_ptr=memory.sin, positions_ptr=tokens.positions,
         request_ids_ptr=tokens.request_ids, request_slots_ptr=tokens.request_slots,
         starts_ptr=tokens.workspace_starts, IS_WORKSPACE=is_workspace, NUM_HEADS=num_heads,
         PADDED_HEADS=padded_heads, DIM=dim, ROPE=memory.layout.rope_dim, ROWS=FINISHED_HEADS,

@@ -18,7 +18,6 @@ def attend(
     memory: LayerMemory,
     selected_rows: Tensor | None,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
     max_entries: int,
     batch_invariant: bool = False,
@@ -58,7 +57,7 @@ def attend(
         output, lse = attend_dense(
             query[part].to(compute_dtype), values.to(compute_dtype), is_present, sinks
         )
-        outputs.append(unrotate(output, positions, rope).to(query.dtype))
+        outputs.append(unrotate(output, positions, memory.rope).to(query.dtype))
         lses.append(lse.float())
     if not outputs:
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)

@@ -15,44 +15,28 @@ from dsv4.kernels.reference.compressor import (
     hca_compress_tail,
 )
 from dsv4.layer_schedule import AttentionType
-from dsv4.rope import RopeTable
 
 
-def write_layer(
-    writes: LayerWrites,
-    memory: LayerMemory,
-    tokens: TokenMap,
-    rope: RopeTable,
-    *,
-    eps: float,
-    has_hadamard: bool,
-) -> None:
+def write_layer(writes: LayerWrites, memory: LayerMemory, tokens: TokenMap) -> None:
     """Append, compress and flush what is given of a layer.
 
     Windows that close in this forward are compressed, quantised and stored; then the tails take
     the rows of the open ones.
     """
     if writes.window is not None:
-        append_swa(*writes.window, tokens, memory.window, rope, eps=eps)
+        append_swa(
+            *writes.window, tokens, memory.window, memory.rope, eps=memory.layout.rms_norm_eps
+        )
     if writes.entries is not None and writes.index_keys is not None:
-        _write_csa(
-            writes.entries, writes.index_keys, memory, tokens, rope,
-            eps=eps, has_hadamard=has_hadamard,
-        )  # fmt: skip
+        _write_csa(writes.entries, writes.index_keys, memory, tokens)
     elif writes.entries is not None:
-        _write_hca(writes.entries, memory, tokens, rope, eps=eps)
+        _write_hca(writes.entries, memory, tokens)
 
 
 def _write_csa(
-    main: EntryInputs,
-    index: EntryInputs,
-    memory: LayerMemory,
-    tokens: TokenMap,
-    rope: RopeTable,
-    *,
-    eps: float,
-    has_hadamard: bool,
+    main: EntryInputs, index: EntryInputs, memory: LayerMemory, tokens: TokenMap
 ) -> None:
+    rope, eps = memory.rope, memory.layout.rms_norm_eps
     tail, index_tail = memory.tail, memory.index_tail
     assert tail is not None and index_tail is not None, memory.layout
     entries, index_keys = memory.entries, memory.index_keys
@@ -65,19 +49,19 @@ def _write_csa(
     )
     flush_write_csa(
         closed, closed_keys, entries, index_keys, tokens,
-        has_hadamard=has_hadamard, global_scale=memory.global_scale,
+        has_hadamard=memory.layout.has_hadamard, global_scale=memory.global_scale,
     )  # fmt: skip
     append_tail(rows, tail, tokens)
     append_tail(index_rows, index_tail, tokens)
 
 
-def _write_hca(
-    main: EntryInputs, memory: LayerMemory, tokens: TokenMap, rope: RopeTable, *, eps: float
-) -> None:
+def _write_hca(main: EntryInputs, memory: LayerMemory, tokens: TokenMap) -> None:
     tail, entries = memory.tail, memory.entries
     assert tail is not None and entries is not None, memory.layout
     rows = _tail_rows(main, tail, tokens)
-    closed = hca_compress_tail(rows, tail, main.weights.norm_weight, tokens, rope, eps=eps)
+    closed = hca_compress_tail(
+        rows, tail, main.weights.norm_weight, tokens, memory.rope, eps=memory.layout.rms_norm_eps
+    )
     flush_write_hca(closed, entries, tokens)
     append_tail(rows, tail, tokens)
 

@@ -20,13 +20,10 @@ def select_entries(
     head_weights: Tensor,
     memory: LayerMemory,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
-    topk: int,
     max_entries: int,
-    has_hadamard: bool,
 ) -> Selection:
-    """The `topk` best visible entries of each token.
+    """Select the `index_topk` best visible entries of each token.
 
     Args:
         query: `[num_tokens, index_heads, index_head_dim]` fp32 or bf16, before RoPE.
@@ -35,9 +32,10 @@ def select_entries(
 
     Notes:
         Equal scores go to the smaller entry; a NaN score is never chosen. A token that sees no
-        more than `topk` entries has all of them, whatever their scores and its batch.
+        more than `index_topk` entries has all of them, whatever their scores and its batch.
     """
-    keys, ratio, global_scale = memory.index_keys, memory.layout.ratio, memory.global_scale
+    keys, global_scale = memory.index_keys, memory.global_scale
+    ratio, topk = memory.layout.ratio, memory.layout.index_topk
     assert keys is not None, memory.layout
     slots, positions = addressing.token_slots(tokens), tokens.positions.long()
     counts = addressing.visible_entries(positions, ratio)
@@ -48,8 +46,8 @@ def select_entries(
         entry_idx = torch.where(entry_idx < counts[:, None], entry_idx, -1)
     else:
         ready = index_query(
-            query, keys.format, positions, rope,
-            has_hadamard=has_hadamard, global_scale=global_scale,
+            query, keys.format, positions, memory.rope,
+            has_hadamard=memory.layout.has_hadamard, global_scale=global_scale,
         )  # fmt: skip
         step = max(1, _SLICE_ELEMENTS // (max_entries * keys.format.dim))
         parts = []

@@ -40,7 +40,6 @@ from dsv4.kernels.triton.primitives import (
     round_to_bf16,
     wait_for_launch_before,
 )
-from dsv4.rope import RopeTable
 
 LN_2 = tl.constexpr(0.6931471805599453)
 SMALLEST_DOT = 16  # rows that a product must have; fewer heads are padded to it
@@ -344,7 +343,6 @@ def attend(
     memory: LayerMemory,
     selected_rows: Tensor | None,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
     max_entries: int,
     batch_invariant: bool = False,
@@ -367,8 +365,8 @@ def attend(
         splits = invariant_splits(num_tiles, most_tiles, launch, memory)
     else:
         splits = choose_splits(num_tokens, num_heads, num_tiles, launch, memory)
-    results = {"sinks_ptr": sinks, "output_ptr": output, "lse_ptr": lse, "cos_ptr": rope.cos,
-               "sin_ptr": rope.sin}  # fmt: skip
+    results = {"sinks_ptr": sinks, "output_ptr": output, "lse_ptr": lse, "cos_ptr": memory.cos,
+               "sin_ptr": memory.sin}  # fmt: skip
     rows = _row_arguments(memory, selected_rows, tokens, max_entries)
     if splits is None:
         whole = Splits(1, 0, 1, num_tiles)

@@ -44,7 +44,6 @@ from dsv4.kernels.triton.primitives import (
     store_rows,
     wait_for_launch_before,
 )
-from dsv4.rope import RopeTable
 
 
 @triton.jit
@@ -425,10 +424,7 @@ def write_layer(
     writes: LayerWrites,
     memory: LayerMemory,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
-    eps: float,
-    has_hadamard: bool,
     launch: Launch | None = None,
 ) -> None:
     """What is given of a layer; see `kernels.reference.flush_write`.
@@ -444,7 +440,7 @@ def write_layer(
     if launch is None:
         kind: Kind = "chunk" if has_chunks else "decode" if is_decode else "step"
         launch = launch_parameters(ratio, kind, num_tokens, memory.slots.device)
-    arguments = _arguments(writes, memory, tokens, rope, eps=eps, has_hadamard=has_hadamard)
+    arguments = _arguments(writes, memory, tokens)
     grid = _grid(writes, arguments, launch, tokens, ratio=ratio, has_chunks=has_chunks)
     if has_chunks and writes.index_keys is not None:
         # A chunk has at most two such windows, another request at most a step of tokens.
@@ -505,15 +501,7 @@ def _num_segments(tokens: TokenMap, tile: int) -> int:
     return num_tokens if tile == 1 else -(-num_tokens // tile) + len(tokens.request_slots)
 
 
-def _arguments(
-    writes: LayerWrites,
-    memory: LayerMemory,
-    tokens: TokenMap,
-    rope: RopeTable,
-    *,
-    eps: float,
-    has_hadamard: bool,
-) -> dict[str, Any]:
+def _arguments(writes: LayerWrites, memory: LayerMemory, tokens: TokenMap) -> dict[str, Any]:
     """What both kernels take."""
     layout, row, key = memory.layout, memory.layout.kv_row, memory.layout.index_row
     scale = memory.global_scale
@@ -523,7 +511,7 @@ def _arguments(
         "after_ptr": tokens.positions_after, "starts_ptr": tokens.workspace_starts,
         "token_starts_ptr": tokens.token_starts,
         "block_table_ptr": tokens.block_table, "table_stride": tokens.block_table.stride(0),
-        "cos_ptr": rope.cos, "sin_ptr": rope.sin, "eps": eps,
+        "cos_ptr": memory.cos, "sin_ptr": memory.sin, "eps": layout.rms_norm_eps,
         "slots_ptr": memory.slots, "slot_bytes": memory.slots.shape[1],
         "blocks_ptr": memory.blocks, "block_bytes": memory.blocks.shape[1],
         **_entry_arguments("", writes.entries, tokens),
@@ -535,7 +523,7 @@ def _arguments(
         "KV_FORMAT": f"kv_{row.name}", "KV_DATA": row.data_bytes, "KV_SCALE": row.scale_bytes,
         "INDEX_DIM": key.dim, "INDEX_BLOCK": next_power_of_two(key.dim),
         "INDEX_FORMAT": f"index_{key.name}", "INDEX_DATA": key.data_bytes,
-        "INDEX_SCALE": key.scale_bytes, "HAS_HADAMARD": has_hadamard,
+        "INDEX_SCALE": key.scale_bytes, "HAS_HADAMARD": layout.has_hadamard,
         "HAS_GLOBAL_SCALE": scale is not None, "LOG_INDEX": key.dim.bit_length() - 1,
         "TAIL_ROWS": layout.tail_rows, "TAIL_BF16": layout.tail_dtype == "bfloat16",
         "ENTRIES_PER_BLOCK": layout.entries_per_block, "RING_ROWS": layout.ring_rows,

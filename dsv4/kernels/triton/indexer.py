@@ -51,7 +51,6 @@ from dsv4.kernels.triton.primitives import (
     wait_for_launch_before,
 )
 from dsv4.kernels.triton.topk import choose_best, visible_entries
-from dsv4.rope import RopeTable
 
 FP8_PRODUCTS = True
 QUERY_HEADS = 16  # heads of a program that makes queries ready
@@ -382,38 +381,31 @@ def select_entries(
     head_weights: Tensor,
     memory: LayerMemory,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
-    topk: int,
     max_entries: int,
-    has_hadamard: bool,
 ) -> Selection:
     """See `kernels.reference.indexer`."""
     num_tokens, device = len(tokens.positions), tokens.positions.device
-    chosen = empty_selection(num_tokens, topk, device)
+    layout = memory.layout
+    chosen = empty_selection(num_tokens, layout.index_topk, device)
     if not num_tokens:
         return chosen
-    layout = memory.layout
     sizes = {
         "max_entries": max_entries,
         "ratio": layout.ratio,
         "entries_per_block": layout.entries_per_block,
     }
-    if max_entries <= topk:
+    if max_entries <= layout.index_topk:
         unread = chosen.entry_idx
         choose_best(chosen, unread, unread, tokens, first_token=0, num_tokens=num_tokens, **sizes)
         return chosen
-    scratch = index_scratch(query, memory, topk=topk, max_entries=max_entries)
+    scratch = index_scratch(query, memory, max_entries=max_entries)
     for first in range(0, num_tokens, scratch.num_rows):
         span = {"first_token": first, "num_tokens": min(scratch.num_rows, num_tokens - first)}
-        prepare_queries(
-            query, head_weights, scratch, memory, tokens, rope,
-            topk=topk, has_hadamard=has_hadamard, **span,
-        )  # fmt: skip
+        prepare_queries(query, head_weights, scratch, memory, tokens, **span)
         score_entries(
-            scratch, memory, tokens,
-            num_heads=query.shape[1], topk=topk, max_entries=max_entries, **span,
-        )  # fmt: skip
+            scratch, memory, tokens, num_heads=query.shape[1], max_entries=max_entries, **span
+        )
         choose_best(chosen, scratch.scores, scratch.group_tops, tokens, **span, **sizes)
     return chosen
 
@@ -428,18 +420,13 @@ def empty_selection(num_tokens: int, topk: int, device: torch.device) -> Selecti
 
 
 def index_scratch(
-    query: Tensor,
-    memory: LayerMemory,
-    *,
-    topk: int,
-    max_entries: int,
-    num_tokens: int | None = None,
+    query: Tensor, memory: LayerMemory, *, max_entries: int, num_tokens: int | None = None
 ) -> IndexScratch:
     """The layer's workspace, cut for queries of that shape, or for another number of them."""
     num_queries, num_heads, dim = query.shape
     row = index_row_bytes(
         memory.layout.index_format,
-        num_heads=num_heads, dim=dim, topk=topk, max_entries=max_entries,
+        num_heads=num_heads, dim=dim, topk=memory.layout.index_topk, max_entries=max_entries,
     )  # fmt: skip
     return cut_index_scratch(memory.index_scratch, row, num_tokens=num_tokens or num_queries)
 
@@ -450,12 +437,9 @@ def prepare_queries(
     scratch: IndexScratch,
     memory: LayerMemory,
     tokens: TokenMap,
-    rope: RopeTable,
     *,
     first_token: int,
     num_tokens: int,
-    topk: int,
-    has_hadamard: bool,
 ) -> None:
     """Fill the workspace's queries and weights for num_tokens tokens from first_token on."""
     num_heads, dim = query.shape[1:]
@@ -466,12 +450,13 @@ def prepare_queries(
     _query_kernel[(num_tokens, padded_heads(num_heads) // QUERY_HEADS)](
         query_ptr=query, token_stride=query.stride(0) if len(query) > 1 else num_heads * dim,
         weights_ptr=head_weights, weights_stride=head_weights.stride(0),
-        cos_ptr=rope.cos, sin_ptr=rope.sin,
+        cos_ptr=memory.cos, sin_ptr=memory.sin,
         global_scale_ptr=scratch.weights if scale is None else scale,
-        ROPE=memory.layout.rope_dim, LOG_DIM=dim.bit_length() - 1, HAS_HADAMARD=has_hadamard,
-        HAS_GLOBAL_SCALE=scale is not None, WEIGHT_SCALE=dim**-0.5 * num_heads**-0.5,
+        ROPE=memory.layout.rope_dim, LOG_DIM=dim.bit_length() - 1,
+        HAS_HADAMARD=memory.layout.has_hadamard, HAS_GLOBAL_SCALE=scale is not None,
+        WEIGHT_SCALE=dim**-0.5 * num_heads**-0.5,
         ROWS=QUERY_HEADS, num_warps=QUERY_WARPS, launch_pdl=True, enable_fp_fusion=False,
-        **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token, topk=topk),
+        **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token),
     )  # fmt: skip
 
 
@@ -483,7 +468,6 @@ def score_entries(
     first_token: int,
     num_tokens: int,
     num_heads: int,
-    topk: int,
     max_entries: int,
 ) -> None:
     """Fill the workspace's scores for the tokens whose queries it holds."""
@@ -499,7 +483,7 @@ def score_entries(
         ENTRIES_PER_BLOCK=keys.rows_per_page, FP8_PRODUCTS=FP8_PRODUCTS, num_tokens=num_tokens,
         TILE=cut.tile, TOKENS=cut.tokens, STAGES=cut.stages, WARPS=cut.warps,
         num_warps=cut.warps, maxnreg=cut.maxnreg, launch_pdl=True,
-        **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token, topk=topk),
+        **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token),
     )  # fmt: skip
 
 
@@ -516,15 +500,15 @@ def _shared_arguments(
     num_heads: int,
     *,
     first_token: int,
-    topk: int,
 ) -> dict[str, Any]:
     row = memory.layout.index_row
     block, heads = next_power_of_two(row.dim), padded_heads(num_heads)
     return {
         "ready_ptr": scratch.queries, "ready_weights_ptr": scratch.weights,
         "ready_weights_stride": scratch.weights.stride(0),
-        "first_token": first_token, "topk": topk, "positions_ptr": tokens.positions,
-        "request_ids_ptr": tokens.request_ids, "request_slots_ptr": tokens.request_slots,
+        "first_token": first_token, "topk": memory.layout.index_topk,
+        "positions_ptr": tokens.positions, "request_ids_ptr": tokens.request_ids,
+        "request_slots_ptr": tokens.request_slots,
         "RATIO": memory.layout.ratio, "FORMAT": f"index_{row.name}", "HEADS": num_heads,
         "BLOCK_HEADS": heads, "DIM": row.dim, "BLOCK": block,
         "OPERAND_BYTES": scratch.queries.shape[1] // (heads * block),

@@ -74,7 +74,7 @@ def attend(
             positions=tokens.positions[queries], request_ids=tokens.request_ids[queries]
         )
     return load_backend(backend).attend(
-        query, case.sinks, handle.memory, rows, tokens, handle.rope,
+        query, case.sinks, handle.memory, rows, tokens,
         max_entries=case.num_entries, batch_invariant=batch_invariant,
     )  # fmt: skip
 

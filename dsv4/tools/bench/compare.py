@@ -114,7 +114,7 @@ def _finish(
         torch.empty(query.shape[:2], dtype=torch.float32, device=query.device),
     )
     flashmla.finish(
-        result, decoded, handle.memory, handle.tokens, handle.rope,
+        result, decoded, handle.memory, handle.tokens,
         first_token=0, is_workspace=is_workspace,
     )  # fmt: skip
     return result
@@ -177,7 +177,7 @@ class DeepGEMMCalls:
         self._inputs = [
             deepgemm.score_inputs(
                 scratch, handle.memory, handle.tokens, num_heads=query.shape[1],
-                topk=handle.config.index_topk, max_entries=max_entries,
+                max_entries=max_entries,
                 first_token=0, num_tokens=len(query),
             )
             for handle in handles

@@ -224,7 +224,7 @@ def check_attention(
         handle, selection, inputs = handles[idx], selections[idx], case.inputs[idx]
         expected = load_backend("reference").attend(
             inputs.query, case.weights[idx].sinks, handle.memory,
-            None if selection is None else selection.rows, handle.tokens, handle.rope,
+            None if selection is None else selection.rows, handle.tokens,
             max_entries=handle.plan.max_entries(kind.ratio), batch_invariant=False,
         ).output  # fmt: skip
         if not is_close(_attend(handle, case, selection).output, expected):

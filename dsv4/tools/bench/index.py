@@ -123,9 +123,7 @@ def index_case(
     shape = (batch * step_tokens, config.index_num_heads, config.index_head_dim)
     query = torch.randn(shape, dtype=torch.bfloat16, device=device)
     head_weights = torch.randn(shape[:2], dtype=torch.bfloat16, device=device)
-    scratch = indexer.index_scratch(
-        query, handles[0].memory, topk=config.index_topk, max_entries=num_entries
-    )
+    scratch = indexer.index_scratch(query, handles[0].memory, max_entries=num_entries)
     if step_tokens == 1 and scratch.num_rows < batch:
         raise RuntimeError(
             f"The workspace holds {scratch.num_rows} of {batch} requests; nothing is timed"
@@ -160,9 +158,8 @@ def select_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
     from dsv4.kernels.triton import indexer
 
     indexer.select_entries(
-        case.query, case.head_weights, handle.memory, handle.tokens, handle.rope,
-        topk=handle.config.index_topk, max_entries=case.num_entries,
-        has_hadamard=handle.config.index_hadamard,
+        case.query, case.head_weights, handle.memory, handle.tokens,
+        max_entries=case.num_entries,
     )  # fmt: skip
 
 
@@ -171,9 +168,8 @@ def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
     from dsv4.kernels.triton import indexer
 
     indexer.prepare_queries(
-        case.query, case.head_weights, case.scratch, handle.memory, handle.tokens, handle.rope,
-        first_token=0, num_tokens=case.scratch.num_rows, topk=handle.config.index_topk,
-        has_hadamard=handle.config.index_hadamard,
+        case.query, case.head_weights, case.scratch, handle.memory, handle.tokens,
+        first_token=0, num_tokens=case.scratch.num_rows,
     )  # fmt: skip
 
 
@@ -185,7 +181,7 @@ def score_entries(case: IndexCase, handle: LayerCacheHandle, *, first_token: int
     indexer.score_entries(
         case.scratch, handle.memory, handle.tokens,
         first_token=first_token, num_tokens=num_tokens, num_heads=case.query.shape[1],
-        topk=handle.config.index_topk, max_entries=case.num_entries,
+        max_entries=case.num_entries,
     )  # fmt: skip
 
 

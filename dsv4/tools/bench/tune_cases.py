@@ -162,9 +162,8 @@ def write_with(
 ) -> None:
     """A layer's writes by that launch, without the handle's books."""
     flush_write.write_layer(
-        LayerWrites.of(inputs, weights), handle.memory, handle.tokens, handle.rope,
-        eps=handle.config.rms_norm_eps, has_hadamard=handle.config.index_hadamard, launch=launch,
-    )  # fmt: skip
+        LayerWrites.of(inputs, weights), handle.memory, handle.tokens, launch=launch
+    )
 
 
 def _gather_case(num_rows: int, *, num_layers: int) -> Case:

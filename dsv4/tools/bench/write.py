@@ -169,8 +169,7 @@ def _time_prefill(kind: AttentionType) -> float:
 def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:
     """The handle's write without its books, which allow one write a forward."""
     ops.write_layer(
-        LayerWrites.of(inputs, weights), handle.memory, handle.tokens, handle.rope,
-        eps=handle.config.rms_norm_eps, has_hadamard=handle.config.index_hadamard,
+        LayerWrites.of(inputs, weights), handle.memory, handle.tokens,
         backend=handle.backend,
     )  # fmt: skip
 
