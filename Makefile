@@ -8,7 +8,7 @@ OLDEST := transformers==5.17.0
 MINUTES ?= 10
 DEVICE ?= cpu
 
-.PHONY: demo test lint unit oldest slow soak bench docs sanitize clean
+.PHONY: demo test lint unit oldest slow soak bench docs map sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dsv4 demo
@@ -36,7 +36,11 @@ bench: $(VENV)/.installed
 	$(BIN)/dsv4 bench plan
 
 docs: $(VENV)-docs/.installed
-	$(VENV)-docs/bin/mkdocs build --strict
+	$(VENV)-docs/bin/python scripts/docs_pages.py
+	$(VENV)-docs/bin/zensical build --strict --clean
+
+map:
+	$(PYTHON) scripts/module_map.py
 
 sanitize:
 	scripts/sanitize.sh
@@ -58,4 +62,4 @@ $(VENV)-docs/.installed: requirements-docs.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

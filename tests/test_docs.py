@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4 import AttentionSubBlock, CacheConfig, KVCacheManager, prepare_forward
 from dsv4.cache.graphs import captured_forward
+from dsv4.model.random_hf import random_hf_model
 from dsv4.tools.cli import main
 from dsv4.tools.demo.kept_run import keep_run
 from dsv4.tools.inspector.selections import RUN_FILES
+from scripts.docs_pages import collect_pages
+from scripts.module_map import module_map
 from tests.cache.test_captured_forward import EagerGraph
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-GUIDES = ["engine", "formats", "graphs", "inspecting", "planning"]
+GUIDES = ["engine", "formats", "graphs", "inspecting", "planning", "prefix"]
 
 
 def read(page: str) -> str:
@@ -48,6 +52,28 @@ def test_the_python_of_a_guide_runs(guide, monkeypatch):
         code = code.replace('device = "cuda"', 'device = "cpu"')
         monkeypatch.setattr(captured_forward, "new_graph", EagerGraph)
     exec(compile(code, f"docs/{guide}.md", "exec"), {"__name__": "__main__"})
+
+
+def test_the_layers_of_the_engine_guide_are_the_models():
+    """With the model's own weights they give what `AttentionSubBlock` does, for each type."""
+    blocks = re.findall(r"```python\n(.*?)```", read("docs/engine.md"), re.DOTALL)
+    names: dict = {"__name__": "__main__"}
+    exec(compile("\n".join(blocks[:2]), "docs/engine.md", "exec"), names)
+    model = random_hf_model(seed=0)
+    config = CacheConfig.from_hf(model.config, block_tokens=128, drafts_per_step=3)
+    assert config.schedule == names["config"].schedule
+    hidden = torch.randn(140, 64, generator=torch.Generator().manual_seed(1))
+    managers = [KVCacheManager(config, max_requests=1, num_blocks=2) for _ in range(2)]
+    plans = [prepare_forward(manager, [manager.open_request()], [0], [140]) for manager in managers]
+    for layer_idx, layer in enumerate(model.model.layers):
+        attention = names["Attention"](config.schedule[layer_idx])
+        attention.load_state_dict(layer.self_attn.state_dict())
+        block = AttentionSubBlock.from_hf(layer.self_attn, config, layer_idx)
+        own, expected = (
+            part(hidden, manager.acquire(layer_idx, plan))
+            for part, manager, plan in zip((attention, block), managers, plans, strict=True)
+        )
+        torch.testing.assert_close(own.detach(), expected)
 
 
 def test_no_page_has_python_that_is_not_run():
@@ -84,7 +110,7 @@ def test_links_and_pictures_exist(page):
 
 
 def test_every_page_is_in_the_navigation():
-    listed = set(re.findall(r": (\S+\.md)$", read("mkdocs.yml"), re.M))
+    listed = set(re.findall(r'= "(\S+\.md)"', read("zensical.toml")))
     inside = {Path(page).relative_to("docs").as_posix() for page in PAGES}
     assert inside == listed - {"index.md", "contributing.md", "changelog.md"}
 
@@ -100,9 +126,31 @@ def test_the_reference_names_what_is_there(name):
         assert getattr(importlib.import_module(module), attribute).__doc__
 
 
-def test_the_site_builds(tmp_path):
-    if util.find_spec("mkdocs") is None:
-        pytest.skip("mkdocs is not installed: make docs builds the site")
-    arguments = ["build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "mkdocs", *arguments], cwd=ROOT, check=True)
-    assert "KVCacheManager" in (tmp_path / "api" / "cache.html").read_text()
+def test_the_module_map_is_current():
+    assert read("docs/modules.md") == module_map(), "docs/modules.md is stale: run make map"
+
+
+def test_the_module_map_leads_to_files():
+    """The paths of its first section, which no docstring holds."""
+    head = read("docs/modules.md").split("\n## dsv4\n")[0]
+    paths = re.findall(r"`([a-z_/]+\.py)`", head)
+    assert len(paths) > 5
+    for path in paths:
+        assert (ROOT / "dsv4" / path).exists(), path
+
+
+def test_pages_of_the_root_are_pages_of_the_site(tmp_path):
+    collect_pages(tmp_path / "pages")
+    for page in (tmp_path / "pages").rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_site_builds():
+    if util.find_spec("zensical") is None:
+        pytest.skip("zensical is not installed: make docs builds the site")
+    collect_pages(ROOT / "build" / "docs")
+    arguments = ["build", "--strict", "--clean"]
+    subprocess.run([sys.executable, "-m", "zensical", *arguments], cwd=ROOT, check=True)
+    assert "KVCacheManager" in (ROOT / "build" / "site" / "api" / "cache.html").read_text()

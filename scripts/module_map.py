@@ -1,0 +1,81 @@
+"""Writes docs/modules.md: every module of dsv4, folder by folder, by its docstring's first line."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "modules.md"
+HEAD = """# Modules
+
+<!-- `make map` writes this page from the modules' docstrings: do not edit it. -->
+
+Folders stand in the order of imports, lowest first, and `tests/test_imports.py` holds that order.
+Only `testing` and the package itself import from folders below them.
+
+| to see | look in |
+|---|---|
+| where a row format is defined | `formats.py`: every byte layout, drawn |
+| where a position becomes a row, and when a window closes | `kernels/reference/addressing.py` |
+| how a closed window becomes an entry | `kernels/reference/compressor.py` and `flush_write.py`; \
+on a GPU `kernels/triton/flush_write.py` |
+| how a forward is planned, and blocks are taken | `cache/prepare_forward.py` |
+| where a block is freed | `cache/manager.py` (`free_request`, `truncate`), by `release` of \
+`cache/memory/block_allocator.py` |
+| what a layer does in a forward | `cache/handle.py` |
+| which kernel attends | `kernels/triton/attention.py`; it hands `fp8` rows on Hopper to \
+`kernels/triton/hopper/attention.py`, and chunks of them to `kernels/triton/hopper/chunk.py` |
+| what all of it must equal | `kernels/reference/dense.py`, which has no cache |
+"""
+# Lowest first, as tests/test_imports.py ranks them.
+FOLDERS = [
+    "dsv4",
+    "dsv4/kernels",
+    "dsv4/kernels/reference",
+    "dsv4/kernels/triton",
+    "dsv4/kernels/triton/hopper",
+    "dsv4/kernels/external",
+    "dsv4/cache/memory",
+    "dsv4/cache/prefix",
+    "dsv4/cache",
+    "dsv4/cache/graphs",
+    "dsv4/model",
+    "dsv4/integrations/transformers",
+    "dsv4/tools",
+    "dsv4/tools/bench",
+    "dsv4/tools/planner",
+    "dsv4/tools/inspector",
+    "dsv4/tools/demo",
+]
+
+
+def module_map() -> str:
+    """Return the page as the docstrings make it now."""
+    unknown = {path.parent for path in (ROOT / "dsv4").rglob("*.py") if path.name != "__init__.py"}
+    unknown -= {ROOT / folder for folder in FOLDERS}
+    if unknown:
+        raise ValueError(f"Folders without a place in FOLDERS: {sorted(map(str, unknown))}")
+    return "\n".join([HEAD, *(line for folder in FOLDERS for line in _section(folder))])
+
+
+def _section(folder: str) -> Iterator[str]:
+    yield f"## {folder}\n"
+    about = first_line(ROOT / folder / "__init__.py")
+    if about:
+        yield f"{about}\n"
+    yield "| module | |\n|---|---|"
+    for path in sorted((ROOT / folder).glob("*.py")):
+        if path.name != "__init__.py":
+            yield f"| `{path.stem}` | {first_line(path)} |"
+    yield ""
+
+
+def first_line(path: Path) -> str:
+    """Return the first sentence line of a module's docstring; empty if it has none."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.partition("\n\n")[0].split())
+    return paragraph.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(module_map(), encoding="utf-8")
