@@ -17,8 +17,8 @@ Only `testing` and the package itself import from folders below them.
 |---|---|
 | where a row format is defined | `formats.py`: every byte layout, drawn |
 | where a position becomes a row, and when a window closes | `kernels/reference/addressing.py` |
-| how a closed window becomes an entry | `kernels/reference/compressor.py` and `flush_write.py`; \
-on a GPU `kernels/triton/flush_write.py` |
+| how a closed window becomes an entry | `kernels/reference/compressor.py`, then \
+`kernels/reference/flush_write.py`; on a GPU `kernels/triton/flush_write.py` |
 | how a forward is planned, and blocks are taken | `cache/prepare_forward.py` |
 | where a block is freed | `cache/manager.py` (`free_request`, `truncate`), by `release` of \
 `cache/memory/block_allocator.py` |
