@@ -3,9 +3,11 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "modules.md"
+WIDTH = 100
 HEAD = """# Modules
 
 <!-- `make map` writes this page from the modules' docstrings: do not edit it. -->
@@ -62,7 +64,7 @@ def _section(folder: str) -> Iterator[str]:
     yield f"## {folder}\n"
     about = first_line(ROOT / folder / "__init__.py")
     if about:
-        yield f"{about}\n"
+        yield f"{fill(about, WIDTH)}\n"
     yield "| module | |\n|---|---|"
     for path in sorted((ROOT / folder).glob("*.py")):
         if path.name != "__init__.py":
@@ -71,7 +73,7 @@ def _section(folder: str) -> Iterator[str]:
 
 
 def first_line(path: Path) -> str:
-    """Return the first sentence line of a module's docstring; empty if it has none."""
+    """Return the first paragraph of a module's docstring on one line; empty if it has none."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
     return paragraph.replace("|", "\\|")

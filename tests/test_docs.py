@@ -22,6 +22,7 @@ from tests.cache.test_captured_forward import EagerGraph
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 GUIDES = ["engine", "formats", "graphs", "inspecting", "planning", "prefix"]
 
 
@@ -107,6 +108,27 @@ def test_links_and_pictures_exist(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", read(page)):
         if not target.startswith("http"):
             assert ((ROOT / page).parent / target).exists(), target
+
+
+def prose(text: str) -> list[str]:
+    """The paragraphs and list items of a page, without code, tables and headings."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "\n", text, flags=re.DOTALL)
+    text = re.sub(r"^(#|\||    (?!- )|:::).*$", "", text, flags=re.M)
+    parts = re.split(r"\n\s*\n|\n\s*(?:- |\d+\. )", text)
+    parts = [re.sub(r"`[^`]*`", "code", part) for part in parts]
+    return [re.sub(r"\]\([^)]*\)", "]", part) for part in parts]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT_PAGES])
+def test_sentences_are_short(page):
+    sentences = [each for part in prose(read(page)) for each in re.split(r"(?<=[.?!])\s+", part)]
+    assert not [each for each in sentences if len(re.findall(r"\S*\w\S*", each)) > 25]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT_PAGES])
+def test_lines_are_wrapped(page):
+    text = re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
+    assert not [line for line in text.splitlines() if len(line) > 100 and line[0] != "|"]
 
 
 def test_every_page_is_in_the_navigation():
