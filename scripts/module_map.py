@@ -12,8 +12,9 @@ HEAD = """# Modules
 
 <!-- `make map` writes this page from the modules' docstrings: do not edit it. -->
 
-Folders stand in the order of imports, lowest first, and `tests/test_imports.py` holds that order.
-Only `testing` and the package itself import from folders below them.
+Rooms stand in the order of imports: a room imports from itself and from rooms above it here.
+`kernels` with its folders is one room, as is `tools`. `tests/test_imports.py` holds that order.
+Only `testing` and the package's own `__init__` import from rooms further down.
 
 | to see | look in |
 |---|---|

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import dsv4
 from dsv4 import AttentionSubBlock, CacheConfig, KVCacheManager, prepare_forward
 from dsv4.cache.graphs import captured_forward
 from dsv4.model.random_hf import random_hf_model
@@ -146,6 +147,14 @@ def test_the_reference_names_what_is_there(name):
     except ModuleNotFoundError:
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute).__doc__
+
+
+def test_the_reference_has_every_public_name():
+    """By its own entry, or as a member of its module's."""
+    listed = set(re.findall(r"^::: (\S+)", "\n".join(map(read, PAGES)), re.M))
+    public = [getattr(dsv4, name) for name in dsv4.__all__ if name != "__version__"]
+    for each in public:
+        assert {each.__module__, f"{each.__module__}.{each.__name__}"} & listed, each
 
 
 def test_the_module_map_is_current():
