@@ -210,7 +210,7 @@ def run_blocks(blocks, stack, *, num_steps):
     """A prefill and decode steps, each a forward through the whole stack."""
     manager = make_manager(config=blocks[0].config)
     slot, length, outputs = manager.open_request(), 0, []
-    width = blocks[0].weights.q_a_proj.shape[1]
+    width = blocks[0].module.q_a_proj.in_features
     hidden = torch.randn(3 + num_steps, width, generator=torch.Generator().manual_seed(1))
     for end in range(3, 3 + num_steps):
         plan = prepare_forward(manager, [slot, -1], [length, 0], [end, 1])
@@ -241,7 +241,7 @@ def test_compiled_sub_blocks_do_not_recompile_as_requests_grow(blocks):
 def test_a_compiled_sub_block(blocks):
     manager = make_manager(config=blocks[0].config)
     plan = prepare_forward(manager, [manager.open_request()], [0], [3])
-    hidden = torch.randn(3, blocks[0].weights.q_a_proj.shape[1])
+    hidden = torch.randn(3, blocks[0].module.q_a_proj.in_features)
     compiled = torch.compile(blocks[0], backend="aot_eager", fullgraph=True)
     assert compiled(hidden, manager.acquire(0, plan)).shape == hidden.shape
     assert plan.layer(0).has_window

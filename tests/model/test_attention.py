@@ -147,6 +147,5 @@ def test_refusals(model):
     plan = prepare_forward(other, [other.open_request()], [0], [5])
     with pytest.raises(ValueError, match="of another config"):
         block(torch.zeros(5, 64), other.acquire(0, plan))
-    incomplete = block.weights
     with pytest.raises(ValueError, match="expected compressor: True, indexer: True"):
-        AttentionSubBlock(incomplete, config, config.schedule[1])
+        AttentionSubBlock(attention, config, config.schedule[1])

@@ -22,21 +22,16 @@ from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.errors import OutOfBlocksError
 from dsv4.integrations.transformers.attached_cache import AttachedCache
-from dsv4.integrations.transformers.attention import (
-    NoGradient,
-    Rotation,
-    attend,
-    learned_weights,
-    rotation_at,
-)
 from dsv4.integrations.transformers.captured_attention import CapturedAttention
 from dsv4.integrations.transformers.columns import BoolArray, Columns
+from dsv4.integrations.transformers.no_gradient import NoGradient
 from dsv4.integrations.transformers.padding import (
     check_last_column,
     check_positions,
     read_mask,
     token_index,
 )
+from dsv4.model.attention import Rotation, attend, learned_weights, rotation_at
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.formats import next_power_of_two
-from dsv4.integrations.transformers.attention import attend, rotation_at
 from dsv4.kernels.contracts import LayerWeights
+from dsv4.model.attention import attend, rotation_at
 
 SHORTEST = 1024  # tokens that every capture has room for
 
