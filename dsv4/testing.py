@@ -1,7 +1,7 @@
-"""What tests, the demo and the benches share: random layers, poison, and a cached forward."""
+"""Helpers of tests and benches: random layers, poison, and a cached forward."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ POISON_BYTE = 0xFF  # NaN in E4M3, UE8M0, BF16 and fp32 alike
 
 
 class Row(NamedTuple):
-    """One request of a forward: its slot, its sequence's projections by layer, its lengths."""
+    """One request of a forward: slot, projections of its sequence by layer, lengths."""
 
     slot: int
     layers: Sequence[LayerProjections]
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 def poison(manager: KVCacheManager) -> None:
-    """Fill pools and workspaces with NaN, so that a read of what was never written shows."""
+    """Fill pools and workspaces with NaN, so that a read of unwritten memory shows."""
     manager.paged.storage.fill_(POISON_BYTE)
     manager.state.storage.fill_(POISON_BYTE)
     manager.workspace_storage.fill_(POISON_BYTE)
@@ -42,7 +42,7 @@ def poison(manager: KVCacheManager) -> None:
 
 
 def random_weights(config: CacheConfig, kind: AttentionType, *, seed: int) -> LayerWeights:
-    """Learned tensors of a layer, fp32, the same for the same seed."""
+    """Draw the learned tensors of a layer, fp32, from a seed."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, mean: float = 0.0, spread: float = 0.5) -> Tensor:
@@ -68,7 +68,7 @@ def random_projections(
     seed: int,
     dtype: torch.dtype = torch.float32,
 ) -> LayerProjections:
-    """Normal projections of one sequence, the same for the same seed."""
+    """Draw normal projections of one sequence from a seed."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -93,7 +93,7 @@ def random_projections(
 
 
 def model_weights(config: CacheConfig, *, seed: int) -> list[LayerWeights]:
-    """Random weights of every layer of the schedule."""
+    """Draw weights of every layer of the schedule."""
     return [
         random_weights(config, layer.attention_type, seed=seed + layer.layer_idx)
         for layer in config.schedule
@@ -103,7 +103,7 @@ def model_weights(config: CacheConfig, *, seed: int) -> list[LayerWeights]:
 def model_projections(
     config: CacheConfig, num_tokens: int, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> list[LayerProjections]:
-    """Random projections of one sequence by every layer of the schedule."""
+    """Draw projections of one sequence for every layer of the schedule."""
     return [
         random_projections(
             config, layer.attention_type, num_tokens, seed=seed + layer.layer_idx, dtype=dtype
@@ -113,47 +113,33 @@ def model_projections(
 
 
 def move_to(device: str, value: _Nested) -> _Nested:
-    """A named tuple with every tensor in it, however deep, on a device."""
-    if isinstance(value, Tensor):
-        return cast(_Nested, value.to(device))
-    if not isinstance(value, tuple):
-        return value
-    return type(value)(*(move_to(device, part) for part in value))
+    """Copy a nested named tuple of tensors to a device."""
+    return cast(_Nested, _map_tensors(lambda tensor: tensor.to(device), value))
 
 
 def take_rows(inputs: LayerProjections, rows: slice) -> LayerProjections:
-    """The projections of some of the tokens."""
-    compressor, indexer = inputs.compressor, inputs.indexer
-    return LayerProjections(
-        inputs.query[rows],
-        inputs.kv[rows],
-        None if compressor is None else CompressorInputs(*(part[rows] for part in compressor)),
-        None if indexer is None else IndexInputs(*(part[rows] for part in indexer)),
-    )
+    """Take the projections of some of the tokens."""
+    return cast(LayerProjections, _map_tensors(lambda tensor: tensor[rows], inputs))
 
 
-def join_rows(parts: Sequence[LayerProjections]) -> LayerProjections:
-    """Projections of several requests, one after the other."""
+def join_rows(requests: Sequence[LayerProjections]) -> LayerProjections:
+    """Join the projections of several requests, one after the other."""
+    return cast(LayerProjections, _map_tensors(lambda *tensors: torch.cat(tensors), *requests))
 
-    def joined(field: str) -> list[Tensor] | None:
-        groups = [getattr(part, field) for part in parts]
-        if groups[0] is None:
-            return None
-        return [torch.cat(tensors) for tensors in zip(*groups, strict=True)]
 
-    compressor, indexer = joined("compressor"), joined("indexer")
-    return LayerProjections(
-        torch.cat([part.query for part in parts]),
-        torch.cat([part.kv for part in parts]),
-        None if compressor is None else CompressorInputs(*compressor),
-        None if indexer is None else IndexInputs(*indexer),
+def _map_tensors(function: Callable[..., Tensor], *values: Any) -> Any:
+    """Apply a function to each field's tensors of nested named tuples; None stays None."""
+    if values[0] is None or isinstance(values[0], Tensor):
+        return None if values[0] is None else function(*values)
+    return type(values[0])(
+        *(_map_tensors(function, *fields) for fields in zip(*values, strict=True))
     )
 
 
 def run_forward(
     manager: KVCacheManager, weights: Sequence[LayerWeights], rows: Sequence[Row]
 ) -> list[AttentionResult]:
-    """One forward of some requests through every layer; each layer's result over all tokens."""
+    """Run one forward of requests through every layer; return each layer's result."""
     plan = prepare_forward(
         manager,
         [row.slot for row in rows],
@@ -167,7 +153,7 @@ def run_forward(
 
 
 def forward_inputs(rows: Sequence[Row], layer_idx: int) -> LayerProjections:
-    """A layer's projections of all tokens of a forward."""
+    """Join a layer's projections of all tokens of a forward."""
     return join_rows(
         [take_rows(row.layers[layer_idx], slice(row.before, row.after)) for row in rows]
     )

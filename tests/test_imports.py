@@ -99,6 +99,18 @@ def test_import_needs_torch_and_numpy_only():
     assert result.stdout.strip() == "[]", result.stderr
 
 
+def test_import_loads_no_tools_and_no_external_kernels():
+    code = (
+        "import sys, dsv4\n"
+        "rooms = ('dsv4.tools', 'dsv4.integrations', 'dsv4.testing', 'dsv4.kernels.external')\n"
+        "print(sorted(name for name in sys.modules if name.startswith(rooms)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    # These two refuse a config that FlashMLA or DeepGEMM cannot read.
+    allowed = [f"dsv4.kernels.external{name}" for name in ("", ".find", ".limits")]
+    assert result.stdout.strip() == str(allowed), result.stderr
+
+
 def test_import_is_quick():
     code = (
         "import time, torch, numpy\n"

@@ -1,1 +1,1 @@
-"""Layers on top of the cache, and a random model to test with."""
+"""A whole attention layer on top of the cache, and a random model for tests."""

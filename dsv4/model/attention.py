@@ -122,6 +122,8 @@ def attend(
     """Return a module's output for `hidden` `[num_tokens, hidden_size]`, tokens in order."""
     inputs = project(module, hidden, rotation, handle.config)
     attended = handle.forward(inputs, weights).output
+    if not len(attended):  # transformers' grouped linear cannot reshape 0 rows
+        return torch.empty_like(hidden)
     grouped = attended.flatten(1).unflatten(1, (module.o_a_proj.n_groups, -1))
     return _linear(module.o_b_proj, _linear(module.o_a_proj, grouped).flatten(1))
 

@@ -1,4 +1,4 @@
-"""A small DeepSeek-V4 of transformers' own class with random weights, for tests and the demo."""
+"""A small DeepSeek-V4 of transformers' class with random weights, for tests and the demo."""
 
 from typing import Any, NamedTuple
 
@@ -35,9 +35,9 @@ SMALL = {
 
 
 class RecordedLayer(NamedTuple):
-    """What a model's attention got and gave for one sequence: `[num_tokens, hidden_size]`.
+    """Input and output of a layer's attention for one sequence, `[num_tokens, hidden_size]`.
 
-    index_scores is `[num_tokens, entries]` of a CSA layer, else None.
+    index_scores is `[num_tokens, entries]` in a CSA layer, else None.
     """
 
     hidden: Tensor
@@ -46,10 +46,9 @@ class RecordedLayer(NamedTuple):
 
 
 def random_hf_model(*, seed: int, **overrides: Any) -> Any:
-    """A `DeepseekV4ForCausalLM` of the small geometry above, in eval mode.
+    """Make a `DeepseekV4ForCausalLM` of the geometry SMALL, in eval mode.
 
-    Sinks, position biases and norm weights, which transformers initialises to constants, are
-    random too.
+    Sinks, position biases and norm weights are random too; transformers makes them constant.
     """
     try:
         from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
@@ -98,6 +97,6 @@ def record_attention(model: Any, input_ids: Tensor) -> list[RecordedLayer]:
         for hook in hooks:
             hook.remove()
     return [
-        RecordedLayer(before, after, scores.get(layer_idx))
-        for layer_idx, (before, after) in enumerate(zip(hidden, outputs, strict=True))
+        RecordedLayer(*layer, scores.get(layer_idx))
+        for layer_idx, layer in enumerate(zip(hidden, outputs, strict=True))
     ]

@@ -1,1 +1,1 @@
-"""The `dsv4` command and what it runs: benches, planner, inspector, demo."""
+"""The `dsv4` command and its parts: benches, planner, inspector, demo."""

@@ -1,4 +1,4 @@
-"""The `dsv4` command. Bad usage exits with 2, a failure with 1 and one sentence on stderr."""
+"""The `dsv4` command: exits with 2 on bad usage, with 1 and one sentence on stderr on failure."""
 
 import argparse
 import json
@@ -29,11 +29,11 @@ from dsv4.tools.planner.sizes import format_bytes
 
 
 class UsageError(Exception):
-    """Options that are wrong together, or name what is not there."""
+    """Options that contradict each other, or name something missing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; return the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("dsv4: interrupted", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whoever read the output has enough; nothing more is written to them, not even at exit.
+        # The reader has closed the pipe. Without this, Python would write to it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sentence(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """Join an error's text to one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -212,7 +212,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     try:
-        bench_command.use_peers(options)
+        bench_command.use_external_folder(options)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return bench_command.run_bench(options)

@@ -1,7 +1,7 @@
-"""Consoles of the commands, and how long work shows that it goes on.
+"""Consoles of the commands, and the progress of long work.
 
-A terminal gets colours and moving bars. NO_COLOR gets neither, and what is no terminal gets no
-escape codes. Progress goes to stderr, so that results can be piped.
+A terminal gets colours and progress bars, but neither with NO_COLOR. Files and pipes get no escape
+codes. Progress goes to stderr, so that results can be piped.
 """
 
 import os
@@ -23,12 +23,12 @@ _Item = TypeVar("_Item")
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """The console of stdout or stderr: plain text with NO_COLOR or where there is no terminal."""
+    """Make the console of stdout or stderr: plain text with NO_COLOR or without a terminal."""
     return Console(stderr=stderr, force_terminal=False if os.environ.get("NO_COLOR") else None)
 
 
 def track(items: Iterable[_Item], what: str, *, total: int) -> Iterator[_Item]:
-    """The items, with a bar on a terminal that says how many of `total` are done."""
+    """Yield the items; on a terminal a bar shows how many of `total` are done."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with _show(what, *columns) as progress:
         yield from progress.track(items, total=total, description=what)
@@ -36,7 +36,7 @@ def track(items: Iterable[_Item], what: str, *, total: int) -> Iterator[_Item]:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on a terminal that work goes on, and for how long."""
+    """Show a spinner and the elapsed time on a terminal."""
     with _show(what, SpinnerColumn(), TimeElapsedColumn()) as progress:
         progress.add_task(what, total=None)
         yield

@@ -1,4 +1,4 @@
-"""`dsv4 info`: versions, devices, and which backends run here or why they don't."""
+"""`dsv4 info`: versions, devices, and which backends run here or why not."""
 
 import platform
 from importlib import metadata
@@ -9,22 +9,22 @@ import torch
 from dsv4.kernels.backends import BACKENDS, check_backend
 from dsv4.kernels.external.find import load_deep_gemm, load_flash_mla
 from dsv4.kernels.external.limits import external_problem
-from dsv4.tools.bench.sglang import load_sglang
+from dsv4.tools.bench.external.sglang import load_sglang
 
 PACKAGES = ("dsv4", "torch", "triton", "transformers", "numpy")
 
 
 def collect_info() -> dict[str, Any]:
-    """Everything that the command prints; a version is None if there is none."""
+    """Collect everything that the command prints; the version of a missing package is None."""
     # Benches alone call SGLang's kernels.
-    peers = {"flashmla": load_flash_mla, "deepgemm": load_deep_gemm, "sglang": load_sglang}
+    external = {"flashmla": load_flash_mla, "deepgemm": load_deep_gemm, "sglang": load_sglang}
     return {
         "versions": {"python": platform.python_version(), **{n: _version(n) for n in PACKAGES}},
         "cuda": torch.version.cuda,
         "devices": [_cpu(), *(_gpu(idx) for idx in range(torch.cuda.device_count()))],
         "backends": {name: _availability(_backend_problem(name)) for name in BACKENDS},
         "peers": {
-            name: _availability(external_problem(name, load)) for name, load in peers.items()
+            name: _availability(external_problem(name, load)) for name, load in external.items()
         },
     }
 
@@ -55,7 +55,7 @@ def _gpu(idx: int) -> dict[str, Any]:
 
 
 def _backend_problem(name: str) -> str | None:
-    """Why a backend can't run on the best device here; None if it can."""
+    """Say why a backend cannot run on this machine; None if it can."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         check_backend(name, device)

@@ -1,4 +1,4 @@
-"""A checkpoint folder as people have it: config, weights and a tokenizer."""
+"""A checkpoint folder: config, weights and a tokenizer."""
 
 from pathlib import Path
 

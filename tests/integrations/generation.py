@@ -1,4 +1,4 @@
-"""Models, prompts and padded batches that the tests of the transformers integration share."""
+"""Models, prompts and padded batches for the tests of the transformers integration."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 def small_model(seed: int, *ratios: int, **overrides: Any):
-    """A model of few layers and few mixing iterations, to be quick.
+    """Make a model of few layers and few mixing iterations, to be quick.
 
     With weights this small one batch differs from another by about 1e-6 of the largest logit, with
     random_hf_model's own by 1e-5, which is the limit.
@@ -24,7 +24,7 @@ def small_model(seed: int, *ratios: int, **overrides: Any):
 
 
 def poisoned(model, **choices: Any) -> PagedCache:
-    """An attached cache with fp32 rows whose memory is NaN wherever nothing was written."""
+    """Attach a cache with fp32 rows, its memory filled with NaN."""
     sizes = {} if "num_blocks" in choices else {"max_tokens": 1024}
     cache = attach(model, **{"max_requests": 8, **sizes, **EXACT, **choices})
     poison(cache.manager)
@@ -32,18 +32,18 @@ def poisoned(model, **choices: Any) -> PagedCache:
 
 
 def prompts(seed: int, *lengths: int) -> list[Tensor]:
-    """Random texts; token 0 is left for padding."""
+    """Draw random texts; token 0 is left for padding."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, 128, (length,), generator=generator) for length in lengths]
 
 
 def alone(prompt: Tensor) -> dict[str, Tensor]:
-    """One text as a batch."""
+    """Make a batch of one text."""
     return {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt[None])}
 
 
 def padded(texts: list[Tensor], side: str = "left") -> dict[str, Tensor]:
-    """Texts as one batch, padded on one side with token 0."""
+    """Pad texts to one batch, on one side, with token 0."""
     longest = max(len(text) for text in texts)
     ids = torch.zeros(len(texts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -54,5 +54,5 @@ def padded(texts: list[Tensor], side: str = "left") -> dict[str, Tensor]:
 
 
 def share_of_scale(mine: Tensor, theirs: Tensor) -> float:
-    """The largest difference, as a share of the largest value."""
+    """Return the largest difference as a share of the largest value."""
     return float((mine - theirs).abs().max() / theirs.abs().max())

@@ -1,4 +1,4 @@
-"""`attach` and `detach`: what they take, what they refuse, and that nothing of them stays."""
+"""`attach` and `detach`: valid models, refusals, and that `detach` leaves nothing behind."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""`PagedCache` as transformers' `Cache`: rows move whole, blocks come back, the rest refuses."""
+"""`PagedCache` as transformers' `Cache`: rows move whole, blocks are freed, other calls refuse."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ LOGIT_SHARE = 1e-5  # of the largest logit
 
 @torch.no_grad()
 def feed(model, cache, texts) -> torch.Tensor:
-    """Logits after a left-padded batch of texts; with a filled cache, after one more token each."""
+    """Compute logits of a left-padded batch; with a filled cache, after one more token each."""
     if cache.get_seq_length():
         return model(torch.tensor(texts)[:, None], past_key_values=cache).logits[:, -1]
     return model(**padded(texts), past_key_values=cache).logits[:, -1]
@@ -290,7 +290,7 @@ def test_unsupported_outputs_are_refused(model, cache):
 
 
 def test_every_method_works_or_refuses(model, cache):
-    """What transformers' `Cache` has, in any supported version, is not left to it."""
+    """`PagedCache` overrides every method of transformers' `Cache`, in any supported version."""
     names = {name for name, _ in inspect.getmembers(Cache) if not name.startswith("_")}
     mine = {*vars(PagedCache), *vars(AttachedCache)}
     built_on_others = {"get_query_offset", "get_max_cache_shape", "max_cache_len", "max_batch_size"}

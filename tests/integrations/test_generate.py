@@ -88,7 +88,7 @@ def test_a_padded_batch_equals_its_prompts_alone(model, cache):
 
 
 def test_transformers_own_cache_is_wrong_on_that_batch(model):
-    """If this fails, transformers has learnt it too, and the docs can say so."""
+    """transformers is wrong here; if this fails, it was mended, and the docs can say so."""
     texts = prompts(1, 3, 33)
     batch = model.generate(**padded(texts), **GREEDY, max_new_tokens=24)
     single = model.generate(**alone(texts[0]), **GREEDY, max_new_tokens=24)
@@ -268,7 +268,7 @@ def test_hash_routed_experts_see_their_tokens():
 
 @pytest.mark.parametrize(("kv", "index"), [("fp8", "mxfp4"), ("bf16", "fp8")])
 def test_stored_formats_stay_near(model, kv, index):
-    """Rows of few bits: near transformers' logits, and not on them."""
+    """Rows of few bits come near transformers' logits, but do not equal them."""
     (prompt,) = prompts(15, 300)
     with torch.no_grad():
         expected = model(**alone(prompt), use_cache=False).logits

@@ -1,4 +1,4 @@
-"""The integration on a GPU: the same ids, and that decode steps never wait for the device.
+"""The integration on a GPU: the same ids, and decode steps that never wait for the device.
 
 Models are in fp32 with fp32 rows where ids are compared; PyTorch multiplies fp32 matrices without
 TF32 unless told otherwise.

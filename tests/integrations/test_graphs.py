@@ -1,4 +1,4 @@
-"""Decode steps by graphs: what the same steps give launch by launch, for every use of the cache.
+"""Decode steps by graphs equal those launch by launch, for every use of the cache.
 
 On the CPU a graph is stood in for by one that runs the module again over the captured buffers.
 """
@@ -14,7 +14,7 @@ from tests.integrations.generation import GREEDY, alone, padded, poisoned, promp
 
 
 class RepeatedRun:
-    """Runs again what a CUDA graph would repeat, into the same output."""
+    """Repeat the work of a CUDA graph, into the same output."""
 
     def capture(self, run):
         self.run = run
@@ -39,7 +39,7 @@ def device(request, monkeypatch):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """Batch and length of every capture."""
+    """Record batch and length of every capture."""
     made = []
 
     class Counted(captured_attention.CapturedAttention):

@@ -15,7 +15,7 @@ KERNELS = {name: getattr(flashmla, name) for name in ("_list_kernel", "_finish_k
 
 
 def record_attention(ratio: int, heads: int, *, num_tokens: int) -> list:
-    """The launches of one token, or of a chunk."""
+    """Record the launches of one token, or of a chunk."""
     launches: list = []
     for name, kernel in KERNELS.items():
         setattr(flashmla, name, Recorder(kernel, launches))

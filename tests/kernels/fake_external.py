@@ -1,6 +1,6 @@
-"""FlashMLA, DeepGEMM and SGLang as their signatures are, computed in PyTorch from what they read.
+"""Stand-ins for FlashMLA, DeepGEMM and SGLang: the same signatures, computed in PyTorch.
 
-They check what the real ones check, so that a call which those would refuse fails here too.
+They check what the real kernels check, so that a call which those refuse fails here too.
 """
 
 import math
@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import PagedRows, index_row, kv_row
-from dsv4.kernels.external.find import Decoded, DecodeInputs, PagedLogits, PrefillInputs
+from dsv4.kernels.external.find import Decoded, DecodeInputs, PagedLogits
 from dsv4.kernels.reference.arithmetic import hadamard, rms_norm
 from dsv4.kernels.reference.attention import attend_dense
 from dsv4.kernels.reference.codec import encode, write_rows
 from dsv4.kernels.reference.gather import gather_rows
-from dsv4.tools.bench.sglang import RING_ROWS, SGLangKernels
+from dsv4.tools.bench.external.flashmla_prefill import PrefillInputs
+from dsv4.tools.bench.external.sglang import RING_ROWS, SGLangKernels
 
 KV_ROW = kv_row("fp8", head_dim=512, rope_dim=64)
 INDEX_ROW = index_row("fp8", head_dim=128)
 
 
 def as_rows(fmt, pages: Tensor) -> PagedRows:
-    """The rows of pages whose shape and strides a peer was given."""
+    """Read pages by the shape and strides that an external kernel gets."""
     num_pages, rows_per_page, one, row_bytes = pages.shape
     assert pages.dtype is torch.uint8 and one == 1 and row_bytes == fmt.row_bytes
     assert pages.stride(1) == row_bytes and pages.stride(3) == 1
@@ -34,7 +35,7 @@ def as_rows(fmt, pages: Tensor) -> PagedRows:
 
 
 class FakeFlashMLA:
-    """`SparseDecode` that keeps what it was called with."""
+    """A `SparseDecode` that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[DecodeInputs] = []
@@ -72,7 +73,7 @@ class FakeFlashMLA:
 
 
 class FakePrefill:
-    """`SparsePrefill` that keeps what it was called with."""
+    """A `SparsePrefill` that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[PrefillInputs] = []
@@ -99,7 +100,7 @@ class FakePrefill:
 
 
 class FakeDeepGEMM:
-    """`PagedLogits` that keeps the batch sizes it was called with; undefined scores are NaN."""
+    """A `PagedLogits` that records its batch sizes; undefined scores are NaN."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -134,7 +135,7 @@ class FakeDeepGEMM:
 
 
 class FakeSGLang:
-    """`SGLangKernels` that keeps which of them were called; what nobody may read is NaN."""
+    """An `SGLangKernels` that records its calls; undefined values are NaN."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

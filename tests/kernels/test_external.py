@@ -1,7 +1,7 @@
-"""FlashMLA and DeepGEMM as backends: what they are given, what is made of it, what is refused.
+"""FlashMLA and DeepGEMM as backends: their inputs, their results, and refusals.
 
-The peers are stand-ins here, of the real ones' signatures (`fake_peers.py`), so that the CPU runs
-all but their own kernels; `test_peers_gpu.py` has the real ones.
+Stand-ins of the same signatures (`fake_external.py`) run here, so that the CPU tests everything
+around the external kernels; `test_external_gpu.py` runs the real ones.
 """
 
 import json
@@ -20,6 +20,7 @@ from dsv4.kernels.backends import load_backend
 from dsv4.kernels.external import deepgemm, find, flashmla, limits
 from dsv4.kernels.index_scratch import index_row_bytes
 from dsv4.testing import model_projections, model_weights
+from dsv4.tools.bench.external import flashmla_prefill
 from tests.kernels import test_triton_attention as attention_tests
 from tests.kernels import test_triton_indexer as index_tests
 from tests.kernels.fake_external import FakeDeepGEMM, FakeFlashMLA
@@ -86,7 +87,7 @@ def attend(handle, inputs):
 
 
 def flashmla_bound(handle, inputs, expected):
-    """The bound of our own kernel, and one more rounding to BF16 before the rotation."""
+    """Bound the error: our own kernel's, and one more rounding to BF16 before the rotation."""
     bound = attention_tests.error_bound(handle, inputs, expected)
     positions = handle.positions.long()
     turned = attention_tests.reference.attention.rotate(
@@ -129,7 +130,7 @@ def test_flashmla_padding_is_nothing(flash_mla):
 
 
 def test_flashmla_in_parts(flash_mla, monkeypatch):
-    """Tokens beyond one call's are those of the next."""
+    """Tokens beyond one call's limit go to the next call."""
     handle = Case("", HCA, [0, 3], [11, 5]).filled()
     inputs = attention_tests.make_inputs(handle)
     whole = attend(handle, inputs)
@@ -198,7 +199,7 @@ def test_deepgemm_chooses_the_same_entries(case, deep_gemm):
 
 
 def test_deepgemm_in_parts(deep_gemm, monkeypatch):
-    """Tokens that the workspace has no room for are those of the next call."""
+    """Tokens beyond the workspace's rows go to the next call."""
     handle = index_tests.filled(flash(index_topk=64), [260], [330])
     query, weights = index_tests.random_query(handle)
     row = sum(index_row_bytes("fp8", num_heads=64, dim=128, topk=64, max_entries=82))
@@ -282,13 +283,13 @@ def test_unknown_backends():
 
 
 @pytest.fixture
-def no_peers(monkeypatch):
-    """Nothing is installed, and what an earlier test loaded is forgotten."""
+def no_external(monkeypatch):
+    """Hide all packages, and forget loaded kernels."""
     for name in ("flash_mla", "deep_gemm", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv(find.FOLDER_VARIABLE, raising=False)
-    loads = (find.load_flash_mla, find.load_flash_mla_prefill, find.load_deep_gemm)
+    loads = (find.load_flash_mla, find.load_deep_gemm, flashmla_prefill.load_flash_mla_prefill)
     for load in loads:
         load.cache_clear()
     yield
@@ -296,7 +297,7 @@ def no_peers(monkeypatch):
         load.cache_clear()
 
 
-def test_what_to_install(no_peers):
+def test_what_to_install(no_external):
     with pytest.raises(ImportError, match=r"pip install 'dsv4\[flashmla\]'.*vllm: not installed"):
         KVCacheManager(
             CacheConfig.v4_flash(), max_requests=1, num_blocks=1, attention_backend="flashmla"
@@ -323,15 +324,15 @@ PACKAGES = {
 
 
 @pytest.mark.parametrize("problem", PACKAGES)
-def test_packages_that_do_not_read_our_rows(problem, no_peers, monkeypatch):
+def test_packages_that_do_not_read_our_rows(problem, no_external, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_mla", PACKAGES[problem])
     with pytest.raises(ImportError, match=f"flash_mla: .*{problem}"):
         find.load_flash_mla()
 
 
 @pytest.mark.parametrize("is_legacy", [True, False])
-def test_the_package_is_called_as_it_is_declared(is_legacy, no_peers, monkeypatch):
-    """Of sgl-flash-mla with use_legacy; of an older flash_mla without."""
+def test_the_package_is_called_as_it_is_declared(is_legacy, no_external, monkeypatch):
+    """sgl-flash-mla gets use_legacy; an older flash_mla does not."""
     seen = {}
 
     def decode(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata,
@@ -356,7 +357,7 @@ def test_the_package_is_called_as_it_is_declared(is_legacy, no_peers, monkeypatc
 
 @pytest.fixture
 def vllm_operator():
-    """The op as vLLM 0.26's library declares it; returns what it was called with."""
+    """Declare the operators as vLLM 0.26's library does; yield their recorded calls."""
     calls = []
     library = torch.library.Library("_flashmla_C", "FRAGMENT")
     library.define(
@@ -385,7 +386,7 @@ def vllm_operator():
     library._destroy()
 
 
-def test_vllms_operator_is_called_as_it_is_declared(vllm_operator, no_peers):
+def test_vllms_operator_is_called_as_it_is_declared(vllm_operator, no_external):
     run = find.load_flash_mla()
     inputs = find.DecodeInputs(*(torch.full((1,), 10.0 + part) for part in range(7)))
     decoded = run(inputs, None)
@@ -397,9 +398,9 @@ def test_vllms_operator_is_called_as_it_is_declared(vllm_operator, no_peers):
     assert second[5:7] == (2, 3) and (decoded.output, decoded.lse) == (0, 1)
 
 
-def test_vllms_prefill_is_called_as_it_is_declared(vllm_operator, no_peers):
-    run = find.load_flash_mla_prefill()
-    inputs = find.PrefillInputs(*(torch.full((1,), 10.0 + part) for part in range(5)))
+def test_vllms_prefill_is_called_as_it_is_declared(vllm_operator, no_external):
+    run = flashmla_prefill.load_flash_mla_prefill()
+    inputs = flashmla_prefill.PrefillInputs(*(torch.full((1,), 10.0 + part) for part in range(5)))
     output, lse, _ = run(inputs)
     run(inputs._replace(sinks=None, counts=None))
     first, second = vllm_operator
@@ -410,12 +411,12 @@ def test_vllms_prefill_is_called_as_it_is_declared(vllm_operator, no_peers):
     assert (output == 0).all() and (lse == 2).all()
 
 
-def test_no_prefill_of_flashmla(no_peers, monkeypatch):
+def test_no_prefill_of_flashmla(no_external, monkeypatch):
     with pytest.raises(ImportError, match="vllm: not installed"):
-        find.load_flash_mla_prefill()
+        flashmla_prefill.load_flash_mla_prefill()
     monkeypatch.setattr(find, "_load_library", lambda package, pattern: None)
     with pytest.raises(ImportError, match="vllm: its FlashMLA has no sparse_prefill_fwd"):
-        find.load_flash_mla_prefill()
+        flashmla_prefill.load_flash_mla_prefill()
 
 
 def deep_gemm_package(**functions):
@@ -424,28 +425,28 @@ def deep_gemm_package(**functions):
     return package
 
 
-def test_deepgemm_is_called_as_it_is_declared(no_peers, monkeypatch):
-    def logits(q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len):
+def test_deepgemm_is_called_as_it_is_declared(no_external, monkeypatch):
+    def score(q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len):
         return (q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len)
 
     package = deep_gemm_package(
-        fp8_fp4_paged_mqa_logits=logits, get_num_sms=lambda: 132,
+        fp8_fp4_paged_mqa_logits=score, get_num_sms=lambda: 132,
         get_paged_mqa_logits_metadata=lambda context_lens, block_kv, num_sms: (block_kv, num_sms),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "deep_gemm", package)
-    peer = find.load_deep_gemm()
-    assert peer.make_schedule("lengths") == (64, 132)
-    got = peer.score("q", "pages", "weights", "lengths", "table", "schedule", 8)
+    logits = find.load_deep_gemm()
+    assert logits.make_schedule("lengths") == (64, 132)
+    got = logits.score("q", "pages", "weights", "lengths", "table", "schedule", 8)
     assert got == (("q", None), "pages", "weights", "lengths", "table", "schedule", 8)
 
 
-def test_a_deepgemm_without_the_function(no_peers, monkeypatch):
+def test_a_deepgemm_without_the_function(no_external, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm_package(get_num_sms=lambda: 1))
     with pytest.raises(ImportError, match="deep_gemm: has no fp8_fp4_paged_mqa_logits"):
         find.load_deep_gemm()
 
 
-def test_a_folder_of_peers(tmp_path, monkeypatch):
+def test_a_folder_of_external_kernels(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
     (tmp_path / "deep_gemm.py").write_text(
@@ -458,7 +459,7 @@ def test_a_folder_of_peers(tmp_path, monkeypatch):
     finally:
         find.load_deep_gemm.cache_clear()
         sys.modules.pop("deep_gemm", None)
-    with pytest.raises(ValueError, match="Invalid folder of peers: expected a folder, got no/such"):
+    with pytest.raises(ValueError, match="of external kernels: expected a folder, got no/such"):
         find.add_folder("no/such")
 
 
@@ -476,7 +477,7 @@ def test_a_library_that_cannot_be_loaded(tmp_path, monkeypatch):
         find.load_flash_mla()
 
 
-def test_a_device_that_peers_have_no_kernels_for(flash_mla, monkeypatch):
+def test_a_device_without_external_kernels(flash_mla, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="Invalid device of 'flashmla': expected compute capabil"):
         limits.check_attention_backend(

@@ -1,6 +1,6 @@
-"""FlashMLA and DeepGEMM themselves, on a GPU: within the bounds, in graphs, on poisoned pools.
+"""The real FlashMLA and DeepGEMM, on a GPU: within the bounds, in graphs, on poisoned pools.
 
-`DSV4_PEERS` names a folder where they, or vLLM's copies, were unpacked to.
+`DSV4_PEERS` names a folder with their unpacked packages, or vLLM's.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from dsv4 import CacheConfig, CapturedForward, KVCacheManager, prepare_forward, 
 from dsv4.kernels.backends import load_backend
 from dsv4.kernels.external import deepgemm, find
 from dsv4.testing import model_projections, model_weights, move_to, poison, take_rows
-from tests.kernels import test_external as peers
+from tests.kernels import test_external as external_tests
 from tests.kernels import test_triton_attention as attention_tests
 from tests.kernels import test_triton_indexer as index_tests
 
@@ -19,7 +19,7 @@ LARGEST_ERROR = 2.0**-7  # of the output's norm: weights and output are rounded 
 
 
 def load(name):
-    """A peer's own kernel; without it the test is skipped, and says why."""
+    """Load the real kernel; skip the test, with the reason, if it is not installed."""
     try:
         return find.load_flash_mla() if name == "flashmla" else find.load_deep_gemm()
     except ImportError as error:
@@ -37,15 +37,19 @@ def deep_gemm():
 
 
 CASES = [
-    *peers.CASES,
-    peers.Case("128 heads", peers.CSA, [500, 3], [501, 4], heads=128),
-    peers.Case("Flash's own list", peers.CSA, [3000], [3001], 64, {"index_topk": 512}),
-    peers.Case("many entries", peers.HCA, [3000, 200, 127], [3001, 201, 128], heads=64),
+    *external_tests.CASES,
+    external_tests.Case("128 heads", external_tests.CSA, [500, 3], [501, 4], heads=128),
+    external_tests.Case(
+        "Flash's own list", external_tests.CSA, [3000], [3001], 64, {"index_topk": 512}
+    ),
+    external_tests.Case(
+        "many entries", external_tests.HCA, [3000, 200, 127], [3001, 201, 128], heads=64
+    ),
 ]
 
 
 def filled(case):
-    """As `Case.filled`, with blocks for longer requests."""
+    """Fill a case as `Case.filled`, with blocks for longer requests."""
     choices = {"index_topk": 64, **case.choices}
     config = CacheConfig.v4_flash(
         compress_ratios=case.ratios, num_query_heads=case.heads, **choices
@@ -59,7 +63,7 @@ def test_flashmla_attends_within_the_bound(case, flash_mla):
     inputs = attention_tests.make_inputs(handle)
     got = attention_tests.run(load_backend("flashmla"), handle, inputs)
     assert got.output.isfinite().all(), "nothing of the poison is read"
-    peers.assert_attended(handle, inputs, got)
+    external_tests.assert_attended(handle, inputs, got)
     ours = attention_tests.run(load_backend("triton"), handle, inputs)
     error = (got.output.float() - ours.output.float()).norm()
     assert error <= LARGEST_ERROR * ours.output.float().norm()
@@ -67,16 +71,16 @@ def test_flashmla_attends_within_the_bound(case, flash_mla):
 
 @pytest.mark.parametrize("sink", [None, -torch.inf, torch.inf, 30.0])
 def test_flashmla_sinks(sink, flash_mla):
-    handle = filled(peers.Case("", peers.CSA, [126], [127]))
+    handle = filled(external_tests.Case("", external_tests.CSA, [126], [127]))
     inputs = attention_tests.make_inputs(handle)
     given = None if sink is None else torch.full_like(inputs.sinks, sink)
     got = attention_tests.run(load_backend("flashmla"), handle, inputs._replace(sinks=given))
     known = torch.full_like(inputs.sinks, -torch.inf) if sink is None else given
-    peers.assert_attended(handle, inputs._replace(sinks=known), got)
+    external_tests.assert_attended(handle, inputs._replace(sinks=known), got)
 
 
 def test_flashmla_padding_is_nothing(flash_mla):
-    handle = filled(peers.Case("", peers.HCA, [127, 5], [128, 6], heads=64))
+    handle = filled(external_tests.Case("", external_tests.HCA, [127, 5], [128, 6], heads=64))
     inputs = attention_tests.make_inputs(handle)
     inputs.query[1] = torch.nan
     got = attention_tests.run(load_backend("flashmla"), handle, inputs)
@@ -85,7 +89,7 @@ def test_flashmla_padding_is_nothing(flash_mla):
 
 
 def test_flashmla_reruns_are_the_same_bits(flash_mla):
-    handle = filled(peers.Case("", peers.HCA, [3000, 200], [3001, 201], heads=64))
+    handle = filled(external_tests.Case("", external_tests.HCA, [3000, 200], [3001, 201], heads=64))
     inputs = attention_tests.make_inputs(handle)
     first = attention_tests.run(load_backend("flashmla"), handle, inputs)
     for _ in range(20):
@@ -94,7 +98,7 @@ def test_flashmla_reruns_are_the_same_bits(flash_mla):
 
 
 INDEX_CASES = [
-    *peers.INDEX_CASES,
+    *external_tests.INDEX_CASES,
     index_tests.Case("40 requests", [260 + 5 * n for n in range(40)],
                      [261 + 5 * n for n in range(40)]),
     index_tests.Case("a longer chunk", [3000], [3200]),
@@ -103,14 +107,16 @@ INDEX_CASES = [
 
 @pytest.mark.parametrize("case", INDEX_CASES, ids=str)
 def test_deepgemm_chooses_the_same_entries(case, deep_gemm):
-    handle = index_tests.filled(peers.flash(index_topk=64, **case.choices), case.before, case.after)
+    handle = index_tests.filled(
+        external_tests.flash(index_topk=64, **case.choices), case.before, case.after
+    )
     query, weights = index_tests.random_query(handle)
     got = index_tests.select(load_backend("deepgemm"), handle, query, weights)
     index_tests.assert_selected(got, handle, query, weights)
 
 
 def test_deepgemm_scores_are_within_the_bound(deep_gemm):
-    handle = index_tests.filled(peers.flash(index_topk=64), [2000, 700], [2001, 701])
+    handle = index_tests.filled(external_tests.flash(index_topk=64), [2000, 700], [2001, 701])
     query, weights = index_tests.random_query(handle)
     scratch = index_tests.prepared(handle, query, weights)
     max_entries = handle.plan.max_entries(4)
@@ -127,7 +133,7 @@ def test_deepgemm_scores_are_within_the_bound(deep_gemm):
 
 
 def served(config, *, backends: dict[str, str], lengths: list[int]):
-    """A manager with requests of these lengths, their last tokens still to come."""
+    """Make a manager with requests of these lengths, without their last tokens."""
     manager = KVCacheManager(
         config, max_requests=4, num_blocks=32, device="cuda", max_forward_tokens=4096,
         **backends,
@@ -143,7 +149,7 @@ def served(config, *, backends: dict[str, str], lengths: list[int]):
 
 
 def test_both_in_a_captured_forward(flash_mla, deep_gemm):
-    """A replay gives what our own kernels give for the entries that DeepGEMM's scores choose."""
+    """A replay attends the entries chosen by DeepGEMM's scores, as our own kernels do."""
     config = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), index_format="fp8", index_topk=64)
     lengths = [400, 1000, 3]
     backends = {"attention_backend": "flashmla", "index_backend": "deepgemm"}

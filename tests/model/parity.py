@@ -1,4 +1,4 @@
-"""The check that cached attention equals transformers', shared by the tests that rely on it."""
+"""`CachedRun`: checks that cached attention equals transformers'."""
 
 from collections.abc import Iterable
 
@@ -70,7 +70,7 @@ class CachedRun:
         self.manager.check_integrity()
 
     def check(self) -> None:
-        """Every output of every layer equals transformers'."""
+        """Check that every output of every layer equals transformers'."""
         for sequence, layers in enumerate(self.recorded):
             for layer_idx, layer in enumerate(layers):
                 output = torch.cat(self.outputs[sequence][layer_idx])
@@ -88,7 +88,7 @@ class CachedRun:
 
 
 def _check_selection(scores: Tensor, chosen: Tensor, ratio: int) -> Tensor:
-    """Which tokens stand at a tie; all others must have the model's own choice.
+    """Find the tokens at a tie; check that all others chose the model's entries.
 
     Where the scores on both sides of the cut are closer than `TIE`, the chosen scores must be
     as good as the best ones.
@@ -112,7 +112,7 @@ def _check_selection(scores: Tensor, chosen: Tensor, ratio: int) -> Tensor:
 
 
 def chunked(sequence: int, num_tokens: int, size: int) -> list[Step]:
-    """One sequence in chunks of `size`."""
+    """Split one sequence into chunks of `size`."""
     return [
         [(sequence, start, min(start + size, num_tokens))] for start in range(0, num_tokens, size)
     ]

@@ -1,5 +1,6 @@
 """Cached attention equals transformers' for all layer types, however the tokens arrive."""
 
+import copy
 import random
 
 import pytest
@@ -125,6 +126,45 @@ def test_padding_rows_touch_nothing_and_give_zero(model, recorded):
         assert (output[:3] == 0).all() and (output[-1] == 0).all()
         assert (output[3:143] - expected[:140]).abs().max() <= 5e-6 * expected.abs().max()
     assert all(not torch.isnan(storage.view(torch.float32)).any() for storage in storages)
+
+
+class Int8Linear(torch.nn.Module):
+    """A quantised linear: int8 weights with one scale a row."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features = linear.in_features
+        self.scale = linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+        self.weight = (linear.weight.detach() / self.scale).round().to(torch.int8)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight * self.scale)
+
+
+def quantise(module) -> None:
+    """Replace all linears but the grouped one."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear:
+                setattr(parent, name, Int8Linear(child))
+
+
+@pytest.mark.parametrize("layer_idx", [0, 1, 2], ids=["SWA", "CSA", "HCA"])
+def test_quantised_linears(model, recorded, layer_idx):
+    attention = copy.deepcopy(model.model.layers[layer_idx].self_attn)
+    quantise(attention)
+    plain = copy.deepcopy(model.model.layers[layer_idx].self_attn)
+    for name, module in attention.named_modules():
+        if isinstance(module, Int8Linear):
+            plain.get_submodule(name).weight.data = module.weight * module.scale
+    config, outputs = exact_config(model), []
+    for source in (attention, plain):
+        manager = KVCacheManager(config, max_requests=1, num_blocks=4)
+        block = AttentionSubBlock.from_hf(source, config, layer_idx)
+        plan = prepare_forward(manager, [manager.open_request()], [0], [150])
+        hidden = recorded[0][layer_idx].hidden[:150]
+        outputs.append(block(hidden, manager.acquire(layer_idx, plan)))
+    assert torch.equal(*outputs)
 
 
 def test_refusals(model):

@@ -65,7 +65,7 @@ class Layer:
 
 
 def run_cached(attention, config: CacheConfig, hidden: Tensor, chosen: Tensor | None) -> Tensor:
-    """A prompt as a chunk, then token by token."""
+    """Run a prompt as a chunk, then token by token."""
     manager = KVCacheManager(config, max_requests=1, num_blocks=4, device=hidden.device)
     poison(manager)
     slot, block = manager.open_request(), AttentionSubBlock.from_hf(attention, config, 0)
@@ -79,7 +79,7 @@ def run_cached(attention, config: CacheConfig, hidden: Tensor, chosen: Tensor | 
 
 
 def ascending(chosen: Tensor) -> Tensor:
-    """Entries in the order of a `Selection`: ascending, then -1."""
+    """Order entries as a `Selection` does: ascending, then -1."""
     last = torch.iinfo(chosen.dtype).max
     ordered = torch.where(chosen < 0, last, chosen).sort(dim=1).values
     return torch.where(ordered == last, -1, ordered)

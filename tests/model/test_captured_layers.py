@@ -1,4 +1,4 @@
-"""Whole attention layers inside a captured step give what they give one by one."""
+"""Whole attention layers give the same in a captured step as one by one."""
 
 import pytest
 import torch

@@ -49,7 +49,7 @@ SWAP = (
 
 
 def run_on_terminal(*arguments: str, **environment: str) -> str:
-    """What a Python command shows on a terminal that is its stdin, stdout and stderr."""
+    """Run a Python command on a terminal; return its output."""
     ours, theirs = pty.openpty()
     names = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"}
     for name in ("NO_COLOR", "FORCE_COLOR"):

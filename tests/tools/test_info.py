@@ -1,4 +1,4 @@
-"""`dsv4 info`: what is here and why the rest is not."""
+"""`dsv4 info`: versions, devices, backends, and why some are missing."""
 
 import json
 import sys
@@ -61,8 +61,8 @@ def test_a_package_that_is_not_there():
 
 
 @pytest.fixture
-def peers(monkeypatch, tmp_path):
-    """A folder of peers, with what an earlier test loaded forgotten."""
+def folder(monkeypatch, tmp_path):
+    """Make a folder for external kernels, and forget loaded ones."""
     for name in ("flash_mla", "deep_gemm"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -73,19 +73,19 @@ def peers(monkeypatch, tmp_path):
     find.load_deep_gemm.cache_clear()
 
 
-def test_peers(peers):
-    (peers / "flash_mla.py").write_text(
+def test_external_kernels(folder):
+    (folder / "flash_mla.py").write_text(
         "def has_legacy(): return True\ndef flash_mla_with_kvcache(extra_k_cache): pass"
     )
-    (peers / "deep_gemm.py").write_text("raise OSError('libcudart.so: not found\\nat all')")
+    (folder / "deep_gemm.py").write_text("raise OSError('libcudart.so: not found\\nat all')")
     states = info.collect_info()["peers"]
     assert states["flashmla"] == {"available": True, "problem": None}
     assert "deep_gemm: OSError: libcudart.so: not found;" in states["deepgemm"]["problem"]
     assert [*states] == ["flashmla", "deepgemm", "sglang"]
 
 
-def test_a_peer_that_needs_another_package(peers):
-    (peers / "deep_gemm.py").write_text("import no_such_package_of_ours")
+def test_an_external_kernel_that_needs_another_package(folder):
+    (folder / "deep_gemm.py").write_text("import no_such_package_of_ours")
     problem = info.collect_info()["peers"]["deepgemm"]["problem"]
     assert "deep_gemm: needs no_such_package_of_ours;" in problem
     assert "pip install 'dsv4[deepgemm]'" in problem
@@ -101,10 +101,10 @@ def test_sglang_is_listed(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_peer_without_a_gpu(peers):
+def test_an_external_kernel_without_a_gpu(folder):
     from triton import knobs
 
-    (peers / "deep_gemm.py").write_text(
+    (folder / "deep_gemm.py").write_text(
         "fp8_fp4_paged_mqa_logits = get_paged_mqa_logits_metadata = get_num_sms = len"
     )
     with knobs.runtime.scope():

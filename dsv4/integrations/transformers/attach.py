@@ -1,8 +1,8 @@
-"""`attach` and `detach`: a model of transformers learns to use a `PagedCache`.
+"""`attach` and `detach`: make a transformers model use a `PagedCache`.
 
-Three of its methods are shadowed on the instances: `generate`, the base model's `forward` and the
-attention modules' `forward`. Each of them runs the class's own unless `past_key_values` is a
-`PagedCache`, and `detach` takes them off again.
+`attach` replaces three methods on the instances: `generate`, the base model's `forward` and the
+attention modules' `forward`. Each calls the class's method unless `past_key_values` is a
+`PagedCache`. `detach` removes them.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ except ImportError as error:
 BASE_INPUTS = (
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache",
 )  # fmt: skip
-NO_MASK = {"sliding_attention": None}  # a dict is taken as it is, so that no 4D mask is built
+NO_MASK = {"sliding_attention": None}  # transformers builds no 4D mask if it gets a dict
 
 
 def attach(
@@ -49,23 +49,23 @@ def attach(
     cuda_graphs: bool = False,
     **choices: Any,
 ) -> PagedCache:
-    """Make a cache for a model, to be handed to it as `past_key_values`.
+    """Make a cache for a model; pass it to the model as `past_key_values`.
 
-    The model's weights stay as they are, and so does what it does with any other cache or none.
-    A model can have several caches; each owns its memory.
+    The model's weights do not change, nor does its behaviour with another cache or none. A model
+    can have several caches; each owns its memory.
 
     Args:
         model: A `DeepseekV4ForCausalLM` on one device, in fp32 or bf16.
         max_requests: The most rows of a batch; beams and `num_return_sequences` count.
-        max_tokens: Tokens of each row, prompt and new ones; there is room for all rows. Or
+        max_tokens: The most tokens of a row, prompt included; every row has room for them. Or
         num_blocks: Blocks of `block_tokens` tokens, shared by the rows.
         kv_format, index_format: Row formats, see `dsv4.formats`.
         drafts_per_step: The most tokens that assisted decoding may reject in one step.
-        max_forward_tokens: A forward of more tokens is run in parts, column by column.
+        max_forward_tokens: Longer forwards run in spans of columns.
         backend, batch_invariant: See `KVCacheManager`.
         cuda_graphs: Capture the attention modules of decode steps at the first step of a batch
-            size, and replay them from then on. The weights, and the modules inside of attention,
-            must stay as they are at the capture; attach again after a change.
+            size, and replay them from then on. After a change of the weights, or of modules
+            inside of attention, attach again.
         **choices: Any other choice of `CacheConfig`, such as `block_tokens`.
     """
     _check_model(model)
@@ -97,7 +97,7 @@ def attach(
 
 
 def detach(model: Any) -> None:
-    """Make the model as it was before `attach`. Its caches can only be closed."""
+    """Restore the model's methods. Its caches can only be closed from then on."""
     routes = _routes(model) if isinstance(model, DeepseekV4ForCausalLM) else []
     if not routes or not all(_is_routed(*route) for route in routes):
         raise ValueError("Invalid model: expected one that attach was called with")
@@ -139,7 +139,7 @@ def _num_blocks(
 
 
 def _routes(model: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """What is shadowed: module, name of the method, and what stands in for it."""
+    """List the replaced methods: module, name of the method, and replacement."""
     return [
         (model, "generate", _generate),
         (model.model, "forward", _forward_model),
@@ -161,7 +161,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_text(cache: PagedCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a text that is no longer than what the cache holds: it is not its continuation."""
+    """Refuse a text that has no new columns after those in the cache."""
     past = cache.get_seq_length()
     given = (kwargs.get("attention_mask"), *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
     lengths = [tensor.shape[1] for tensor in given if isinstance(tensor, torch.Tensor)]
@@ -174,7 +174,7 @@ def _check_text(cache: PagedCache, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @contextmanager
 def _stateless(model: Any) -> Iterator[None]:
-    """The class says that it cannot be rolled back, so `generate` would refuse to."""
+    """Let `generate` roll the cache back; the class declares that it cannot be."""
     model._is_stateful = False
     try:
         yield
@@ -222,7 +222,7 @@ def _check_inputs(model: Any, cache: PagedCache, inputs: dict[str, Any]) -> None
 
 
 def _run_spans(model: Any, cache: PagedCache, inputs: dict[str, Any]) -> Any:
-    """The model over all columns, as many at a time as one forward of the cache can take."""
+    """Run the model over all columns, as many at a time as one forward of the cache takes."""
     names = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
     batch, num_columns = inputs[names[0]].shape[:2]
     if not num_columns:
@@ -233,11 +233,11 @@ def _run_spans(model: Any, cache: PagedCache, inputs: dict[str, Any]) -> Any:
     _check_recorded(model, inputs, num_spans=len(spans))
     outputs = []
     for start, stop in spans:
-        part = {**inputs, **{name: inputs[name][:, start:stop] for name in names}}
-        is_token_here = None if is_token is None else is_token[:, start:stop]
-        with cache.forward(batch, stop - start, is_token_here):
-            outputs.append(type(model).forward(model, **part, attention_mask=NO_MASK))
-    return outputs[0] if len(spans) == 1 else _joined(outputs)
+        span = {**inputs, **{name: inputs[name][:, start:stop] for name in names}}
+        is_span_token = None if is_token is None else is_token[:, start:stop]
+        with cache.forward(batch, stop - start, is_span_token):
+            outputs.append(type(model).forward(model, **span, attention_mask=NO_MASK))
+    return outputs[0] if len(spans) == 1 else _join(outputs)
 
 
 def _check_recorded(model: Any, inputs: dict[str, Any], *, num_spans: int) -> None:
@@ -249,8 +249,8 @@ def _check_recorded(model: Any, inputs: dict[str, Any], *, num_spans: int) -> No
             )
 
 
-def _joined(outputs: list[Any]) -> Any:
-    """The outputs of the parts as those of one forward."""
+def _join(outputs: list[Any]) -> Any:
+    """Join the outputs of all spans to those of one forward."""
     joined = outputs[-1]
     hidden = torch.cat([output[0] for output in outputs], dim=1)
     if isinstance(joined, tuple):

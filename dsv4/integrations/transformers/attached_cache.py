@@ -1,7 +1,7 @@
-"""`AttachedCache`: what of transformers' `Cache` does not depend on what is cached.
+"""`AttachedCache`: the methods of transformers' `Cache` that do not depend on the content.
 
-Methods for other kinds of caches refuse with a reason; nothing is left to transformers' own, which
-would look for layers that this cache does not have.
+Methods for other kinds of caches refuse with a reason. None is inherited, since transformers'
+methods expect layers that this cache does not have.
 """
 
 from typing import Any, NoReturn
@@ -10,23 +10,23 @@ from transformers import Cache
 
 
 class AttachedCache(Cache):
-    """A `Cache` without layers: attached models write it, and `crop` works at any time.
+    """A `Cache` without layers, written by attached models alone.
 
     Attributes:
-        drafts_per_step: The most tokens that `crop` can take back.
+        drafts_per_step: The most tokens that `crop` can remove.
     """
 
     drafts_per_step: int
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: `crop` works at any time."""
+        """Do nothing: `crop` works at any time."""
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether `crop` can take back tokens."""
+        """Return whether `crop` can remove tokens."""
         return self.drafts_per_step > 0
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: all memory is there from the start."""
+        """Do nothing: all memory is allocated from the start."""
 
     @property
     def is_compileable(self) -> bool:
@@ -60,34 +60,16 @@ class AttachedCache(Cache):
             "the cache that it returns with that model"
         )
 
-    def update_indexer(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.update()
+    update_indexer = update
 
-    def get_conv_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _no_linear_attention()
+    def _refuse_linear_attention(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError("DeepSeek-V4 has no linear attention: there are no such states")
 
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _no_linear_attention()
+    get_conv_state = update_conv_state = _refuse_linear_attention
+    get_recurrent_state = update_recurrent_state = _refuse_linear_attention
+    has_previous_state = _refuse_linear_attention
 
-    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _no_linear_attention()
+    def _refuse_offloading(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError("A PagedCache is not offloaded: its pools stay on the model's device")
 
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _no_linear_attention()
-
-    def has_previous_state(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _no_linear_attention()
-
-    def offload(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _no_offloading()
-
-    def prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _no_offloading()
-
-
-def _no_linear_attention() -> ValueError:
-    return ValueError("DeepSeek-V4 has no linear attention: there are no such states")
-
-
-def _no_offloading() -> RuntimeError:
-    return RuntimeError("A PagedCache is not offloaded: its pools stay on the model's device")
+    offload = prefetch = _refuse_offloading

@@ -1,7 +1,7 @@
 """`PagedCache`: this cache as the `past_key_values` of a transformers model.
 
-It turns what transformers hands over, padded batches and beam indices, into ragged forwards, forks
-and rollbacks of a `KVCacheManager` of its own.
+It translates padded batches to ragged forwards of a `KVCacheManager`, beam indices to forks, and
+`crop` to rollbacks.
 """
 
 import sys
@@ -36,14 +36,14 @@ from dsv4.model.attention import Rotation, attend, learned_weights, rotation_at
 
 @dataclass(frozen=True)
 class PaddedForward:
-    """One forward of the model: its plan, and where the plan's tokens stand in the batch.
+    """One forward of the model: its plan, and the places of its tokens in the batch.
 
     Attributes:
         shape: Rows and columns of the padded batch.
         token_index: `[num_tokens]`, flat indices of the tokens among rows × columns; None if
             there is no padding.
         rotations: cos + i sin at each token, by the layer's RoPE base.
-        captured: The modules as graphs, or None where they are run one launch after the other.
+        captured: Graphs of the modules; None if they run launch by launch.
     """
 
     plan: ForwardPlan
@@ -54,14 +54,13 @@ class PaddedForward:
 
 
 class PagedCache(AttachedCache):
-    """The cache that `attach` makes: hand it to the model as `past_key_values`.
+    """The cache that `attach` makes; pass it to the model as `past_key_values`.
 
-    A row of the batch is a request of `manager`. Its blocks are held until `reset`, `close`, the
-    end of a `with`, or until the cache is garbage; nothing else refers to it, and it refers to
-    its model weakly.
+    A row of the batch is a request of `manager`. `reset`, `close`, the end of a `with`, or garbage
+    collection frees its blocks. The cache refers to its model weakly.
 
     Attributes:
-        drafts_per_step: The most tokens that `crop` can take back.
+        drafts_per_step: The most tokens that `crop` can remove.
     """
 
     def __init__(self, model: Any, manager: KVCacheManager, *, cuda_graphs: bool = False) -> None:
@@ -80,7 +79,7 @@ class PagedCache(AttachedCache):
 
     @property
     def manager(self) -> KVCacheManager:
-        """The requests, blocks and pools of this cache."""
+        """The manager of this cache's requests, blocks and pools."""
         if self._manager is None:
             raise RuntimeError("This cache is closed; attach the model again for a new one")
         return self._manager
@@ -92,7 +91,7 @@ class PagedCache(AttachedCache):
         return lengths
 
     def memory(self) -> dict[str, ComponentBytes]:
-        """Bytes by component, see `KVCacheManager.memory`."""
+        """Return the bytes by component, see `KVCacheManager.memory`."""
         return self.manager.memory()
 
     def read_inputs(
@@ -102,17 +101,17 @@ class PagedCache(AttachedCache):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
     ) -> BoolArray | None:
-        """Check what a forward of the model is given, before anything is begun.
+        """Check the inputs of a forward before it changes anything.
 
         Args:
             batch, num_columns: The shape of the new tokens, padding included.
             attention_mask: `[batch, columns so far + num_columns]`, 0 for padding; None if the
                 new columns have none.
-            position_ids: Checked where there is more than one column, never used: positions are
-                the cache's own.
+            position_ids: Checked if there is more than one column, but not used: the cache
+                counts positions itself.
 
         Returns:
-            `[batch, num_columns]`, which columns hold tokens, or None if all do.
+            `[batch, num_columns]`, True for tokens, or None if all columns hold tokens.
         """
         self._check_batch(batch)
         is_token = read_mask(attention_mask, self._columns, batch=batch, num_columns=num_columns)
@@ -126,9 +125,9 @@ class PagedCache(AttachedCache):
     def split_columns(
         self, batch: int, num_columns: int, is_token: BoolArray | None
     ) -> list[tuple[int, int]]:
-        """Spans of columns, each small enough for one forward of the manager.
+        """Split columns into spans, each small enough for one forward of the manager.
 
-        If there are several, the last one must fit too: nothing is begun that cannot be finished.
+        Several spans must all fit, so that no forward starts that cannot be finished.
         """
         limit = self.manager.capacity.max_forward_tokens // max(batch, 1)
         starts = range(0, num_columns, limit)
@@ -152,11 +151,11 @@ class PagedCache(AttachedCache):
     def forward(
         self, batch: int, num_columns: int, is_token: BoolArray | None
     ) -> Iterator[ForwardPlan]:
-        """Everything between is one forward of the model over so many rows and columns.
+        """Enclose one forward of the model.
 
         Args:
             batch, num_columns: The shape of the new tokens, padding included.
-            is_token: `[batch, num_columns]`, which of them are; None if all are.
+            is_token: `[batch, num_columns]`, True for tokens; None if there is no padding.
 
         Yields:
             The forward's plan.
@@ -168,9 +167,9 @@ class PagedCache(AttachedCache):
             self._forward = None
 
     def attend(self, layer_idx: int, module: Any, hidden: Tensor) -> Tensor:
-        """What one attention module gives for `hidden` `[batch, num_columns, hidden_size]`.
+        """Run one attention module on `hidden` `[batch, num_columns, hidden_size]`.
 
-        Rows of padding are 0.
+        Outputs of padding are 0.
         """
         forward = self._forward
         if forward is None or tuple(hidden.shape[:2]) != forward.shape:
@@ -194,7 +193,7 @@ class PagedCache(AttachedCache):
     def _attend(
         self, layer_idx: int, module: Any, tokens: Tensor, forward: PaddedForward
     ) -> Tensor:
-        """The same for rows and columns in one axis, launch by launch."""
+        """Run one module launch by launch, on rows and columns in one axis."""
         num_padded, index = len(tokens), forward.token_index
         if self._hidden_like is None:
             self._hidden_like = torch.empty_like(tokens[:0])
@@ -208,7 +207,7 @@ class PagedCache(AttachedCache):
         return output.new_zeros(num_padded, output.shape[1]).index_copy_(0, index, output)
 
     def check_owner(self, model: Any) -> None:
-        """Refuse a model that this cache was not made for: its rows are of other weights."""
+        """Refuse a model that this cache was not made for."""
         if self._owner() is not model:
             raise ValueError(
                 "Invalid past_key_values: expected a cache attached to this model, "
@@ -217,7 +216,7 @@ class PagedCache(AttachedCache):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Between, forwards are `generate`'s, which takes the logits of the last column."""
+        """Mark forwards as `generate`'s, which reads the logits of the last column."""
         self._is_generating = True
         try:
             yield
@@ -225,13 +224,13 @@ class PagedCache(AttachedCache):
             self._is_generating = False
 
     def _lengths(self, batch: int) -> NDArray[np.int64]:
-        """`[batch]`, tokens of each row; 0 before the first forward."""
+        """Return the tokens of each row, `[batch]`; 0 before the first forward."""
         if not self._slots:
             return np.zeros(batch, dtype=np.int64)
         return self.manager.lengths[self._slots]
 
     def _start(self, batch: int, num_columns: int, is_token: BoolArray | None) -> PaddedForward:
-        """Plan the forward; if that is refused, nothing has changed."""
+        """Plan the forward; a refusal changes nothing."""
         manager, is_new, before = self.manager, not self._slots, self._lengths(batch)
         after = before + _counts(is_token, num_columns)
         captured = None
@@ -260,9 +259,9 @@ class PagedCache(AttachedCache):
         return {base: rotation_at(table, positions) for base, table in tables.items()}
 
     def _capture(self, batch: int, longest: int) -> CapturedAttention | None:
-        """The graphs for a decode step; None before the first forward, or after a torn one.
+        """Return the graphs of a decode step; None before the first forward or after a torn one.
 
-        A batch keeps those of the longest text it has had.
+        Each batch size keeps the graphs of its longest text.
         """
         manager, model, hidden = self.manager, self._owner(), self._hidden_like
         captured = self._captured.get(batch)
@@ -299,25 +298,25 @@ class PagedCache(AttachedCache):
             raise OutOfBlocksError(f"Out of blocks: {needed} needed, {num_free} free")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns so far, padding included, as transformers counts."""
+        """Return the number of columns, padding included, as transformers counts."""
         return self._columns.count
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The most tokens of a row."""
+        """Return the most tokens of a row."""
         return self.manager.capacity.max_request_tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of a mask over all columns; this cache needs none."""
+        """Return length and offset of a mask over all columns; this cache needs no mask."""
         return self._columns.count + query_length, 0
 
     def reset(self) -> None:
-        """Forget all rows and give their blocks back; the cache is as good as new."""
+        """Free all rows and their blocks; the cache can be used again."""
         manager, slots = self.manager, self._slots
         self._slots, self._columns, self._forward = [], Columns(0), None
         _free(manager, slots)
 
     def close(self) -> None:
-        """Give up the memory; the cache cannot be used any more."""
+        """Free the memory; the cache cannot be used again."""
         if self._manager is not None:
             self.reset()
             self._manager, self._weights = None, ()
@@ -334,11 +333,11 @@ class PagedCache(AttachedCache):
         self.close()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last columns: `crop(-n)` removes n of them, `crop(0)` none.
+        """Remove the last columns: `crop(-n)` removes n of them, `crop(0)` none.
 
         Raises:
-            ValueError: A row would lose more than `drafts_per_step` tokens below the longest
-                it has been, and not all. Nothing was changed.
+            ValueError: A row would be cut, but not to nothing, by more than `drafts_per_step`
+                tokens below its greatest length. Nothing was changed.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -373,15 +372,15 @@ class PagedCache(AttachedCache):
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on from row `beam_idx[i]`; copies take the slots of rows not named."""
+        """Continue row i from row `beam_idx[i]`; unused rows are freed for the copies."""
         self._select_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, one after the other."""
+        """Repeat each row `repeats` times, one after the other."""
         self._select_rows([row for row in range(len(self._slots)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """The batch becomes these rows: indices, or a mask."""
+        """Keep the rows of the batch that indices, or a mask, select."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         self._select_rows(indices.tolist())
@@ -407,7 +406,7 @@ class PagedCache(AttachedCache):
         self._columns.select(rows)
 
     def _check_copies(self, copied: list[int], dropped: list[int]) -> None:
-        """Refuse forks that there are no blocks for, before any row is dropped."""
+        """Refuse forks without enough blocks, before any row is dropped."""
         manager = self.manager
         full = manager.lengths[copied] // manager.config.block_tokens
         needed = int(np.maximum(manager.num_slot_blocks[copied] - full, 0).sum())
@@ -419,7 +418,7 @@ class PagedCache(AttachedCache):
 
     @property
     def batch_size(self) -> int:
-        """Rows, or -1 before the first forward."""
+        """Number of rows, or -1 before the first forward."""
         return len(self._slots) or -1
 
     def __len__(self) -> int:
@@ -431,10 +430,10 @@ class PagedCache(AttachedCache):
 
 
 def _counts(is_token: BoolArray | None, num_columns: int) -> NDArray[np.int64] | int:
-    """Tokens that each row gets."""
+    """Return the number of new tokens of each row."""
     return num_columns if is_token is None else is_token.sum(axis=1)
 
 
 def _free(manager: KVCacheManager, slots: list[int]) -> None:
-    for slot in reversed(slots):  # so that they are given out again in the same order
+    for slot in reversed(slots):  # the next batch then gets them in the same order
         manager.free_request(slot)

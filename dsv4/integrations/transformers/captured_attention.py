@@ -1,7 +1,7 @@
-"""The attention modules of a decode step as CUDA graphs, one a module.
+"""`CapturedAttention`: the attention modules of a decode step as CUDA graphs, one per module.
 
-A replay takes the host a few microseconds where the module's own launches take hundreds. Weights
-are read where they were at the capture; hooks of the modules inside run at the capture alone.
+A replay costs the host a few microseconds; the module's launches cost hundreds. Replays read the
+weights at their addresses during capture. Hooks of inner modules run at capture alone.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from dsv4.formats import next_power_of_two
 from dsv4.kernels.contracts import LayerWeights
 from dsv4.model.attention import attend, rotation_at
 
-SHORTEST = 1024  # tokens that every capture has room for
+SHORTEST = 1024  # tokens: every capture has room for at least these
 
 
 class CapturedAttention:
     """All attention modules for decode steps of one batch size.
 
     Args:
-        manager: The cache's, between two forwards.
-        modules: The model's attention modules; only used here.
-        weights: What `learned_weights` gave for each.
+        manager: The cache's manager, between two forwards.
+        modules: The model's attention modules; not kept.
+        weights: The `learned_weights` of each module.
         batch: Rows of a step.
-        hidden: A tensor as the modules get them: the last axis and the dtype count.
-        longest: Tokens of the longest row after the next step. The capture has room for more, so
-            that a text that grows is captured again only where its length passes a power of two.
+        hidden: Hidden states with the modules' last axis and dtype.
+        longest: Tokens of the longest row after the next step. The capture has room for more; a
+            growing text is captured again only when its length passes a power of two.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class CapturedAttention:
         )  # fmt: skip
 
     def fits(self, batch: int, longest: int) -> bool:
-        """Whether a step of so many rows, the longest of that length, can be replayed."""
+        """Return whether a step of `batch` rows of at most `longest` tokens can be replayed."""
         return self._layers.fits(batch, longest)
 
     def attend(self, layer_idx: int, hidden: Tensor, plan: ForwardPlan) -> Tensor:
-        """A module's output for `hidden` `[batch, hidden_size]`; a tensor of its own."""
+        """Replay a module for `hidden` `[batch, hidden_size]`; return a copy of its output."""
         self._hidden.copy_(hidden)
         output: Tensor = self._layers.replay(layer_idx, plan)
         return output.clone()

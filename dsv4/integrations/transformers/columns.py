@@ -1,4 +1,4 @@
-"""`Columns`: which columns of a padded batch hold tokens. Knows no tensor."""
+"""`Columns`: which columns of a padded batch hold tokens, on the host."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,10 +7,10 @@ BoolArray = NDArray[np.bool_]
 
 
 class Columns:
-    """The columns that a padded batch has had so far.
+    """The columns of a padded batch so far.
 
-    transformers counts columns, of tokens and of padding alike; a request counts its tokens. What
-    is kept reaches to the last column with padding, so steps without any cost nothing.
+    transformers counts columns of tokens and of padding; a request counts tokens alone. The mask
+    ends at the last column with padding, so steps without padding cost nothing.
     """
 
     def __init__(self, batch: int) -> None:
@@ -24,7 +24,7 @@ class Columns:
         self.count += num_columns
 
     def read(self, start: int, stop: int) -> BoolArray:
-        """`[batch, stop - start]`, a copy."""
+        """Copy the mask of columns, `[batch, stop - start]`."""
         is_token: BoolArray = np.ones((len(self._is_token), stop - start), dtype=np.bool_)
         kept = self._is_token[:, start:stop]
         is_token[:, : kept.shape[1]] = kept
@@ -36,5 +36,5 @@ class Columns:
         self._is_token = self._is_token[:, : self.count]
 
     def select(self, rows: list[int]) -> None:
-        """Make the batch these of its rows, in this order."""
+        """Keep these rows of the batch, in this order."""
         self._is_token = self._is_token[rows]

@@ -1,6 +1,6 @@
-"""Padded batches as transformers hands them over: masks and positions, read and checked.
+"""Read and check the masks and positions of padded batches.
 
-Nothing here knows the cache's requests; it is given their lengths and columns.
+The functions know lengths and columns alone, not the cache's requests.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from dsv4.integrations.transformers.columns import BoolArray, Columns
 def read_mask(
     attention_mask: Any, columns: Columns, *, batch: int, num_columns: int
 ) -> BoolArray | None:
-    """Which of the new columns hold tokens.
+    """Find the new columns that hold tokens.
 
     Args:
         attention_mask: `[batch, columns so far + num_columns]`, 0 for padding, or None.
-        columns: Those that the cache holds.
+        columns: The cached columns.
 
     Returns:
         `[batch, num_columns]`, or None if every new column holds a token.
@@ -35,7 +35,7 @@ def read_mask(
             f"Invalid attention_mask: expected a tensor {expected}, one column for each of "
             f"the cache's {columns.count} and each new one, got {got}"
         )
-    if num_columns == 1:  # one step of decoding: the rest was checked when it was new
+    if num_columns == 1:  # a decode step; the earlier columns were checked when they were new
         attention_mask = attention_mask[:, -1:]
     mask: BoolArray = (attention_mask != 0).cpu().numpy()
     past, is_token = np.split(mask, [mask.shape[1] - num_columns], axis=1)
@@ -48,11 +48,11 @@ def read_mask(
 
 
 def check_last_column(is_token: BoolArray | None, lengths: NDArray[np.int64]) -> None:
-    """Refuse right padding for `generate`, which takes the logits of the last column.
+    """Refuse right padding in `generate`, which reads the logits of the last column.
 
     Args:
         is_token: The new columns, as `read_mask` gave them.
-        lengths: `[batch]`, tokens that the rows have already.
+        lengths: `[batch]`, cached tokens of each row.
     """
     if is_token is None or not is_token.shape[1]:
         return
@@ -72,7 +72,7 @@ def check_positions(
     *,
     num_columns: int,
 ) -> None:
-    """Refuse positions that are not those of the rows' next tokens."""
+    """Refuse positions that do not continue the rows."""
     if position_ids is None:
         return
     if is_token is None:
@@ -90,7 +90,7 @@ def check_positions(
 
 
 def token_index(is_token: BoolArray | None, device: torch.device) -> Tensor | None:
-    """Flat indices of the tokens among rows × columns; None if there is no padding."""
+    """Return the flat indices of tokens among rows × columns; None without padding."""
     if is_token is None:
         return None
     return torch.from_numpy(np.flatnonzero(is_token)).to(device)

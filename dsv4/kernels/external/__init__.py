@@ -1,1 +1,1 @@
-"""FlashMLA and DeepGEMM on the same pools."""
+"""External kernels as backends: FlashMLA and DeepGEMM on our pools."""

@@ -1,10 +1,9 @@
-"""Index by DeepGEMM: its paged logits score our `fp8` keys where they lie.
+"""Index by DeepGEMM: its paged logits score our `fp8` keys in place.
 
-Queries are made ready, and entries chosen, by our own kernels. DeepGEMM compiles a kernel for
-every 32 tokens more that it is given at once, so their number is rounded up to a power of two. A
-token that needs no scores has one entry scored, since DeepGEMM was not always safe with none. The
-scores come from PyTorch's allocator and are no part of the memory plan; they are as many as the
-workspace of the index holds, at most.
+Our own kernels prepare the queries and choose the entries. DeepGEMM compiles one kernel for every
+32 tokens of a call, so the number of tokens is rounded up to a power of two. A token that needs no
+scores still gets one entry scored, since some releases of DeepGEMM fail on none. PyTorch's
+allocator holds the scores, outside the memory plan: at most as many as the index workspace holds.
 """
 
 from typing import NamedTuple
@@ -16,17 +15,18 @@ from torch import Tensor
 
 from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.external.find import PAGE_KEYS, PagedLogits, load_deep_gemm
+from dsv4.kernels.external.pages import as_pages
 from dsv4.kernels.index_scratch import IndexScratch
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton import indexer
 from dsv4.kernels.triton.topk import choose_best, visible_entries
 
-COMPILED_TOKENS = 32  # up to so many are one kernel
+COMPILED_TOKENS = 32  # calls of up to this many tokens share a kernel
 TABLE_TILE = 128
 
 
 class ScoreInputs(NamedTuple):
-    """What DeepGEMM is given, one token a row.
+    """Inputs of DeepGEMM's scores, one token a row.
 
     query is `[num_tokens, 1, heads, 128]` E4M3, pages `[num_blocks, 64, 1, 132]` uint8, weights
     `[num_tokens, heads]` fp32, lengths `[num_tokens, 1]` and block_table `[num_tokens, columns]`
@@ -51,7 +51,7 @@ def _table_kernel(
     request_ids_ptr, request_slots_ptr, block_table_ptr, table_stride,
     RATIO: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A token's number of entries to score, and TILE of the blocks that they lie in."""
+    """Store a token's number of entries to score, and TILE of the blocks that hold them."""
     line = tl.program_id(0).to(tl.int64)
     token = first_token + tl.minimum(tl.program_id(0), num_tokens - 1)
     slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
@@ -101,23 +101,23 @@ def select_entries(
 
 
 def index_scratch(query: Tensor, memory: LayerMemory, *, max_entries: int) -> IndexScratch:
-    """The layer's workspace, with room for the tokens that a call is rounded up to."""
+    """Cut the layer's workspace, with room for the rounded-up number of tokens."""
     num_tokens = padded_tokens(len(query))
     return indexer.index_scratch(query, memory, max_entries=max_entries, num_tokens=num_tokens)
 
 
 def padded_tokens(num_tokens: int) -> int:
-    """What a number of tokens is rounded up to."""
+    """Round a number of tokens up to one that DeepGEMM has a kernel for."""
     return num_tokens if num_tokens <= COMPILED_TOKENS else 1 << (num_tokens - 1).bit_length()
 
 
 def tokens_at_once(num_rows: int) -> int:
-    """Tokens of one call where the workspace holds num_rows: all, or a power of two."""
+    """Count the tokens of one call if the workspace holds num_rows: all, or a power of two."""
     return num_rows if num_rows <= COMPILED_TOKENS else 1 << (num_rows.bit_length() - 1)
 
 
 def call_sizes(num_rows: int) -> list[int]:
-    """Tokens that calls are rounded up to, each a kernel that DeepGEMM compiles."""
+    """List the sizes that calls are rounded up to; DeepGEMM compiles a kernel for each."""
     sizes, size = [min(COMPILED_TOKENS, num_rows)], 2 * COMPILED_TOKENS
     while size <= num_rows:
         sizes.append(size)
@@ -135,7 +135,9 @@ def score_inputs(
     first_token: int,
     num_tokens: int,
 ) -> ScoreInputs:
-    """What DeepGEMM is given for the tokens whose queries the workspace holds."""
+    """Prepare the scores of the tokens whose queries the workspace holds."""
+    keys = memory.index_keys
+    assert keys is not None, "checked by the handle"
     padded = padded_tokens(num_tokens)
     dim, device = memory.layout.index_head_dim, tokens.positions.device
     columns = triton.cdiv(max_entries, PAGE_KEYS)
@@ -150,22 +152,9 @@ def score_inputs(
     )  # fmt: skip
     codes = scratch.queries[:padded].view(torch.float8_e4m3fn)
     query = codes.view(padded, 1, num_heads, dim)
-    return ScoreInputs(query, key_pages(memory), scratch.weights[:padded], lengths, blocks)
+    return ScoreInputs(query, as_pages(keys), scratch.weights[:padded], lengths, blocks)
 
 
 def score_entries(logits: PagedLogits, inputs: ScoreInputs, *, max_entries: int) -> Tensor:
-    """`[num_tokens, max_entries]` fp32; what lies behind a token's entries is undefined."""
+    """Score entries, `[num_tokens, max_entries]` fp32; undefined after a token's last entry."""
     return logits.score(*inputs, logits.make_schedule(inputs.lengths), max_entries)
-
-
-def key_pages(memory: LayerMemory) -> Tensor:
-    """`[num_blocks, 64, 1, 132]` uint8: a page's keys, then its scales."""
-    keys = memory.index_keys
-    assert keys is not None, "checked by the handle"
-    num_blocks, block_bytes = keys.storage.shape
-    row_bytes = keys.format.row_bytes
-    return keys.storage.as_strided(
-        (num_blocks, keys.rows_per_page, 1, row_bytes),
-        (block_bytes, row_bytes, row_bytes, 1),
-        keys.storage.storage_offset() + keys.offset,
-    )

@@ -1,7 +1,7 @@
-"""Where FlashMLA and DeepGEMM come from: their packages, or the copies in a vLLM installation.
+"""Find FlashMLA and DeepGEMM: their packages, or the copies in a vLLM installation.
 
-Nothing here is imported before it is asked for. `DSV4_PEERS`, or `add_folder`, names a folder to
-look in beside the installed packages: one that a wheel was unpacked to will do.
+Each is imported on its first use. `DSV4_PEERS`, or `add_folder`, names one more folder to search
+after the installed packages; a folder with an unpacked wheel will do.
 """
 
 import importlib
@@ -9,29 +9,31 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 FOLDER_VARIABLE = "DSV4_PEERS"
-PAGE_KEYS = 64  # keys of a page that DeepGEMM takes
+PAGE_KEYS = 64  # keys per page that DeepGEMM expects
 VALUE_DIM = 512
 SOFTMAX_SCALE = VALUE_DIM**-0.5
-LISTED_AT_ONCE = 128  # widths of lists of rows for FlashMLA are multiples of it
+LISTED_AT_ONCE = 128  # FlashMLA expects lists of rows whose width is a multiple of this
+
+_Kernels = TypeVar("_Kernels")
 
 
 class DecodeInputs(NamedTuple):
-    """What FlashMLA's sparse decode is given, one token a row.
+    """Inputs of FlashMLA's sparse decode, one token a row.
 
     query is `[num_tokens, 1, heads, 512]` BF16, sinks `[heads]` fp32 or None; window and entries
     are pages `[num_pages, rows_per_page, 1, 584]` uint8 of any stride; window_rows and entry_rows
     `[num_tokens, 1, n]` int32 are flat rows, -1 for none; entry_counts `[num_tokens]` int32 says
-    how many of entry_rows are looked at, None for all. Without entries the last three are None.
+    how many of entry_rows are read, None for all. Without entries the last three are None.
     """
 
     query: Tensor
@@ -44,8 +46,9 @@ class DecodeInputs(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """output `[num_tokens, 1, heads, 512]`, lse `[num_tokens, heads, 1]`, and the schedule, which
-    another call with the same sizes and counts may be given.
+    """FlashMLA's output `[num_tokens, 1, heads, 512]`, lse `[num_tokens, heads, 1]`, and schedule.
+
+    A later call with the same sizes and counts may reuse the schedule.
     """
 
     output: Tensor
@@ -56,27 +59,8 @@ class Decoded(NamedTuple):
 SparseDecode = Callable[[DecodeInputs, Any], Decoded]
 
 
-class PrefillInputs(NamedTuple):
-    """What FlashMLA's sparse prefill is given.
-
-    query is `[num_tokens, heads, 512]` BF16 with 64 or 128 heads, sinks `[heads]` fp32 or None;
-    values are rows `[num_rows, 1, 512]` BF16, dense; rows `[num_tokens, 1, n]` int32 names them,
-    -1 for none, n a multiple of LISTED_AT_ONCE; counts `[num_tokens]` int32 says how many of them
-    are looked at, None for all.
-    """
-
-    query: Tensor
-    sinks: Tensor | None
-    values: Tensor
-    rows: Tensor
-    counts: Tensor | None
-
-
-SparsePrefill = Callable[[PrefillInputs], Decoded]
-
-
 class PagedLogits(NamedTuple):
-    """DeepGEMM's scores of paged FP8 keys, and the schedule that they need."""
+    """DeepGEMM's functions: the scores of paged FP8 keys, and the schedule that these need."""
 
     make_schedule: Callable[[Tensor], Tensor]
     score: Callable[..., Tensor]
@@ -84,78 +68,54 @@ class PagedLogits(NamedTuple):
 
 
 def add_folder(path: str | os.PathLike[str]) -> None:
-    """Look for peers in this folder too, after what is installed."""
+    """Search this folder for external kernels too, after the installed packages."""
     folder = Path(path).resolve()
     if not folder.is_dir():
-        raise ValueError(f"Invalid folder of peers: expected a folder, got {os.fspath(path)}")
+        raise ValueError(
+            f"Invalid folder of external kernels: expected a folder, got {os.fspath(path)}"
+        )
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
         importlib.invalidate_caches()
 
 
+def add_environment_folder() -> None:
+    """Search the folder that `DSV4_PEERS` names, if it is set."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder:
+        add_folder(folder)
+
+
 @cache
 def load_flash_mla() -> SparseDecode:
-    """FlashMLA's sparse decode of DeepSeek-V4's rows.
+    """Load FlashMLA's sparse decode of DeepSeek-V4's rows.
 
     Raises:
-        ImportError: There is none here; says what to install.
+        ImportError: It is not installed; says what to install.
     """
-    _add_folder_of_environment()
-    problems = []
-    for source in (_flash_mla_of_package, _flash_mla_of_vllm):
-        try:
-            return source()
-        except ImportError as error:
-            problems.append(str(error))
-    raise ImportError(
+    return _load_first(
+        (_flash_mla_of_package, _flash_mla_of_vllm),
         "attention_backend='flashmla' needs FlashMLA's kernels for DeepSeek-V4's rows: "
-        "pip install 'dsv4[flashmla]', or use vLLM's copy or a flash_mla from before 2026.09.30 "
-        f"({'; '.join(problems)})"
+        "pip install 'dsv4[flashmla]', or use vLLM's copy or a flash_mla from before 2026.09.30",
     )
-
-
-@cache
-def load_flash_mla_prefill() -> SparsePrefill:
-    """FlashMLA's sparse prefill on dense BF16 rows, which is looked for in vLLM alone.
-
-    Raises:
-        ImportError: There is none here; says why.
-    """
-    _add_folder_of_environment()
-    operator = _vllm_operator("sparse_prefill_fwd")
-
-    def run(inputs: PrefillInputs) -> Decoded:
-        output, _, lse = operator(
-            inputs.query, inputs.values, inputs.rows, SOFTMAX_SCALE, VALUE_DIM, inputs.sinks,
-            inputs.counts, None,
-        )  # fmt: skip
-        return Decoded(output[:, None], lse[:, :, None], None)
-
-    return run
 
 
 @cache
 def load_deep_gemm() -> PagedLogits:
-    """DeepGEMM's scores of paged FP8 keys.
+    """Load DeepGEMM's scores of paged FP8 keys.
 
     Raises:
-        ImportError: There is none here; says what to install.
+        ImportError: It is not installed; says what to install.
     """
-    _add_folder_of_environment()
-    problems = []
-    for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
-        try:
-            return _paged_logits(import_peer(name))
-        except ImportError as error:
-            problems.append(str(error))
-    raise ImportError(
+    return _load_first(
+        [partial(_paged_logits, name) for name in ("deep_gemm", "vllm.third_party.deep_gemm")],
         "index_backend='deepgemm' needs DeepGEMM's paged logits: pip install 'dsv4[deepgemm]', "
-        f"or use vLLM's copy ({'; '.join(problems)})"
+        "or use vLLM's copy",
     )
 
 
-def import_peer(name: str) -> ModuleType:
-    """Import a module; whatever keeps it from being imported becomes an `ImportError`."""
+def import_external(name: str) -> ModuleType:
+    """Import another project's module; any failure becomes an `ImportError`."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -167,14 +127,20 @@ def import_peer(name: str) -> ModuleType:
         raise ImportError(f"{name}: {reason}") from error
 
 
-def _add_folder_of_environment() -> None:
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if folder:
-        add_folder(folder)
+def _load_first(sources: Iterable[Callable[[], _Kernels]], advice: str) -> _Kernels:
+    """Load from the first source that works; else raise the advice and every problem."""
+    add_environment_folder()
+    problems = []
+    for load in sources:
+        try:
+            return load()
+        except ImportError as error:
+            problems.append(str(error))
+    raise ImportError(f"{advice} ({'; '.join(problems)})")
 
 
 def _flash_mla_of_package() -> SparseDecode:
-    package = import_peer("flash_mla")
+    package = import_external("flash_mla")
     has_legacy = getattr(package, "has_legacy", None)
     decode = getattr(package, "flash_mla_with_kvcache", None)
     names = inspect.signature(decode).parameters if decode is not None else {}
@@ -202,7 +168,7 @@ def _flash_mla_of_package() -> SparseDecode:
 
 
 def _flash_mla_of_vllm() -> SparseDecode:
-    operator = _vllm_operator("sparse_decode_fwd")
+    operator = vllm_operator("sparse_decode_fwd")
 
     def run(inputs: DecodeInputs, schedule: Any) -> Decoded:
         tiles, splits = (None, None) if schedule is None else schedule
@@ -215,8 +181,8 @@ def _flash_mla_of_vllm() -> SparseDecode:
     return run
 
 
-def _vllm_operator(name: str) -> Any:
-    """An operator of vLLM's copy of FlashMLA."""
+def vllm_operator(name: str) -> Any:
+    """Return an operator of vLLM's copy of FlashMLA."""
     operators = torch.ops._flashmla_C
     if not hasattr(operators, name):
         _load_library("vllm", "_flashmla_C*.so")
@@ -226,7 +192,7 @@ def _vllm_operator(name: str) -> Any:
 
 
 def _load_library(package: str, pattern: str) -> None:
-    """Load the ops of a package's shared library, without importing the package."""
+    """Register the operators of a package's shared library without importing the package."""
     spec = importlib.util.find_spec(package)
     if spec is None:
         raise ImportError(f"{package}: not installed")
@@ -240,8 +206,8 @@ def _load_library(package: str, pattern: str) -> None:
         raise ImportError(f"{package}: {str(error).splitlines()[0]}") from error
 
 
-def _paged_logits(package: ModuleType) -> PagedLogits:
-    name = package.__name__
+def _paged_logits(name: str) -> PagedLogits:
+    package = import_external(name)
     for function in (
         "fp8_fp4_paged_mqa_logits", "get_paged_mqa_logits_metadata", "get_num_sms",
     ):  # fmt: skip

@@ -1,22 +1,21 @@
-"""Attend by FlashMLA: its sparse decode reads our `fp8` rows where they lie.
+"""Attend by FlashMLA: its sparse decode reads our `fp8` rows in place.
 
-The window is one of its two sources, the entries are the other. Tokens of a chunk read the window
-workspace and all others their ring, so a forward with both runs twice; each keeps its tokens.
-A launch of ours lists the rows before, another rotates the output back behind. FlashMLA rounds
-its output to BF16 before that, once more than our own kernel. Its buffers come from PyTorch's
-allocator and are no part of the memory plan.
+FlashMLA reads rows from two sources: the window and the entries. Tokens of a chunk read the window
+workspace, all others their ring. A forward with both calls FlashMLA twice, and each call stores
+the output of its own tokens. A kernel of ours lists the rows first; another rotates the output
+back. FlashMLA rounds its output to BF16 before that, once more than our own kernel. PyTorch's
+allocator holds FlashMLA's buffers, outside the memory plan.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.formats import PagedRows, round_up
+from dsv4.formats import round_up
 from dsv4.kernels.contracts import AttentionResult, TokenMap
 from dsv4.kernels.external.find import LISTED_AT_ONCE, Decoded, DecodeInputs, load_flash_mla
+from dsv4.kernels.external.pages import as_pages
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton.gather import (
     find_entries,
@@ -27,15 +26,15 @@ from dsv4.kernels.triton.gather import (
 )
 from dsv4.kernels.triton.primitives import bf16_bits, load_rope, rotate_tail
 
-HEADS = (64, 128)  # of a query; fewer are padded
-MAX_TOKENS = 1024  # of a call: FlashMLA's accumulators take 128 or 256 KiB a token
+HEADS = (64, 128)  # numbers of query heads that FlashMLA has kernels for
+MAX_TOKENS = 1024  # per call: FlashMLA's accumulators take 128 or 256 KiB a token
 MAX_LIST_BYTES = 64 << 20
 FINISHED_HEADS = 8  # heads that a program rotates back
 
 
 @triton.jit
 def has_source(token, request_ids_ptr, starts_ptr, IS_WORKSPACE: tl.constexpr):
-    """Whether a token's window lies in the workspace, or in its ring."""
+    """Return whether a token's window lies in the workspace (IS_WORKSPACE), or in its ring."""
     start = tl.load(starts_ptr + tl.load(request_ids_ptr + token))
     return start >= 0 if IS_WORKSPACE else start < 0
 
@@ -57,9 +56,9 @@ def _list_kernel(
     WINDOW_WIDTH: tl.constexpr, RING_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr,
     RATIO: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """TILE of a token's rows: of its window, or behind those, of its entries.
+    """List TILE of a token's rows: the window's rows, then those of its entries.
 
-    A token whose window is not in this source has no rows at all.
+    A token whose window is not in this source gets no rows at all.
     """
     line = tl.program_id(0).to(tl.int64)
     token = first_token + tl.program_id(0)
@@ -111,7 +110,7 @@ def _finish_kernel(
     IS_WORKSPACE: tl.constexpr, NUM_HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr,
     DIM: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some heads of a token's output back; padding is 0 and has an lse of -inf."""
+    """Rotate ROWS heads of a token's output back; padding gets 0 and an lse of -inf."""
     line = tl.program_id(0).to(tl.int64)
     token = first_token + tl.program_id(0)
     is_token = tl.load(request_slots_ptr + tl.load(request_ids_ptr + token)) >= 0
@@ -167,7 +166,7 @@ def attend(
 
 
 def window_sources(tokens: TokenMap) -> tuple[bool, ...]:
-    """Which sources of window rows this forward needs; True is the workspace."""
+    """Return the sources of window rows that a forward needs; True is the workspace."""
     num_chunks = len(tokens.chunk_ids)
     if not num_chunks:
         return (False,)
@@ -175,7 +174,7 @@ def window_sources(tokens: TokenMap) -> tuple[bool, ...]:
 
 
 def tokens_at_once(memory: LayerMemory, selected_rows: Tensor | None, max_entries: int) -> int:
-    """Tokens of one call."""
+    """Count the tokens of one call."""
     width = sum(list_widths(memory, selected_rows, max_entries))
     return max(1, min(MAX_TOKENS, MAX_LIST_BYTES // (4 * width)))
 
@@ -183,7 +182,7 @@ def tokens_at_once(memory: LayerMemory, selected_rows: Tensor | None, max_entrie
 def list_widths(
     memory: LayerMemory, selected_rows: Tensor | None, max_entries: int
 ) -> tuple[int, int]:
-    """Columns of the lists of window rows and of entries; of entries 0 where a layer has none."""
+    """Return the widths of the lists of window rows and of entries; 0 if there are none."""
     window = round_up(memory.layout.window, LISTED_AT_ONCE)
     if not memory.layout.ratio:
         return window, 0
@@ -202,25 +201,32 @@ def decode_inputs(
     max_entries: int,
     is_workspace: bool,
 ) -> DecodeInputs:
-    """What FlashMLA is given for the padded queries of tokens from first_token on."""
-    num_tokens, device = len(query), query.device
-    window_width, entries_width = list_widths(memory, selected_rows, max_entries)
-
-    def lines(*shape: int) -> Tensor:
-        return torch.empty(num_tokens, *shape, dtype=torch.int32, device=device)
-
-    window_rows, entry_rows, counts = lines(1, window_width), lines(1, entries_width), lines()
-    _list_rows(
-        window_rows, entry_rows, counts, memory, selected_rows, tokens,
-        first_token=first_token, max_entries=max_entries, is_workspace=is_workspace,
+    """List the rows of the tokens from first_token on, whose padded queries are given."""
+    layout, entries, num_tokens = memory.layout, memory.entries, len(query)
+    widths = list_widths(memory, selected_rows, max_entries)
+    window_rows, entry_rows, entry_counts = (
+        torch.empty(num_tokens, *shape, dtype=torch.int32, device=query.device)
+        for shape in ((1, widths[0]), (1, widths[1]), ())
+    )
+    # Without a list the kernel reads no rows_ptr, but it needs a pointer.
+    listed = window_rows[:, 0] if selected_rows is None else selected_rows
+    kind = "none" if not layout.ratio else "all" if selected_rows is None else "listed"
+    _list_kernel[(num_tokens, sum(widths) // LISTED_AT_ONCE)](
+        window_rows_ptr=window_rows, entry_rows_ptr=entry_rows, entry_counts_ptr=entry_counts,
+        entries_width=widths[1], first_token=first_token,
+        num_entries=max_entries if selected_rows is None else selected_rows.shape[1],
+        rows_ptr=listed, rows_stride=listed.stride(0), row_stride=listed.stride(1),
+        **token_arguments(tokens, window_rows), ENTRIES=kind, IS_WORKSPACE=is_workspace,
+        WINDOW=layout.window, WINDOW_WIDTH=widths[0], RING_ROWS=layout.ring_rows,
+        ENTRY_ROWS=max(1, layout.entries_per_block), RATIO=max(1, layout.ratio),
+        TILE=LISTED_AT_ONCE, num_warps=1,
     )  # fmt: skip
-    window = memory.window.workspace if is_workspace else memory.window.ring
-    entries = memory.entries
+    window = as_pages(memory.window.workspace if is_workspace else memory.window.ring)
     if entries is None:
-        return DecodeInputs(query, sinks, as_pages(window), window_rows, None, None, None)
+        return DecodeInputs(query, sinks, window, window_rows, None, None, None)
     return DecodeInputs(
-        query, sinks, as_pages(window), window_rows, as_pages(entries), entry_rows,
-        counts if selected_rows is None else None,
+        query, sinks, window, window_rows, as_pages(entries), entry_rows,
+        entry_counts if selected_rows is None else None,
     )  # fmt: skip
 
 
@@ -233,7 +239,7 @@ def finish(
     first_token: int,
     is_workspace: bool,
 ) -> None:
-    """Store what FlashMLA gave for tokens from first_token on, rotated back."""
+    """Rotate FlashMLA's output of the tokens from first_token on back, and store it."""
     num_heads, dim = result.output.shape[1:]
     num_tokens, _, padded_heads, _ = decoded.output.shape
     _finish_kernel[(num_tokens, triton.cdiv(num_heads, FINISHED_HEADS))](
@@ -249,7 +255,7 @@ def finish(
 
 
 def padded_query(query: Tensor) -> Tensor:
-    """`[num_tokens, 1, 64 or 128, dim]`, the heads that aren't there 0."""
+    """Pad a query with heads of zeros to `[num_tokens, 1, 64 or 128, dim]`."""
     num_tokens, num_heads, dim = query.shape
     heads = _padded_heads(num_heads)
     if heads == num_heads:
@@ -260,7 +266,7 @@ def padded_query(query: Tensor) -> Tensor:
 
 
 def padded_sinks(sinks: Tensor | None, num_heads: int) -> Tensor | None:
-    """fp32 sinks, -inf for the heads that aren't there; None stays None."""
+    """Convert sinks to fp32, with -inf for padded heads; None stays None."""
     heads = _padded_heads(num_heads)
     if sinks is None or heads == num_heads:
         return None if sinks is None else sinks.float().contiguous()
@@ -269,52 +275,5 @@ def padded_sinks(sinks: Tensor | None, num_heads: int) -> Tensor | None:
     return padded
 
 
-def as_pages(pages: PagedRows) -> Tensor:
-    """`[num_pages, rows_per_page, 1, row_bytes]`: one row's share of a page's bytes after another.
-
-    The bytes of a row do not lie together, so this shape says how many there are and no more.
-    """
-    num_pages, run_bytes = pages.storage.shape
-    row_bytes = pages.format.row_bytes
-    return pages.storage.as_strided(
-        (num_pages, pages.rows_per_page, 1, row_bytes),
-        (run_bytes, row_bytes, row_bytes, 1),
-        pages.storage.storage_offset() + pages.offset,
-    )
-
-
 def _padded_heads(num_heads: int) -> int:
     return HEADS[0] if num_heads <= HEADS[0] else HEADS[1]
-
-
-def _list_rows(
-    window_rows: Tensor,
-    entry_rows: Tensor,
-    entry_counts: Tensor,
-    memory: LayerMemory,
-    selected_rows: Tensor | None,
-    tokens: TokenMap,
-    *,
-    first_token: int,
-    max_entries: int,
-    is_workspace: bool,
-) -> None:
-    layout = memory.layout
-    kind = "none" if not layout.ratio else "all" if selected_rows is None else "listed"
-    rows: dict[str, Any] = {"rows_ptr": window_rows, "rows_stride": 0, "row_stride": 0}
-    num_entries = max_entries
-    if selected_rows is not None:
-        num_entries = selected_rows.shape[1]
-        rows = {"rows_ptr": selected_rows, "rows_stride": selected_rows.stride(0),
-                "row_stride": selected_rows.stride(1)}  # fmt: skip
-    num_tokens, window_width, entries_width = (
-        len(window_rows), window_rows.shape[-1], entry_rows.shape[-1],
-    )  # fmt: skip
-    _list_kernel[(num_tokens, (window_width + entries_width) // LISTED_AT_ONCE)](
-        window_rows_ptr=window_rows, entry_rows_ptr=entry_rows, entry_counts_ptr=entry_counts,
-        entries_width=entries_width, first_token=first_token, num_entries=num_entries, **rows,
-        **token_arguments(tokens, window_rows), ENTRIES=kind, IS_WORKSPACE=is_workspace,
-        WINDOW=layout.window, WINDOW_WIDTH=window_width, RING_ROWS=layout.ring_rows,
-        ENTRY_ROWS=max(1, layout.entries_per_block), RATIO=max(1, layout.ratio),
-        TILE=LISTED_AT_ONCE, num_warps=1,
-    )  # fmt: skip

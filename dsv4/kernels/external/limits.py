@@ -1,4 +1,4 @@
-"""What FlashMLA and DeepGEMM accept, checked before a manager allocates anything."""
+"""Limits of FlashMLA and DeepGEMM, checked before a manager allocates anything."""
 
 from collections.abc import Callable
 
@@ -13,16 +13,16 @@ ATTENTION_BACKENDS = (*BACKENDS, "flashmla")
 INDEX_BACKENDS = (*BACKENDS, "deepgemm")
 ROW_DIMS = (512, 64)  # head_dim and rope_dim of the rows that FlashMLA reads
 MAX_HEADS = 128
-BLACKWELL_ALIGN = 576  # page strides that FlashMLA's Blackwell kernels take
+BLACKWELL_ALIGN = 576  # divides the page strides of FlashMLA's Blackwell kernels
 INDEX_HEADS = (32, 64)
 INDEX_DIM = 128
-ARCHITECTURES = (9, 10)  # Hopper and Blackwell of data centres
+ARCHITECTURES = (9, 10)  # compute capabilities: Hopper, and Blackwell in data centres
 
 
 def check_attention_backend(
     name: str, config: CacheConfig, device: torch.device, *, batch_invariant: bool
 ) -> None:
-    """Refuse an attention backend that does not exist, cannot be had or does not fit the cache."""
+    """Refuse an attention backend that is unknown, not installed, or cannot read the cache."""
     if name in BACKENDS:
         check_backend(name, device)
         return
@@ -42,7 +42,7 @@ def check_attention_backend(
 
 
 def check_index_backend(name: str, config: CacheConfig, device: torch.device) -> None:
-    """Refuse an index backend that does not exist, cannot be had or does not fit the cache."""
+    """Refuse an index backend that is unknown, not installed, or cannot read the cache."""
     if name in BACKENDS:
         check_backend(name, device)
         return
@@ -59,7 +59,7 @@ def check_index_backend(name: str, config: CacheConfig, device: torch.device) ->
 
 
 def external_problem(name: str, load: Callable[[], object]) -> str | None:
-    """Why the kernels that `load` imports can't run on the best device here; None if they can."""
+    """Say why the kernels that `load` imports cannot run on this machine; None if they can."""
     try:
         load()
         _check_device(name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -80,7 +80,7 @@ def _expect(backend: str, what: str, value: object, expected: str, is_fit: bool)
 
 
 def _check_device(name: str, device: torch.device) -> None:
-    check_backend("triton", device)  # rows are listed, and queries made ready, by our own kernels
+    check_backend("triton", device)  # our own kernels list the rows and prepare the queries
     if device.type != "cuda":
         return
     major = torch.cuda.get_device_capability(device)[0]

@@ -5,24 +5,19 @@ from typing import Any, NamedTuple
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import CacheConfig
-from dsv4.kernels.external.find import SparseDecode, load_flash_mla, load_flash_mla_prefill
+from dsv4.kernels.external.find import SparseDecode, load_flash_mla
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.attend_case import (
-    DIM,
-    AttendCase,
-    attend,
-    attend_case,
-    check_result,
-    select_rows,
-)
+from dsv4.tools.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result
 from dsv4.tools.bench.attend_prefill import bench_prefill
-from dsv4.tools.bench.compare import FlashMLACalls, load_peer, peer_report
 from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.external.comparison import report_comparison, try_load
+from dsv4.tools.bench.external.flashmla import FlashMLACalls
+from dsv4.tools.bench.external.flashmla_prefill import load_flash_mla_prefill
 from dsv4.tools.bench.requests import fill_rows, manager_for, open_requests, plan_tokens
 from dsv4.tools.console import track
 
 DEVICE = "cuda"
-NUM_LAYERS = 8  # pools to rotate over: more than an L2 of any GPU holds
+NUM_LAYERS = 8  # rotating pools: more than the L2 of any GPU holds
 BATCHES = (1, 8, 32, 64, 128, 256)
 ROW_BYTES, BF16_BYTES = 584, 2
 
@@ -49,26 +44,26 @@ SHAPES = (
 
 
 def bench_attend(*, compare: bool = False) -> dict[str, Any]:
-    """Microseconds of steps, the same layer again and again, and 8 layers in turn; of a chunk.
+    """Time steps, one layer warm and 8 layers rotating; then a prefill chunk.
 
-    With `compare` FlashMLA's beside them, on the same queries: of steps on the same bytes, of a
-    chunk on a dense copy, where it can be had.
+    `compare` times FlashMLA too, on the same queries: its decode on the same bytes, its prefill
+    on a dense copy.
     """
     require_cuda("attend")
-    decode, problem = load_peer(load_flash_mla) if compare else (None, "")
-    prefill, prefill_problem = load_peer(load_flash_mla_prefill) if compare else (None, "")
+    decode, problem = try_load(load_flash_mla) if compare else (None, "")
+    prefill, prefill_problem = try_load(load_flash_mla_prefill) if compare else (None, "")
     total = sum(len(shape.batches) for shape in SHAPES)
     return {
         "bench": "attend",
         "rows": list(track(_measure_steps(decode), "decode steps", total=total)),
         "prefill": bench_prefill(prefill, device=DEVICE),
-        **peer_report(compare, {"FlashMLA": problem, "FlashMLA's prefill": prefill_problem}),
+        **report_comparison(compare, {"FlashMLA": problem, "FlashMLA's prefill": prefill_problem}),
         "environment": environment(),
     }
 
 
 def _measure_steps(decode: SparseDecode | None) -> Iterator[dict[str, Any]]:
-    """The rows of all steps, one after the other."""
+    """Yield the row of each step."""
     for shape in SHAPES:
         manager, slots = _filled_manager(shape)
         for batch in shape.batches:
@@ -82,7 +77,7 @@ def _measure_steps(decode: SparseDecode | None) -> Iterator[dict[str, Any]]:
 
 
 def flashmla_calls(case: AttendCase, decode: SparseDecode) -> FlashMLACalls:
-    """FlashMLA's calls of a case."""
+    """Make FlashMLA's calls of a case."""
     return FlashMLACalls(
         decode, case.handles, case.query, case.sinks, case.rows, max_entries=case.num_entries
     )
@@ -92,41 +87,41 @@ def _measure_flashmla(
     case: AttendCase, calls: FlashMLACalls, ours: dict[str, Any]
 ) -> dict[str, Any]:
     check_result(case, calls.result(0), "FlashMLA's output")
-    rotating = timing.time_in_turn(calls.run, len(case.handles))
+    rotating = timing.time_rotating(calls.run, len(case.handles))
     return {
-        "flashmla_warm_us": timing.time_same_layer(calls.run),
+        "flashmla_warm_us": timing.time_warm(calls.run),
         "flashmla_us": rotating,
         "ratio": ours["rotating_us"] / rotating,
     }
 
 
 def _measure(case: AttendCase, batch: int) -> dict[str, Any]:
-    def in_turn(*, batch_invariant: bool) -> float:
-        return timing.time_in_turn(
+    def time_rotating(*, batch_invariant: bool) -> float:
+        return timing.time_rotating(
             lambda idx: attend(case, idx, batch_invariant=batch_invariant), len(case.handles)
         )
 
     heads = case.query.shape[1]
     num_rows = batch * (case.handles[0].window.window + case.num_entries)
     num_bytes = num_rows * ROW_BYTES + batch * 2 * heads * DIM * BF16_BYTES
-    rotating = in_turn(batch_invariant=False)
+    rotating = time_rotating(batch_invariant=False)
     return {
         "layer": case.name,
         "batch": batch,
-        "warm_us": timing.time_same_layer(lambda idx: attend(case, idx)),
+        "warm_us": timing.time_warm(lambda idx: attend(case, idx)),
         "rotating_us": rotating,
-        "invariant_us": in_turn(batch_invariant=True),
+        "invariant_us": time_rotating(batch_invariant=True),
         "tflops": 4 * heads * num_rows * DIM / rotating / 1e6,
         "floor_us": timing.floor_us(num_bytes),
     }
 
 
 def _filled_manager(shape: AttendShape) -> tuple[KVCacheManager, list[int]]:
-    """Requests a few tokens short of the shape's length, and rows of normal numbers."""
+    """Open requests a few tokens short of the shape's length, and fill all rows."""
     config = shape.preset(compress_ratios=(shape.ratio,) * NUM_LAYERS, num_query_heads=shape.heads)
     most = max(shape.batches)
     manager = manager_for(config, most, shape.length, device=DEVICE)
-    # Each case takes its requests a token further.
+    # Each case extends its requests by one token.
     slots = open_requests(manager, most, shape.length - len(shape.batches))
     for memory in manager.memories:
         fill_rows(memory.window.ring)
@@ -135,15 +130,14 @@ def _filled_manager(shape: AttendShape) -> tuple[KVCacheManager, list[int]]:
 
 
 def _step_case(shape: AttendShape, manager: KVCacheManager, slots: list[int]) -> AttendCase:
-    """One more token of each request."""
+    """Plan one more token of each request."""
     plan = plan_tokens(manager, slots)
-    case = attend_case(shape.name, manager, plan, num_entries=shape.num_entries)
-    if shape.ratio != 4:
-        return case
-    return case._replace(rows=[select_rows(handle, shape.num_entries) for handle in case.handles])
+    return attend_case(
+        shape.name, manager, plan, num_entries=shape.num_entries, is_selected=shape.ratio == 4
+    )
 
 
 def _check_output(case: AttendCase) -> None:
-    """Refuse to time kernels that are further from the reference than their precision is."""
+    """Refuse to time kernels whose error against the reference exceeds their precision."""
     for batch_invariant in (False, True):
         check_result(case, attend(case, 0, batch_invariant=batch_invariant), "the output")

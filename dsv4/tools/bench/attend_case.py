@@ -1,4 +1,4 @@
-"""One layer's attention as the benches run it: random queries over random rows, and its check."""
+"""`AttendCase`: attention of random queries over random rows, as the benches time and check it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ LSE_ERROR = 1e-3
 
 
 class AttendCase(NamedTuple):
-    """One forward, its queries, and by layer the rows that are selected where any are.
+    """One forward: its handles and queries, and by layer the selected rows, None for all entries.
 
     num_entries is the most entries that a query attends.
     """
@@ -34,19 +34,20 @@ class AttendCase(NamedTuple):
 
 
 def attend_case(
-    name: str, manager: KVCacheManager, plan: ForwardPlan, *, num_entries: int
+    name: str, manager: KVCacheManager, plan: ForwardPlan, *, num_entries: int, is_selected: bool
 ) -> AttendCase:
-    """Normal queries of a plan that counts as written; no rows are selected."""
+    """Draw normal queries for a plan and complete it; is_selected lists `num_entries` rows each."""
     plan.complete()
     heads, device = manager.config.num_query_heads, manager.device
     query = torch.randn(plan.num_tokens, heads, DIM, device=device, dtype=torch.bfloat16)
     handles = acquire_layers(manager, plan)
     sinks = torch.zeros(heads, device=device)
-    return AttendCase(name, handles, query, sinks, [None] * len(handles), num_entries)
+    rows = [_select_rows(handle, num_entries) if is_selected else None for handle in handles]
+    return AttendCase(name, handles, query, sinks, rows, num_entries)
 
 
-def select_rows(handle: LayerCacheHandle, count: int) -> Tensor:
-    """Rows of `count` distinct entries that each query sees, ascending, one from each stretch."""
+def _select_rows(handle: LayerCacheHandle, count: int) -> Tensor:
+    """Draw rows of `count` distinct visible entries per query, ascending, one from each stretch."""
     entries, tokens = handle.memory.entries, handle.tokens
     assert entries is not None, handle.layer
     visible = addressing.visible_entries(tokens.positions.long(), handle.layer.ratio)
@@ -65,7 +66,7 @@ def attend(
     batch_invariant: bool = False,
     queries: Tensor | None = None,
 ) -> AttentionResult:
-    """The attention of a layer, of all queries or of those at some indices."""
+    """Run the attention of a layer, for all queries or for those at the indices `queries`."""
     handle, rows = case.handles[layer_idx], case.rows[layer_idx]
     query, tokens = case.query, handle.tokens
     if queries is not None:
@@ -82,7 +83,7 @@ def attend(
 def check_result(
     case: AttendCase, got: AttentionResult, what: str, *, queries: Tensor | None = None
 ) -> None:
-    """Refuse a result of the first layer that is not the reference's, at some queries or at all."""
+    """Refuse a first layer's result that differs from the reference's, at `queries` or at all."""
     expected = attend(case, 0, backend="reference", queries=queries)
     if queries is not None:
         got = AttentionResult(got.output[queries], got.lse[queries])
@@ -92,6 +93,6 @@ def check_result(
 
 
 def is_close(output: Tensor, expected: Tensor) -> bool:
-    """Whether an output is as near to the reference's as its precision allows."""
+    """Return whether an output is as near to the reference's as its precision allows."""
     error = (output.float() - expected.float()).norm()
     return bool(error <= LARGEST_ERROR * expected.float().norm())

@@ -1,7 +1,7 @@
 """Attention of a prefill chunk, the last tokens of a long request of V4-Flash, by graph replay.
 
-CSA attends window and selected rows, HCA the window and all entries that a query sees, both from
-workspace and pool in place. FlashMLA's prefill kernel is given a dense BF16 copy of them.
+CSA attends the window and selected entries, HCA the window and all visible entries. Our kernels
+read both in place; FlashMLA's prefill kernel reads a dense BF16 copy.
 """
 
 from typing import Any, NamedTuple
@@ -9,28 +9,20 @@ from typing import Any, NamedTuple
 import torch
 
 from dsv4.config import CacheConfig
-from dsv4.kernels.external.find import SparsePrefill
 from dsv4.kernels.reference import addressing
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.attend_case import (
-    DIM,
-    AttendCase,
-    attend,
-    attend_case,
-    check_result,
-    select_rows,
-)
-from dsv4.tools.bench.compare import FlashMLAPrefill
+from dsv4.tools.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result
+from dsv4.tools.bench.external.flashmla_prefill import FlashMLAPrefill, SparsePrefill
 from dsv4.tools.bench.requests import fill_rows, manager_for, open_requests, plan_tokens
 from dsv4.tools.console import track
 
-CONTEXT, CHUNK = 131_072, 8192  # tokens of the request, and the last of them that are queries
+CONTEXT, CHUNK = 131_072, 8192  # tokens of the request, and of its last chunk
 CHECKED_QUERIES = 16
 NUM_REPLAYS = 5
 
 
 class PrefillShape(NamedTuple):
-    """A type of layer; num_selected entries are attended, or with 0 all that a query sees."""
+    """A type of layer; each query attends num_selected entries, with 0 all that are visible."""
 
     name: str
     ratio: int
@@ -44,13 +36,13 @@ SHAPES = (
 )
 
 
-def bench_prefill(peer: SparsePrefill | None, *, device: str) -> list[dict[str, Any]]:
-    """Microseconds and TFLOP/s of a chunk, ours and, if there is a peer, FlashMLA's."""
+def bench_prefill(flashmla: SparsePrefill | None, *, device: str) -> list[dict[str, Any]]:
+    """Time a chunk of each type of layer, and FlashMLA's prefill beside it if it is given."""
     shapes = track(SHAPES, "prefill chunks", total=len(SHAPES))
-    return [_measure(shape, peer, device) for shape in shapes]
+    return [_measure(shape, flashmla, device) for shape in shapes]
 
 
-def _measure(shape: PrefillShape, peer: SparsePrefill | None, device: str) -> dict[str, Any]:
+def _measure(shape: PrefillShape, flashmla: SparsePrefill | None, device: str) -> dict[str, Any]:
     case = prefill_case(shape, device=device)
     checked = torch.linspace(0, CHUNK - 1, CHECKED_QUERIES, device=device).long()
     check_result(case, attend(case, 0), "the output of a chunk", queries=checked)
@@ -61,20 +53,23 @@ def _measure(shape: PrefillShape, peer: SparsePrefill | None, device: str) -> di
         "layer": shape.name, "context": CONTEXT, "tokens": CHUNK, "rows": num_rows,
         "us": us, "tflops": num_flops / us / 1e6, "target_tflops": shape.target_tflops,
     }  # fmt: skip
-    if peer is None:
+    if flashmla is None:
         return row
     calls = FlashMLAPrefill(
-        peer, case.handles[0], case.query, case.sinks, case.rows[0], max_entries=case.num_entries
-    )
+        flashmla, case.handles[0], case.query, case.sinks, case.rows[0],
+        max_entries=case.num_entries,
+    )  # fmt: skip
     check_result(case, calls.result(), "FlashMLA's output of a chunk", queries=checked)
-    theirs = timing.replay_time(calls.run, num_replays=NUM_REPLAYS)
+    flashmla_us = timing.replay_time(calls.run, num_replays=NUM_REPLAYS)
     return row | {
-        "flashmla_us": theirs, "flashmla_tflops": num_flops / theirs / 1e6, "ratio": us / theirs,
-    }  # fmt: skip
+        "flashmla_us": flashmla_us,
+        "flashmla_tflops": num_flops / flashmla_us / 1e6,
+        "ratio": us / flashmla_us,
+    }
 
 
 def prefill_case(shape: PrefillShape, *, device: str) -> AttendCase:
-    """The chunk in one layer whose rows are normal numbers."""
+    """Plan the chunk in one layer whose rows are normal numbers."""
     config = CacheConfig.v4_flash(compress_ratios=(shape.ratio,))
     manager = manager_for(config, 1, CONTEXT, device=device, chunk=CHUNK)
     slots = open_requests(manager, 1, CONTEXT - CHUNK)
@@ -83,14 +78,13 @@ def prefill_case(shape: PrefillShape, *, device: str) -> AttendCase:
         fill_rows(pages)
     num_entries = shape.num_selected or CONTEXT // shape.ratio
     plan = plan_tokens(manager, slots, CHUNK)
-    case = attend_case(shape.name, manager, plan, num_entries=num_entries)
-    if not shape.num_selected:
-        return case
-    return case._replace(rows=[select_rows(case.handles[0], shape.num_selected)])
+    return attend_case(
+        shape.name, manager, plan, num_entries=num_entries, is_selected=shape.num_selected > 0
+    )
 
 
 def count_visible(case: AttendCase) -> int:
-    """Rows that all queries attend together."""
+    """Count the rows that all queries attend together."""
     handle = case.handles[0]
     positions = handle.positions.long()
     windows = (positions + 1).clamp(max=handle.window.window)

@@ -1,4 +1,4 @@
-"""`dsv4 bench`: the benches, their options, and how one is run and shown."""
+"""`dsv4 bench`: lists the benches and their options, runs one and prints its result."""
 
 import argparse
 import importlib
@@ -14,7 +14,7 @@ from dsv4.tools.planner.command import positive
 
 
 class Option(NamedTuple):
-    """An option of a bench and the parameter it sets: a number above 0, or a switch."""
+    """An option of a bench and the parameter that it sets: a number above 0, or a switch."""
 
     flag: str
     parameter: str
@@ -25,13 +25,13 @@ class Option(NamedTuple):
 class Bench(NamedTuple):
     """A bench `NAME`: `dsv4.tools.bench.NAME.bench_NAME`, which takes its options by name.
 
-    peer is whose kernels `--compare` times beside ours.
+    external names the projects whose kernels `--compare` times beside ours.
     """
 
     help: str
     show: Callable[[Result], Shown]
     options: tuple[Option, ...] = ()
-    peer: str | None = None
+    external: str | None = None
 
 
 REQUESTS = Option("--requests", "num_requests", 256)
@@ -48,7 +48,7 @@ BENCHES = {
         "a request to host memory and back, on a GPU", tables.show_swap,
         (Option("--tokens", "num_tokens", 1 << 20), Option("--rounds", "num_rounds", 10)),
     ),
-    "write": Bench("the write path of a layer, on a GPU", tables.show_write, peer="SGLang"),
+    "write": Bench("the write path of a layer, on a GPU", tables.show_write, external="SGLang"),
     "step": Bench(
         "a captured decode step, on a GPU", tables.show_step,
         (REQUESTS, Option("--steps", "num_steps", 400)),
@@ -56,11 +56,11 @@ BENCHES = {
     "gather": Bench("dense rows of a layer, on a GPU", tables.show_gather),
     "index": Bench(
         "queries, scores and top-k of the index, on a GPU", tables.show_index,
-        peer="DeepGEMM and SGLang",
+        external="DeepGEMM and SGLang",
     ),
     "attend": Bench(
         "attention of a layer in a decode step and of a prefill chunk, on a GPU",
-        tables.show_attend, peer="FlashMLA",
+        tables.show_attend, external="FlashMLA",
     ),
     "transformers": Bench(
         "decode steps of a transformers model with both caches, on a GPU",
@@ -74,24 +74,24 @@ BENCHES = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """A command for each bench, with its options."""
+    """Add a command for each bench, with its options."""
     commands = parser.add_subparsers(dest="bench", required=True)
     for name, bench in BENCHES.items():
         command = commands.add_parser(name, help=bench.help)
         for option in _options(bench):
             _add_option(command, option)
-        if bench.peer is not None:
+        if bench.external is not None:
             command.add_argument(
                 "--peers", metavar="PATH",
-                help="a folder that their packages, or vLLM's, were unpacked to",
+                help="a folder with their unpacked packages, or vLLM's",
             )  # fmt: skip
         command.add_argument("--json", action="store_true", help="print one JSON object only")
 
 
 def _options(bench: Bench) -> tuple[Option, ...]:
-    if bench.peer is None:
+    if bench.external is None:
         return bench.options
-    compare = Option("--compare", "compare", False, f"time {bench.peer} beside ours")
+    compare = Option("--compare", "compare", False, f"time {bench.external} beside ours")
     return (*bench.options, compare)
 
 
@@ -106,16 +106,16 @@ def _add_option(command: argparse.ArgumentParser, option: Option) -> None:
         )  # fmt: skip
 
 
-def use_peers(options: argparse.Namespace) -> None:
-    """Look for peers in the folder that `--peers` names; refuses one that is not there."""
+def use_external_folder(options: argparse.Namespace) -> None:
+    """Search the folder that `--peers` names for external kernels; refuse a missing one."""
     if getattr(options, "peers", None) is not None:
         add_folder(options.peers)
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Run one bench; its tables, if they are wanted, and its result as one line of JSON.
+    """Run one bench; print its tables, unless --json, and its result as one line of JSON.
 
-    Returns 1 if a part of it failed.
+    Returns 1 if a part of the bench failed.
     """
     bench = BENCHES[options.bench]
     run = getattr(

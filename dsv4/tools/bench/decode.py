@@ -1,8 +1,8 @@
-"""One decode step of every attention layer, without the projections' products, by graph replay.
+"""Decode steps of all attention layers at long contexts, without projections, by graph replay.
 
-Contexts are made long by plans alone, and the pools filled with random rows. Requests stand one
-token apart, so that in each step a quarter of them closes a CSA window. Before each step that is
-timed a large fill passes through the L2 and keeps the GPU busy until the graph is launched.
+Plans alone make the contexts long, and random rows fill the pools. The lengths of the requests
+differ by one token, so that in each step a quarter of them closes a CSA window. Before each timed
+step a large fill flushes the L2 and keeps the GPU busy until the graph is launched.
 """
 
 import statistics
@@ -29,19 +29,19 @@ from dsv4.tools.console import track
 
 LENGTHS = (1 << 15, 1 << 20)
 BATCHES = (1, 32)
-NUM_STEPS = 20  # that are timed, a multiple of CSA's window
+NUM_STEPS = 20  # timed steps, a multiple of CSA's window
 NUM_WARMUP_STEPS = 4
-PREFILL_TOKENS = 1 << 16  # of a plan that brings a request to its length
-DISTINCT_BLOCKS = 256  # blocks of random rows; all others are copies of them
-SPARE_BYTES = 8 << 30  # of the GPU, left to graphs, inputs and the fill
+PREFILL_TOKENS = 1 << 16  # tokens of a plan that extends a request
+DISTINCT_BLOCKS = 256  # blocks of random rows; all others are copies
+SPARE_BYTES = 8 << 30  # GPU memory for graphs, inputs and the fill
 FILL_BYTES = 1 << 30
 
 
 class DecodeCase(NamedTuple):
     """Requests of a batch, and each layer's inputs and weights.
 
-    has_own_blocks is False where there was no memory for it: all requests but their last blocks
-    share one request's.
+    Without memory for all blocks has_own_blocks is False: the requests share one request's blocks,
+    except for their last ones.
     """
 
     manager: KVCacheManager
@@ -52,7 +52,7 @@ class DecodeCase(NamedTuple):
 
 
 def bench_decode() -> list[dict[str, Any]]:
-    """Microseconds of V4-Flash's 43 layers in one step: all of it, and by part."""
+    """Time one step of V4-Flash's 43 layers: the whole step, and each part."""
     sizes = [(length, batch) for length in LENGTHS for batch in BATCHES]
     return [_measure(*size) for size in track(sizes, "decode steps", total=len(sizes))]
 
@@ -82,15 +82,15 @@ def _free_bytes() -> int:
 def decode_case(
     config: CacheConfig, length: int, batch: int, *, device: str, free_bytes: int
 ) -> DecodeCase:
-    """Requests that reach `length` tokens at most after the steps of a bench."""
+    """Open requests that have at most `length` tokens after all steps of the bench."""
     sizes: dict[str, Any] = {
         "max_requests": batch,
         "max_forward_tokens": min(length, PREFILL_TOKENS),
         "max_request_tokens": length,
     }
     blocks = -(-length // config.block_tokens)
-    own = Capacity(config, num_blocks=batch * blocks, **sizes)
-    has_own_blocks = sum(part.allocated for part in own.memory().values()) <= free_bytes
+    capacity = Capacity(config, num_blocks=batch * blocks, **sizes)
+    has_own_blocks = sum(size.allocated for size in capacity.memory().values()) <= free_bytes
     num_blocks = batch * blocks if has_own_blocks else blocks + 2 * batch
     manager = KVCacheManager(config, num_blocks=num_blocks, device=device, **sizes)
     shortest = length - batch - NUM_STEPS - NUM_WARMUP_STEPS - 1
@@ -106,7 +106,7 @@ def decode_case(
 
 
 def fill_storages(manager: KVCacheManager) -> None:
-    """Random rows and tails in all slots and blocks."""
+    """Fill all slots and blocks with random rows and tails."""
     for memory in manager.memories:
         _fill_slots(memory)
         _fill_blocks(memory)
@@ -114,7 +114,7 @@ def fill_storages(manager: KVCacheManager) -> None:
 
 
 def decode_inputs(config: CacheConfig, batch: int, device: str) -> list[LayerProjections]:
-    """BF16 projections of every layer; the layers of a kind share theirs."""
+    """Draw BF16 projections of every layer; layers of the same type share them."""
     by_kind = {
         kind: move_to(
             device, random_projections(config, kind, batch, seed=kind.ratio, dtype=torch.bfloat16)
@@ -138,16 +138,16 @@ def _fill_blocks(memory: LayerMemory) -> None:
 
 
 def _copy_blocks(storage: Tensor) -> None:
-    """The first blocks again and again, over all others."""
-    done, num_blocks = min(DISTINCT_BLOCKS, len(storage)), len(storage)
-    while done < num_blocks:
-        count = min(done, num_blocks - done)
-        storage[done : done + count].copy_(storage[:count])
-        done += count
+    """Copy the first blocks over all others."""
+    num_filled, num_blocks = min(DISTINCT_BLOCKS, len(storage)), len(storage)
+    while num_filled < num_blocks:
+        count = min(num_filled, num_blocks - num_filled)
+        storage[num_filled : num_filled + count].copy_(storage[:count])
+        num_filled += count
 
 
 def run_step(handles: Sequence[LayerCacheHandle], case: DecodeCase) -> list[AttentionResult]:
-    """Write, choose and attend, layer by layer."""
+    """Write, select and attend, layer by layer."""
     layers = zip(handles, case.inputs, case.weights, strict=True)
     return [handle.forward(inputs, weights) for handle, inputs, weights in layers]
 
@@ -158,7 +158,7 @@ def next_step(case: DecodeCase) -> list[LayerCacheHandle]:
 
 
 def _time_steps(case: DecodeCase) -> float:
-    """Mean microseconds of a captured step."""
+    """Mean microseconds of a captured step, each after a fill of the L2."""
     forward = CapturedForward(
         case.manager, lambda handles: run_step(handles, case), batch=len(case.slots)
     )
@@ -179,7 +179,7 @@ def _time_steps(case: DecodeCase) -> float:
 
 
 def _time_parts(case: DecodeCase) -> dict[str, float]:
-    """Microseconds of all layers' writes, choices of entries, and attention, each on its own."""
+    """Time the writes, the index and the attention of all layers, each on its own."""
     handles = next_step(case)
     run_step(handles, case)
     selections = [_select(handle, case) for handle in handles]
@@ -218,7 +218,7 @@ def _attend(
 def check_attention(
     handles: Sequence[LayerCacheHandle], case: DecodeCase, selections: Sequence[Selection | None]
 ) -> None:
-    """Refuse to time attention that is not the reference's, in one layer of each type."""
+    """Refuse to time attention that differs from the reference's in a layer of any type."""
     first = {handle.layer.attention_type: handle.layer.layer_idx for handle in reversed(handles)}
     for kind, idx in first.items():
         handle, selection, inputs = handles[idx], selections[idx], case.inputs[idx]

@@ -1,4 +1,4 @@
-"""What a measurement was taken on."""
+"""The machine and the versions of a measurement."""
 
 import platform
 import subprocess
@@ -11,7 +11,7 @@ import dsv4
 
 
 def environment() -> dict[str, str]:
-    """Versions, processor and commit, for the report of a bench."""
+    """Collect versions, processor and commit for the result of a bench."""
     return {
         "dsv4": dsv4.__version__,
         "commit": _commit(),
@@ -24,7 +24,7 @@ def environment() -> dict[str, str]:
 
 
 def require_cuda(bench: str) -> None:
-    """Refuse a bench that a GPU is needed for."""
+    """Refuse a bench that needs a GPU if there is none."""
     if not torch.cuda.is_available():
         raise RuntimeError(f"dsv4 bench {bench} needs a CUDA device, and there is none")
 

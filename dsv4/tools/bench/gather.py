@@ -13,23 +13,28 @@ from dsv4.kernels.backends import Backend, load_backend
 from dsv4.kernels.contracts import Gathered
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.environment import environment, require_cuda
-from dsv4.tools.bench.requests import acquire_layers, manager_for, open_requests, plan_tokens
+from dsv4.tools.bench.requests import (
+    FINITE_BYTES,
+    acquire_layers,
+    manager_for,
+    open_requests,
+    plan_tokens,
+)
 from dsv4.tools.console import track
 
 DEVICE = "cuda"
-NUM_LAYERS = 8  # pools to rotate over: more than an L2 of any GPU holds
+NUM_LAYERS = 8  # rotating pools: more than the L2 of any GPU holds
 NUM_REQUESTS, REQUEST_TOKENS = 32, 32768  # 8192 CSA entries each
 NUM_POOL_ROWS = NUM_REQUESTS * REQUEST_TOKENS // 4
 WINDOW_BATCH, WINDOW_TOKENS = 256, 200
 LISTED = ((32, 512), (128, 512), (256, 512), (32, 8192))
 RECORD_BYTES, DENSE_BYTES, INDEX_BYTES = 576 + 8, 1024, 8  # fp8 rows of V4's width
-FINITE_BYTES = 0x70  # bytes below are finite in E4M3, UE8M0 and BF16 alike
 
 Gather = Callable[[Backend, LayerCacheHandle, Tensor | None], Gathered]
 
 
 class _Case(NamedTuple):
-    """A gather of every layer, each with rows of its own where they are listed."""
+    """A gather of every layer, with a list of rows for each layer, or None."""
 
     name: str
     gather: Gather
@@ -39,7 +44,7 @@ class _Case(NamedTuple):
 
 
 def bench_gather() -> dict[str, Any]:
-    """Microseconds of a gather: the same layer again and again, and 8 layers in turn."""
+    """Time gathers, one layer warm and 8 layers rotating."""
     require_cuda("gather")
     handles = compressed_handles(num_layers=NUM_LAYERS)
     cases = (*_compressed_cases(handles), _window_case(_window_handles()))
@@ -52,18 +57,18 @@ def _measure(case: _Case) -> dict[str, Any]:
     backend = load_backend("triton")
     layers = list(zip(case.handles, case.rows, strict=True))
 
-    def layers_in_turn() -> None:
+    def gather_layers() -> None:
         kept = [case.gather(backend, *layer) for layer in layers]
         del kept  # only now, so that no layer writes into another's output
 
     num_bytes = case.num_rows * (RECORD_BYTES + DENSE_BYTES)
     num_bytes += case.num_rows * INDEX_BYTES if case.rows[0] is not None else 0
-    rotating = timing.replay_time(layers_in_turn) / len(layers)
+    rotating = timing.replay_time(gather_layers) / len(layers)
     return {
         "gather": case.name,
         "num_rows": case.num_rows,
         "bytes": num_bytes,
-        "warm_us": timing.time_same_layer(lambda idx: case.gather(backend, *layers[idx])),
+        "warm_us": timing.time_warm(lambda idx: case.gather(backend, *layers[idx])),
         "rotating_us": rotating,
         "tb_per_s": num_bytes / rotating / 1e6,
         "share_of_copy": num_bytes / rotating * 1e6 / timing.COPY_BANDWIDTH,
@@ -71,21 +76,21 @@ def _measure(case: _Case) -> dict[str, Any]:
 
 
 def compressed_handles(*, num_layers: int) -> list[LayerCacheHandle]:
-    """CSA layers in a decode step of requests of `REQUEST_TOKENS` tokens."""
+    """Plan a decode step of CSA layers, for requests of `REQUEST_TOKENS` tokens."""
     config = CacheConfig.v4_flash(compress_ratios=(4,) * num_layers, num_query_heads=1)
     manager = manager_for(config, NUM_REQUESTS, REQUEST_TOKENS, device=DEVICE, chunk=REQUEST_TOKENS)
     return _last_step(manager, NUM_REQUESTS, REQUEST_TOKENS)
 
 
 def _window_handles() -> list[LayerCacheHandle]:
-    """SWA layers in a decode step of a large batch."""
+    """Plan a decode step of SWA layers, for a large batch."""
     config = CacheConfig.v4_flash(compress_ratios=(0,) * NUM_LAYERS, num_query_heads=1)
     manager = manager_for(config, WINDOW_BATCH, WINDOW_TOKENS, device=DEVICE)
     return _last_step(manager, WINDOW_BATCH, WINDOW_TOKENS)
 
 
 def _last_step(manager: KVCacheManager, num_requests: int, length: int) -> list[LayerCacheHandle]:
-    """The step that takes requests to a length, on random bytes."""
+    """Plan the step that takes requests to a length, on random bytes."""
     manager.paged.storage.random_(0, FINITE_BYTES)
     manager.state.storage.random_(0, FINITE_BYTES)
     slots = open_requests(manager, num_requests, length - 1)
@@ -104,7 +109,7 @@ def _compressed_cases(handles: list[LayerCacheHandle]) -> list[_Case]:
 
 
 def random_rows(shape: tuple[int, int]) -> Tensor:
-    """Flat rows of a layer of `compressed_handles`."""
+    """Draw flat rows of a layer of `compressed_handles`."""
     return torch.randint(NUM_POOL_ROWS, shape, device=DEVICE)
 
 
@@ -140,6 +145,6 @@ def _check_values(case: _Case) -> None:
 
 
 def are_same(got: Gathered, expected: Gathered) -> bool:
-    """Whether two gathers gave the same rows, bit for bit."""
+    """Return whether two gathers gave the same rows, bit for bit."""
     same_bits = torch.equal(got.values.view(torch.int16), expected.values.view(torch.int16))
     return same_bits and torch.equal(got.is_present, expected.is_present)

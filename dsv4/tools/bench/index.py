@@ -14,29 +14,35 @@ from dsv4.kernels.contracts import Selection
 from dsv4.kernels.external.find import PagedLogits, load_deep_gemm
 from dsv4.kernels.index_scratch import IndexScratch
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.compare import DeepGEMMCalls, load_peer, peer_report
 from dsv4.tools.bench.environment import environment, require_cuda
-from dsv4.tools.bench.requests import acquire_layers, manager_for, open_requests, plan_tokens
-from dsv4.tools.bench.sglang import SGLangKernels, load_sglang
-from dsv4.tools.bench.sglang_index import SGLangQuery, SGLangTopk
+from dsv4.tools.bench.external.comparison import report_comparison, try_load
+from dsv4.tools.bench.external.deepgemm import DeepGEMMCalls
+from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
+from dsv4.tools.bench.external.sglang_index import SGLangQuery, SGLangTopk
+from dsv4.tools.bench.requests import (
+    FINITE_BYTES,
+    acquire_layers,
+    manager_for,
+    open_requests,
+    plan_tokens,
+)
 from dsv4.tools.console import track, working
 
 RATIO = 4
-NUM_LAYERS = 4  # pools to rotate over: more than an L2 of any GPU holds
+NUM_LAYERS = 4  # rotating pools: more than the L2 of any GPU holds
 PREFILL_TOKENS = 65536
 FORMATS: tuple[IndexFormatName, ...] = ("fp8", "mxfp4")
 SCORED = ((262144, 1), (8192, 32), (32768, 64))  # entries × requests
 CHOSEN = ((8192, 1), (8192, 32), (262144, 1))
-CHUNK_TOKENS = 8192  # of a prefill whose last token sees CHUNK_ENTRIES
+CHUNK_TOKENS = 8192  # queries of a chunk whose last one sees CHUNK_ENTRIES
 CHUNK_ENTRIES = 32768
-FINITE_BYTES = 0x70  # bytes below are finite in E4M3, and of UE8M0 no product overflows
 SCORE_ERROR = 2.0**-6  # of the largest score; E4M3 products are added with 13 bits on Hopper
-NUM_TURNS = 5  # of the layers in a captured step
-NUM_DRAWS = 5  # of scores to choose from: how many pivots are tried depends on them
+NUM_TURNS = 5  # runs of each rotating layer in a captured step
+NUM_DRAWS = 5  # draws of scores: the time of top-k depends on the draw
 
 
 class IndexCase(NamedTuple):
-    """Layers in a decode step, their queries, and the workspace cut for them."""
+    """Layers of a forward, their queries, and a workspace of the right size."""
 
     handles: list[LayerCacheHandle]
     query: Tensor
@@ -46,15 +52,14 @@ class IndexCase(NamedTuple):
 
 
 def bench_index(*, compare: bool = False) -> dict[str, Any]:
-    """Microseconds of each step of the index: the same layer again and again, and 4 in turn.
+    """Time each step of the index, one layer warm and 4 layers rotating.
 
-    With `compare` DeepGEMM's scores of FP8 keys beside them, where it can be had; those of other
-    formats are compared with its FP8, which is all that Hopper has. SGLang's queries for FP8 keys
-    and its top-k likewise.
+    `compare` times DeepGEMM's scores of FP8 keys too, and SGLang's queries for FP8 keys and its
+    top-k. DeepGEMM has no other format on Hopper, so MXFP4 scores are compared with its FP8.
     """
     require_cuda("index")
-    logits, problem = load_peer(load_deep_gemm) if compare else (None, "")
-    sglang, sglang_problem = load_peer(load_sglang) if compare else (None, "")
+    logits, problem = try_load(load_deep_gemm) if compare else (None, "")
+    sglang, sglang_problem = try_load(load_sglang) if compare else (None, "")
     total = 2 * len(FORMATS) * len(SCORED) + len(CHOSEN)
     rows = list(track(_measure_steps(logits, sglang), "decode steps", total=total))
     with working("prefill chunk"):
@@ -63,7 +68,7 @@ def bench_index(*, compare: bool = False) -> dict[str, Any]:
         "bench": "index",
         "rows": rows,
         "prefill": prefill,
-        **peer_report(compare, {"DeepGEMM": problem, "SGLang": sglang_problem}),
+        **report_comparison(compare, {"DeepGEMM": problem, "SGLang": sglang_problem}),
         "environment": environment(),
     }
 
@@ -71,8 +76,8 @@ def bench_index(*, compare: bool = False) -> dict[str, Any]:
 def _measure_steps(
     logits: PagedLogits | None, sglang: SGLangKernels | None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of all steps, one after the other."""
-    theirs: dict[tuple[int, int], float] = {}  # by entries and batch
+    """Yield the row of each step."""
+    deepgemm_us: dict[tuple[int, int], float] = {}  # by entries and batch
     for name in FORMATS:
         for num_entries, batch in SCORED:
             case = index_case(name, num_entries, batch)
@@ -84,8 +89,8 @@ def _measure_steps(
             row = _measure("score", name, case, score_entries)
             if logits is not None:
                 if name == "fp8":
-                    theirs[num_entries, batch] = _time_deepgemm(case, logits)
-                time = theirs[num_entries, batch]
+                    deepgemm_us[num_entries, batch] = _time_deepgemm(case, logits)
+                time = deepgemm_us[num_entries, batch]
                 row |= {"deepgemm_us": time, "ratio": row["rotating_us"] / time}
             yield row
             del case
@@ -106,7 +111,7 @@ def index_case(
     step_tokens: int = 1,
     device: str = "cuda",
 ) -> IndexCase:
-    """Requests in a forward of their last step_tokens, the last of which sees num_entries keys."""
+    """Plan the last step_tokens of each request; the last token sees num_entries keys."""
     from dsv4.kernels.triton import indexer
 
     config = CacheConfig.v4_flash(
@@ -132,7 +137,7 @@ def index_case(
 
 
 def measure_prefill(name: IndexFormatName) -> dict[str, Any]:
-    """A chunk of CHUNK_TOKENS queries: its scores alone, and queries, scores and top-k."""
+    """Time a chunk of CHUNK_TOKENS queries: its scores alone, and the whole index."""
     case = index_case(name, CHUNK_ENTRIES, 1, step_tokens=CHUNK_TOKENS)
     check_scores(case)
     handle = case.handles[0]
@@ -148,13 +153,13 @@ def measure_prefill(name: IndexFormatName) -> dict[str, Any]:
 
 
 def score_chunk(case: IndexCase, handle: LayerCacheHandle) -> None:
-    """Score every entry for every token, as many at a time as the workspace holds."""
+    """Score every entry for every token, as many tokens at a time as the workspace holds."""
     for first in range(0, len(case.query), case.scratch.num_rows):
         score_entries(case, handle, first_token=first)
 
 
 def select_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
-    """All steps of the index."""
+    """Run all steps of the index."""
     from dsv4.kernels.triton import indexer
 
     indexer.select_entries(
@@ -164,7 +169,7 @@ def select_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
 
 
 def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
-    """Make the queries ready, as many as the workspace holds."""
+    """Prepare as many queries as the workspace holds."""
     from dsv4.kernels.triton import indexer
 
     indexer.prepare_queries(
@@ -186,7 +191,7 @@ def score_entries(case: IndexCase, handle: LayerCacheHandle, *, first_token: int
 
 
 def choose_best(case: IndexCase, chosen: Selection) -> None:
-    """Choose from the workspace's scores."""
+    """Choose the best entries by the workspace's scores."""
     from dsv4.kernels.triton import topk
 
     handle = case.handles[0]
@@ -198,7 +203,7 @@ def choose_best(case: IndexCase, chosen: Selection) -> None:
 
 
 def _fill_keys(handle: LayerCacheHandle) -> None:
-    """Random codes, and scales of 1 or near."""
+    """Fill the keys with random codes, and with scales of about 1."""
     keys = handle.memory.index_keys
     assert keys is not None, handle.layer
     keys.data.random_(0, FINITE_BYTES)
@@ -220,14 +225,14 @@ def _measure(
     if step == "query":
         num_bytes = case.query.nbytes + batch * case.scratch.queries.shape[1]
     times = [
-        timing.time_same_layer(run_layer),
-        timing.time_in_turn(run_layer, NUM_LAYERS, num_turns=NUM_TURNS),
+        timing.time_warm(run_layer),
+        timing.time_rotating(run_layer, NUM_LAYERS, num_turns=NUM_TURNS),
     ]
     return _row(step, name, case, times, num_bytes)
 
 
 def deepgemm_calls(case: IndexCase, logits: PagedLogits) -> DeepGEMMCalls:
-    """DeepGEMM's calls of a case, whose queries are made ready for them."""
+    """Make DeepGEMM's calls of a case, with its queries prepared."""
     prepare_queries(case, case.handles[0])
     return DeepGEMMCalls(
         logits, case.handles, case.scratch, case.query, max_entries=case.num_entries
@@ -235,10 +240,10 @@ def deepgemm_calls(case: IndexCase, logits: PagedLogits) -> DeepGEMMCalls:
 
 
 def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
-    """Microseconds of DeepGEMM's scores, 4 layers in turn."""
+    """Microseconds of DeepGEMM's scores, layers rotating."""
     calls = deepgemm_calls(case, logits)
     check_scores(case, lambda: calls.run(len(case.handles) - 1))
-    return timing.time_in_turn(calls.run, NUM_LAYERS, num_turns=NUM_TURNS)
+    return timing.time_rotating(calls.run, NUM_LAYERS, num_turns=NUM_TURNS)
 
 
 def _sglang_query(case: IndexCase, kernels: SGLangKernels) -> SGLangQuery:
@@ -250,14 +255,14 @@ def _sglang_topk(case: IndexCase, kernels: SGLangKernels) -> SGLangTopk:
 
 
 def _compare(row: dict[str, Any], calls: SGLangQuery | SGLangTopk) -> dict[str, float]:
-    """Microseconds of SGLang's kernel, again and again, and our ratio to it."""
+    """Microseconds of SGLang's kernel, warm, and our ratio to it."""
     calls.check()
-    time = timing.time_same_layer(lambda _: calls.run())
+    time = timing.time_warm(lambda _: calls.run())
     return {"sglang_us": time, "ratio": row["warm_us"] / time}
 
 
 def _measure_topk(case: IndexCase) -> dict[str, Any]:
-    """Top-k of normal scores, each read at least once; the mean over several draws of them."""
+    """Time top-k of normal scores; the mean over several draws."""
     from dsv4.kernels.triton import indexer
 
     chosen = indexer.empty_selection(
@@ -268,7 +273,7 @@ def _measure_topk(case: IndexCase) -> dict[str, Any]:
         case.scratch.scores.normal_()
         choose_best(case, chosen)
         _check_chosen(case, chosen)
-        times.append(timing.time_same_layer(lambda _: choose_best(case, chosen)))
+        times.append(timing.time_warm(lambda _: choose_best(case, chosen)))
     num_bytes = len(case.query) * case.num_entries * 4
     return _row("top-k", "fp32", case, [statistics.mean(times)] * 2, num_bytes)
 
@@ -289,9 +294,9 @@ def _row(
 
 
 def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> None:
-    """Refuse to time kernels whose scores of the first token are not the reference's.
+    """Refuse to time kernels whose scores of the first token differ from the reference's.
 
-    `run` gives the last layer's scores; by default our own are made.
+    `run` returns the last layer's scores; the default is our own kernel.
     """
     from dsv4.kernels.reference import indexer as reference
     from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
@@ -305,20 +310,20 @@ def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> No
     assert keys is not None, handle.layer
     first = slice(0, 1)
     count = (int(handle.positions[0]) + 1) // RATIO
-    seen = slice(count - 1024, count)
-    rows = visible_entry_rows(keys, handle.tokens, first, ratio=RATIO, max_entries=count)[:, seen]
+    newest = slice(count - 1024, count)
+    rows = visible_entry_rows(keys, handle.tokens, first, ratio=RATIO, max_entries=count)[:, newest]
     ready = reference.index_query(
         case.query[first], keys.format, handle.positions[first].long(), handle.rope,
         has_hadamard=handle.config.index_hadamard, global_scale=None,
     )  # fmt: skip
     want = reference.score_entries(ready, case.head_weights[first], gather_rows(keys, rows))
-    got = scores[first, seen]
+    got = scores[first, newest]
     if not (got - want).abs().max() <= SCORE_ERROR * want.abs().max():
         raise RuntimeError("The scores differ from the reference's; nothing is timed")
 
 
 def _check_chosen(case: IndexCase, chosen: Selection) -> None:
-    """Refuse to time a top-k that is not the reference's."""
+    """Refuse to time a top-k that differs from the reference's."""
     from dsv4.kernels.reference.indexer import select_topk
 
     scores = case.scratch.scores[:, : case.num_entries]

@@ -1,7 +1,7 @@
-"""Both caches of a transformers model as after a long text, without running the model over it.
+"""Long contexts in both caches of a transformers model, without running the model over a text.
 
-What is held has the sizes that the text would give; its values are random. Steps take as long with
-them: nothing skips work by a row's value.
+The caches have the sizes that the text would give, and random values. The time of a step does not
+depend on the values.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from torch import Tensor
 from dsv4.integrations.transformers import PagedCache
 from dsv4.tools.bench.decode import fill_storages
 
-CYCLE = 128  # tokens after which every compression window is where it was
-SHORTEST = 2 * CYCLE  # tokens that are run: the window is full, and every layer has an entry
+CYCLE = 128  # tokens: a multiple of every compression window
+SHORTEST = 2 * CYCLE  # tokens that fill the window and give every layer an entry
 
 
 def fill_paged(cache: PagedCache, batch: int, context: int) -> None:
-    """Bring an empty cache's rows to a length, by plans alone."""
+    """Bring an empty `PagedCache` to a length by plans alone, with random rows."""
     columns = cache.manager.capacity.max_forward_tokens // batch
     for start in range(0, context, columns):
         with cache.forward(batch, min(columns, context - start), None) as plan:
@@ -26,8 +26,8 @@ def fill_paged(cache: PagedCache, batch: int, context: int) -> None:
 
 
 @torch.no_grad()
-def fill_own(model: Any, cache: Any, batch: int, context: int) -> None:
-    """Bring an empty cache of transformers to a length: a short text, then random entries."""
+def fill_transformers(model: Any, cache: Any, batch: int, context: int) -> None:
+    """Bring an empty transformers cache to a length: run a short text, then add random entries."""
     num_skipped = max(context - SHORTEST, 0) // CYCLE * CYCLE
     ids = torch.randint(
         1, model.config.vocab_size, (batch, context - num_skipped), device=model.device
@@ -37,12 +37,12 @@ def fill_own(model: Any, cache: Any, batch: int, context: int) -> None:
         layer.cumulative_length += num_skipped
         for name, entries in getattr(layer, "compressed_kv", {}).items():
             num_new = num_skipped // layer.compress_rate
-            layer.compressed_kv[name] = _extended(entries, num_new)
+            layer.compressed_kv[name] = _extend(entries, num_new)
             layer.entry_count[name] += num_new
 
 
-def _extended(entries: Tensor, num_new: int) -> Tensor:
-    """`[batch, entries, dim]` and as many random ones after them."""
+def _extend(entries: Tensor, num_new: int) -> Tensor:
+    """Append random entries to `[batch, entries, dim]`."""
     new = torch.randn(
         entries.shape[0], num_new, entries.shape[2], dtype=entries.dtype, device=entries.device
     )

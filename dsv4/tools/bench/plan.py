@@ -1,22 +1,20 @@
-"""`dsv4 bench plan`: host time of `prepare_forward`, and that it ignores the number of layers."""
+"""`dsv4 bench plan`: host time of `prepare_forward`, for two numbers of layers."""
 
-import statistics
 import time
 from typing import Any
-
-import numpy as np
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.tools.bench.environment import environment
+from dsv4.tools.bench.timing import summarize
 from dsv4.tools.console import working
 
 
 def bench_plan(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, Any]:
     """Time decode steps of V4-Flash, with all 43 layers and with 4 of them.
 
-    The two managers take turns step by step, so that both see the same machine. Requests have
+    The two managers alternate step by step, so that both run under the same load. Requests have
     different lengths, so that in every step some of them need a block.
     """
     configs = {
@@ -30,8 +28,7 @@ def bench_plan(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
         "num_requests": num_requests,
         "num_steps": num_steps,
         "new_blocks_per_step": num_new_blocks / num_steps / len(configs),
-        "median_us": {name: statistics.median(values) for name, values in times.items()},
-        "p90_us": {name: float(np.percentile(values, 90)) for name, values in times.items()},
+        **summarize(times),
         "environment": environment(),
     }
 
@@ -39,7 +36,7 @@ def bench_plan(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
 def _time_plans(
     configs: dict[str, CacheConfig], num_requests: int, num_steps: int
 ) -> tuple[dict[str, list[float]], int]:
-    """Microseconds of each step by config, and how many blocks all of them took."""
+    """Time each step of each config, in microseconds; count the new blocks of all of them."""
     managers = {name: _filled(config, num_requests) for name, config in configs.items()}
     times: dict[str, list[float]] = {name: [] for name in configs}
     num_new_blocks = 0
@@ -52,7 +49,7 @@ def _time_plans(
             plan = prepare_forward(manager, slots, before, after)
             elapsed = time.perf_counter() - start
             plan.complete()
-            if step >= 50:  # the first ones warm caches
+            if step >= 50:  # the first steps warm the CPU's caches
                 times[name].append(elapsed * 1e6)
                 num_new_blocks += plan.num_new_blocks
             _check(manager, before)
@@ -60,7 +57,7 @@ def _time_plans(
 
 
 def _filled(config: CacheConfig, num_requests: int) -> KVCacheManager:
-    """A manager with requests of 1, 2, 3, ... tokens."""
+    """Make a manager with requests of 1, 2, 3, ... tokens."""
     manager = KVCacheManager(
         config,
         max_requests=num_requests,

@@ -1,6 +1,5 @@
 """`dsv4 bench prefix`: host time of a prefix hit, and of the hash of a new block."""
 
-import statistics
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ from dsv4.cache.prefix.prefix_cache import PrefixCache
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.tools.bench.environment import environment
+from dsv4.tools.bench.timing import summarize
 
 HIT_TARGET_US = 2000.0
 HASH_TARGET_US = 20.0
@@ -20,11 +20,11 @@ HASH_TARGET_US = 20.0
 def bench_prefix(
     *, num_tokens: int = 100_000, num_rounds: int = 50, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Resume V4-Flash requests on a prompt that was there, over and over.
+    """Resume V4-Flash requests on a cached prompt, repeatedly.
 
-    The prompt was never computed, only declared so: what the blocks hold costs no host time. The
-    fixed state is copied by the device; where that is the CPU a hit takes that time too, so hits
-    are also timed without it. One thread copies: others would be waited for.
+    Plans alone make the prompt, since the content of blocks costs no host time. The device copies
+    the fixed state of a hit. On the CPU that copy is part of the time of a hit, so hits are also
+    timed without it. One thread copies, since waiting for others takes longer.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -42,30 +42,29 @@ def _bench_prefix(num_tokens: int, num_rounds: int, device: str) -> dict[str, An
         config, max_requests=2, num_blocks=num_blocks, device=device, num_checkpoints=1,
         max_forward_tokens=num_tokens, max_request_tokens=num_tokens,
     )  # fmt: skip
-    found = _publish(manager, ids)
+    num_hit_tokens = _publish(manager, ids)
     times: dict[str, list[float]] = {"hit": [], "hit_without_copy": [], "hash_of_a_block": []}
     load = manager.checkpoints.load
     for _ in range(num_rounds):
-        times["hit"].append(_time_hit(manager, ids, found))
+        times["hit"].append(_time_hit(manager, ids, num_hit_tokens))
         manager.checkpoints.load = _leave_to_device  # type: ignore[method-assign]
-        times["hit_without_copy"].append(_time_hit(manager, ids, found))
+        times["hit_without_copy"].append(_time_hit(manager, ids, num_hit_tokens))
         manager.checkpoints.load = load  # type: ignore[method-assign]
         times["hash_of_a_block"].append(_time_hash(manager.prefix, ids))
     return {
         "bench": "prefix",
         "num_tokens": num_tokens,
-        "num_hit_tokens": found,
+        "num_hit_tokens": num_hit_tokens,
         "checkpoint_bytes": manager.checkpoints.storage.shape[1],
         "best_us": {name: min(values) for name, values in times.items()},
-        "median_us": {name: statistics.median(values) for name, values in times.items()},
-        "p90_us": {name: float(np.percentile(values, 90)) for name, values in times.items()},
+        **summarize(times),
         "target_us": {"hit_without_copy": HIT_TARGET_US, "hash_of_a_block": HASH_TARGET_US},
         "environment": environment(),
     }
 
 
 def _publish(manager: KVCacheManager, ids: np.ndarray[Any, Any]) -> int:
-    """Leave a prompt behind, with a checkpoint at its last boundary."""
+    """Publish a prompt with a checkpoint at its last block boundary; returns that boundary."""
     slot, _ = manager.resume_request(ids)
     boundary = len(ids) // manager.config.block_tokens * manager.config.block_tokens
     prepare_forward(manager, [slot], [0], [boundary - 1]).complete()
@@ -74,22 +73,22 @@ def _publish(manager: KVCacheManager, ids: np.ndarray[Any, Any]) -> int:
     return boundary
 
 
-def _time_hit(manager: KVCacheManager, ids: np.ndarray[Any, Any], found: int) -> float:
+def _time_hit(manager: KVCacheManager, ids: np.ndarray[Any, Any], expected: int) -> float:
     start = time.perf_counter()
     slot, num_tokens = manager.resume_request(ids)
     elapsed = time.perf_counter() - start
-    if num_tokens != found:
-        raise RuntimeError(f"Expected a hit of {found} tokens, got {num_tokens}")
+    if num_tokens != expected:
+        raise RuntimeError(f"Expected a hit of {expected} tokens, got {num_tokens}")
     manager.free_request(slot)
     return elapsed * 1e6
 
 
 def _leave_to_device(checkpoint: int, slots: torch.Tensor, slot: int) -> None:
-    """The copy of the fixed state as the host sees it where another device makes it."""
+    """Stand in for the copy of the fixed state, which costs the host nothing on a GPU."""
 
 
 def _time_hash(prefix: PrefixCache | None, ids: np.ndarray[Any, Any]) -> float:
-    """The hash of one more block of a request whose earlier ones are known."""
+    """Time the hash of one more block of a request."""
     if prefix is None:
         raise RuntimeError("The manager has no prefix cache; its time is not reported")
     request = prefix.new_request(ids[: 2 * 256], b"")

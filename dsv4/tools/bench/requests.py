@@ -1,4 +1,4 @@
-"""Requests of any length for the benches: made by plans alone, on rows of random numbers."""
+"""Requests of any length for the benches: plans alone make them, and rows are random."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,15 @@ from dsv4.config import CacheConfig
 from dsv4.formats import PagedRows
 from dsv4.kernels.reference.codec import encode, write_rows
 
-ENCODED_AT_ONCE = 1 << 15
+ENCODED_AT_ONCE = 1 << 15  # rows
+FINITE_BYTES = 0x70  # bytes below this are finite in E4M3, UE8M0 and BF16 alike
 
 
 def manager_for(
     config: CacheConfig, num_requests: int, length: int, *, device: str, chunk: int = 8192,
     **options: Any,
 ) -> KVCacheManager:  # fmt: skip
-    """A manager with room for so many requests of a length, whose forwards are of a chunk."""
+    """Make a manager with room for requests of a length and forwards of `chunk` tokens."""
     return KVCacheManager(
         config, max_requests=num_requests,
         num_blocks=num_requests * -(-length // config.block_tokens), device=device,
@@ -29,7 +30,7 @@ def manager_for(
 
 
 def open_requests(manager: KVCacheManager, num_requests: int, length: int) -> list[int]:
-    """Slots of new requests of a length, of which nothing is written."""
+    """Open requests of a length without writing anything; returns their slots."""
     slots = [manager.open_request() for _ in range(num_requests)]
     for slot in slots:
         extend(manager, slot, length)
@@ -37,25 +38,25 @@ def open_requests(manager: KVCacheManager, num_requests: int, length: int) -> li
 
 
 def extend(manager: KVCacheManager, slot: int, length: int) -> None:
-    """Bring a request to a length, without writing anything."""
+    """Bring a request to a length without writing anything."""
     step = manager.capacity.max_forward_tokens
     for start in range(int(manager.lengths[slot]), length, step):
         prepare_forward(manager, [slot], [start], [min(start + step, length)]).complete()
 
 
 def plan_tokens(manager: KVCacheManager, slots: Sequence[int], num_tokens: int = 1) -> ForwardPlan:
-    """The next tokens of each request, as many of one as of another."""
+    """Plan the next `num_tokens` tokens of each request."""
     before = manager.lengths[list(slots)].tolist()
     return prepare_forward(manager, slots, before, [length + num_tokens for length in before])
 
 
 def acquire_layers(manager: KVCacheManager, plan: ForwardPlan) -> list[LayerCacheHandle]:
-    """The handles of all layers."""
+    """Acquire the handles of all layers."""
     return [manager.acquire(layer_idx, plan) for layer_idx in range(len(manager.schedule))]
 
 
 def fill_rows(pages: PagedRows | None, num_rows: int | None = None) -> None:
-    """Normal numbers in the first rows, or in all; a layer may have no such pages."""
+    """Fill the first rows, or all, with normal numbers; None if a layer has no such pages."""
     if pages is None:
         return
     num_rows = count_rows(pages) if num_rows is None else num_rows
@@ -67,5 +68,5 @@ def fill_rows(pages: PagedRows | None, num_rows: int | None = None) -> None:
 
 
 def count_rows(pages: PagedRows) -> int:
-    """All rows of a layer's pages."""
+    """Count all rows of a layer's pages."""
     return pages.storage.shape[0] * pages.rows_per_page

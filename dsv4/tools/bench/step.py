@@ -1,10 +1,9 @@
-"""`dsv4 bench step`: host time of one captured decode step, its plan included; and the GPU's."""
+"""`dsv4 bench step`: host time of a captured decode step and its plan, and the GPU's time."""
 
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from dsv4.cache.graphs.captured_forward import CapturedForward
@@ -13,25 +12,25 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
+from dsv4.kernels.contracts import LayerProjections
 from dsv4.testing import model_weights, move_to, take_rows
 from dsv4.tools.bench.decode import bench_decode, decode_inputs
 from dsv4.tools.bench.environment import environment, require_cuda
 from dsv4.tools.bench.requests import acquire_layers, extend
+from dsv4.tools.bench.timing import summarize
 from dsv4.tools.console import working
 
 DEVICE = "cuda"
 NUM_WARMUP_STEPS = 20
 TARGET_US = 300.0
-LONGEST_START = 256  # so that in every step some request needs a block
+LONGEST_START = 256  # a block of tokens, so that in every step some request needs a block
 
 
 def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, Any]:
     """Time `prepare_forward` and `replay` of V4-Flash's writes, 43 layers, one token a request.
 
-    After that `bench_decode`: the GPU's time of whole steps, at long contexts.
-
-    The device is waited for between the steps and not inside them, so that the queue is short
-    and no time is spent waiting for room in it.
+    The host waits for the device between steps, never inside one, so that the queue stays short.
+    `bench_decode` then times whole steps on the GPU, at long contexts.
     """
     require_cuda("step")
     with working("host time"):
@@ -50,12 +49,13 @@ def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
 
 
 def _time_host(num_requests: int, num_steps: int) -> dict[str, Any]:
-    """Host time of the steps and of their parts."""
+    """Time the host's part of each step: the plan, the replay, and both."""
     config = CacheConfig.v4_flash()
     manager = _filled(config, num_requests, num_steps)
-    forward = CapturedForward(manager, _writes(config, num_requests), batch=num_requests)
+    inputs = decode_inputs(config, num_requests, DEVICE)
+    forward = CapturedForward(manager, _write_step(config, inputs), batch=num_requests)
     slots = list(range(num_requests))
-    times = []
+    times: dict[str, list[float]] = {"prepare_forward": [], "replay": [], "both": []}
     for _ in range(NUM_WARMUP_STEPS + num_steps):
         before = manager.lengths.tolist()
         after = [length + 1 for length in before]
@@ -65,18 +65,15 @@ def _time_host(num_requests: int, num_steps: int) -> dict[str, Any]:
         planned = time.perf_counter()
         forward.replay(plan)
         end = time.perf_counter()
-        times.append((planned - start, end - planned, end - start))
+        seconds = (planned - start, end - planned, end - start)
+        for part, elapsed in zip(times.values(), seconds, strict=True):
+            part.append(elapsed * 1e6)
     manager.check_integrity()
-    microseconds = np.array(times[NUM_WARMUP_STEPS:]) * 1e6
-    parts = ("prepare_forward", "replay", "both")
-    return {
-        "median_us": dict(zip(parts, np.median(microseconds, axis=0).tolist(), strict=True)),
-        "p90_us": dict(zip(parts, np.percentile(microseconds, 90, axis=0).tolist(), strict=True)),
-    }
+    return summarize({name: values[NUM_WARMUP_STEPS:] for name, values in times.items()})
 
 
 def _filled(config: CacheConfig, num_requests: int, num_steps: int) -> KVCacheManager:
-    """A manager with requests of 1, 2, 3, ... tokens, and room for all steps."""
+    """Make a manager with requests of 1, 2, 3, ... tokens, and room for all steps."""
     longest = LONGEST_START + NUM_WARMUP_STEPS + num_steps
     manager = KVCacheManager(
         config,
@@ -91,9 +88,10 @@ def _filled(config: CacheConfig, num_requests: int, num_steps: int) -> KVCacheMa
     return manager
 
 
-def _writes(config: CacheConfig, num_tokens: int) -> Callable[[Sequence[LayerCacheHandle]], None]:
-    """A step that writes every layer from inputs of its own."""
-    inputs = decode_inputs(config, num_tokens, DEVICE)
+def _write_step(
+    config: CacheConfig, inputs: Sequence[LayerProjections]
+) -> Callable[[Sequence[LayerCacheHandle]], None]:
+    """Make a step that writes the inputs of every layer."""
     weights = [move_to(DEVICE, layer) for layer in model_weights(config, seed=0)]
 
     def step(handles: Sequence[LayerCacheHandle]) -> None:
@@ -104,25 +102,21 @@ def _writes(config: CacheConfig, num_tokens: int) -> Callable[[Sequence[LayerCac
 
 
 def _check_bytes() -> None:
-    """Refuse to time a replay that doesn't store an eager step's bytes."""
+    """Refuse to time a replay whose stored bytes differ from an eager step's."""
     config = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), num_query_heads=1)
     batch, captured_batch, length = 3, 5, 126
     sizes: dict[str, Any] = {
         "max_requests": captured_batch, "num_blocks": 8, "device": DEVICE, "backend": "triton",
     }  # fmt: skip
     captured, eager = KVCacheManager(config, **sizes), KVCacheManager(config, **sizes)
-    forward = CapturedForward(captured, _writes(config, captured_batch), batch=captured_batch)
-    inputs = [
-        take_rows(layer, slice(0, batch)) for layer in decode_inputs(config, captured_batch, DEVICE)
-    ]
-    weights = [move_to(DEVICE, layer) for layer in model_weights(config, seed=0)]
-
-    def run_eagerly(plan: ForwardPlan) -> None:
-        handles = acquire_layers(eager, plan)
-        for handle, layer, weight in zip(handles, inputs, weights, strict=True):
-            handle.write(layer, weight)
-
-    for manager, run in ((captured, forward.replay), (eager, run_eagerly)):
+    inputs = decode_inputs(config, captured_batch, DEVICE)
+    forward = CapturedForward(captured, _write_step(config, inputs), batch=captured_batch)
+    write = _write_step(config, [take_rows(layer, slice(0, batch)) for layer in inputs])
+    runs: tuple[tuple[KVCacheManager, Callable[[ForwardPlan], object]], ...] = (
+        (captured, forward.replay),
+        (eager, lambda plan: write(acquire_layers(eager, plan))),
+    )
+    for manager, run in runs:
         slots = [manager.open_request() for _ in range(batch)]
         prepare_forward(manager, slots, [0] * batch, [length] * batch).complete()
         for before in range(length, length + 6):

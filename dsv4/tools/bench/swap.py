@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 class Move(NamedTuple):
-    """A request's way to the host or back: what was copied, and how long until it was there."""
+    """One swap of a request: the bytes copied, and the seconds until the copies were done."""
 
     num_bytes: int
     seconds: float
@@ -33,9 +33,9 @@ class Move(NamedTuple):
 def bench_swap(
     *, num_tokens: int = 1 << 20, num_rounds: int = 10, device: str = "cuda"
 ) -> dict[str, Any]:
-    """GB/s of `swap_out` and `swap_in` of one request, `fp8` rows and `mxfp4` keys.
+    """Time `swap_out` and `swap_in` of one request, `fp8` rows and `mxfp4` keys.
 
-    Its blocks lie in a row, which is one copy, or scattered, which is a copy for each.
+    Adjacent blocks are one copy, scattered blocks one copy each.
     """
     if device == "cuda":
         require_cuda("swap")
@@ -57,10 +57,10 @@ def bench_swap(
 def _measure(
     manager: KVCacheManager, num_tokens: int, num_rounds: int, *, is_scattered: bool
 ) -> list[dict[str, Any]]:
-    """Both ways of a request that was never computed: it is random bytes.
+    """Time both ways of a request of random bytes.
 
-    The device's bytes are overwritten while it is away, and compared when it is back. A first
-    round does not count.
+    The device's bytes are overwritten after each swap-out and compared after each swap-in. The
+    first round is not counted.
     """
     blocks = "scattered" if is_scattered else "in a row"
     if is_scattered:
@@ -85,21 +85,21 @@ def _measure(
 
 
 def _manager(num_tokens: int, device: str) -> KVCacheManager:
-    """Room for one request on the device, and on the host."""
+    """Make a manager with room for one request on the device, and on the host."""
     config = CacheConfig.v4_flash(kv_format="fp8", index_format="mxfp4")
     num_blocks = -(-num_tokens // config.block_tokens)
     return manager_for(config, 1, num_tokens, device=device, host_blocks=num_blocks, host_slots=1)
 
 
 def _scatter_free_blocks(manager: KVCacheManager) -> None:
-    """Let a request that takes all free blocks find them in a random order."""
+    """Shuffle the free blocks, so that the next request gets scattered ones."""
     blocks = manager.allocator.acquire(manager.allocator.num_free)
     for block in np.random.default_rng(0).permutation(blocks):
         manager.allocator.release(np.array([block]))
 
 
 def _time(manager: KVCacheManager, move: Callable[[], _Result]) -> tuple[_Result, Move]:
-    """A move with nothing else queued, until its copies are done."""
+    """Time a swap from an empty queue until its copies are done."""
     before = _num_copied(manager)
     wait_for(manager.device)
     start = time.perf_counter()
@@ -115,7 +115,7 @@ def _num_copied(manager: KVCacheManager) -> int:
 
 
 def _stored(manager: KVCacheManager, slot: int) -> Iterator[Tensor]:
-    """All bytes of a request: its slot, and its blocks in order, some at a time."""
+    """Yield all bytes of a request: its slot, then its blocks in order, some at a time."""
     yield manager.state.storage[slot]
     storage = manager.paged.storage
     blocks = manager.host_block_table[slot, : manager.num_slot_blocks[slot]].astype(np.int64)
@@ -124,7 +124,7 @@ def _stored(manager: KVCacheManager, slot: int) -> Iterator[Tensor]:
 
 
 def _check_bytes(manager: KVCacheManager, slot: int, kept: Sequence[Tensor]) -> None:
-    """Refuse to report on a request that did not come back as it was."""
+    """Refuse to report a swap that changed the request's bytes."""
     manager.check_integrity()
     pairs = zip(_stored(manager, slot), kept, strict=True)
     if not all(torch.equal(now, before) for now, before in pairs):

@@ -1,4 +1,4 @@
-"""The results of the benches as people read them: tables, and sentences below."""
+"""Results of the benches for reading: tables, and sentences below them."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 Result = Mapping[str, Any]
-Columns = Sequence[tuple[str, str]]  # headings, and templates of cells
+Columns = Sequence[tuple[str, str]]  # headings and cell templates
 
 DECODE_TIMES: Columns = (
     ("tokens", "{tokens:,}"), ("batch", "{batch}{star}"), ("all 43 layers", "{total_us:.0f}"),
@@ -26,7 +26,7 @@ STEP_TIMES: Columns = (
 
 
 class Shown(NamedTuple):
-    """What is printed of a result."""
+    """The printed form of a result."""
 
     tables: Sequence[Table]
     sentences: Sequence[str] = ()
@@ -36,7 +36,7 @@ def build_table(
     title: str, rows: Iterable[Result], columns: Columns, *, num_left: int = 0,
     caption: str | None = None,
 ) -> Table:  # fmt: skip
-    """A table whose cells are filled in from rows; all but the first columns stand right."""
+    """Build a table from rows; the first `num_left` columns are aligned left."""
     table = Table(title=title, caption=caption)
     for idx, (heading, _) in enumerate(columns):
         table.add_column(heading, justify="left" if idx < num_left else "right")
@@ -46,7 +46,7 @@ def build_table(
 
 
 def _cell(template: str, row: Result) -> str:
-    """The filled template; a dash where the row has no such number."""
+    """Fill a template; a dash if the row lacks its number."""
     try:
         return template.format_map(row)
     except KeyError:
@@ -54,13 +54,13 @@ def _cell(template: str, row: Result) -> str:
 
 
 def show_plan(result: Result) -> Shown:
-    """Host times of plans, by number of layers."""
+    """Show host times of plans, by number of layers."""
     title = f"prepare_forward, {result['num_requests']} requests, one token each"
     return Shown([_host_times(title, "V4-Flash", result)])
 
 
 def show_prefix(result: Result) -> Shown:
-    """Host times of a hit, with and without its copy, and of a hash."""
+    """Show host times of a hit, with and without its copy, and of a hash."""
     title = f"A prefix hit of {result['num_hit_tokens']:,} tokens of V4-Flash"
     rows = [
         {
@@ -78,7 +78,7 @@ def show_prefix(result: Result) -> Shown:
 
 
 def show_swap(result: Result) -> Shown:
-    """Both ways of a request that waits on the host."""
+    """Show both directions of a swap."""
     columns = (
         ("", "{way}"), ("blocks", "{blocks}"), ("bytes", "{bytes:,}"), ("best ms", "{best_ms:.1f}"),
         ("median ms", "{median_ms:.1f}"), ("best GB/s", "{best_gb_per_s:.1f}"),
@@ -92,15 +92,15 @@ def show_swap(result: Result) -> Shown:
 
 
 def show_write(result: Result) -> Shown:
-    """Decode steps, beside SGLang's where they were asked for, and a prefill."""
+    """Show decode steps, with SGLang's if compared, and a prefill."""
     steps = [
         {**row, "type": row["type"] + (" closing" if row["closing"] else "")}
         for row in result["rows"]
     ]
     step_columns = (
-        ("layer", "{type}"), ("batch", "{batch}"), ("same layer", "{warm_us:.2f}"),
-        ("43 layers in turn", "{rotating_us:.2f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
-        *_peer_columns(result, sglang_us="SGLang"),
+        ("layer", "{type}"), ("batch", "{batch}"), ("warm", "{warm_us:.2f}"),
+        ("rotating, 43 layers", "{rotating_us:.2f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
+        *_external_columns(result, sglang_us="SGLang"),
     )  # fmt: skip
     prefill_columns = (
         ("layer", "{type}"), ("tokens", "{tokens}"), ("measured", "{us:.1f}"),
@@ -118,7 +118,7 @@ def show_write(result: Result) -> Shown:
 
 
 def show_step(result: Result) -> Shown:
-    """Host time of a captured step; whole steps, with a star where requests share blocks."""
+    """Show host times of a captured step, then whole steps; a star marks shared blocks."""
     title = (
         f"Host time of a captured step, {result['num_requests']} requests, "
         f"{result['num_layers']} layers written (target {result['target_us']:.0f} us)"
@@ -146,10 +146,10 @@ def _host_times(title: str, heading: str, result: Result) -> Table:
 
 
 def show_gather(result: Result) -> Shown:
-    """Gathers, and their share of a copy's speed."""
+    """Show gathers, and their share of a copy's speed."""
     columns = (
-        ("gather", "{gather}"), ("rows", "{num_rows:,}"), ("same layer us", "{warm_us:.2f}"),
-        ("8 layers in turn us", "{rotating_us:.2f}"), ("TB/s", "{tb_per_s:.2f}"),
+        ("gather", "{gather}"), ("rows", "{num_rows:,}"), ("warm us", "{warm_us:.2f}"),
+        ("rotating us, 8 layers", "{rotating_us:.2f}"), ("TB/s", "{tb_per_s:.2f}"),
         ("of 4.27 TB/s", "{share_of_copy:.0%}"),
     )  # fmt: skip
     title = "One layer's gathers of V4-Flash's fp8 rows"
@@ -157,30 +157,30 @@ def show_gather(result: Result) -> Shown:
 
 
 def show_index(result: Result) -> Shown:
-    """Steps of the index, beside DeepGEMM's and SGLang's where they were asked for."""
+    """Show steps of the index, with DeepGEMM's and SGLang's if compared."""
     columns = (
         ("step", "{step}"), ("format", "{format}"), ("entries", "{entries:,}"),
-        ("batch", "{batch}"), ("same layer", "{warm_us:.2f}"),
-        ("4 layers in turn", "{rotating_us:.2f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
-        *_peer_columns(result, deepgemm_us="DeepGEMM FP8", sglang_us="SGLang"),
+        ("batch", "{batch}"), ("warm", "{warm_us:.2f}"),
+        ("rotating, 4 layers", "{rotating_us:.2f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
+        *_external_columns(result, deepgemm_us="DeepGEMM FP8", sglang_us="SGLang"),
     )  # fmt: skip
     title = "One layer's index of V4-Flash in a decode step, microseconds"
     return Shown([build_table(title, result["rows"], columns, num_left=2)], _missing(result))
 
 
 def show_attend(result: Result) -> Shown:
-    """Attention of decode steps and of a prefill chunk, beside FlashMLA's if it was asked for."""
+    """Show attention of decode steps and of a prefill chunk, with FlashMLA's if compared."""
     columns = (
-        ("layer", "{layer}"), ("batch", "{batch}"), ("same layer", "{warm_us:.2f}"),
-        ("8 layers in turn", "{rotating_us:.2f}"), ("batch-invariant", "{invariant_us:.2f}"),
+        ("layer", "{layer}"), ("batch", "{batch}"), ("warm", "{warm_us:.2f}"),
+        ("rotating, 8 layers", "{rotating_us:.2f}"), ("batch-invariant", "{invariant_us:.2f}"),
         ("TFLOP/s", "{tflops:.0f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
-        *_peer_columns(result, flashmla_us="FlashMLA"),
+        *_external_columns(result, flashmla_us="FlashMLA"),
     )  # fmt: skip
     prefill_columns = (
         ("layer", "{layer}"), ("queries", "{tokens:,}"), ("context", "{context:,}"),
         ("us", "{us:,.0f}"), ("TFLOP/s", "{tflops:.0f}"),
         ("target", "{target_tflops:.0f}"),
-        *_peer_columns(result, flashmla_tflops="FlashMLA TFLOP/s"),
+        *_external_columns(result, flashmla_tflops="FlashMLA TFLOP/s"),
     )  # fmt: skip
     title = "One layer's attention in a decode step, fp8 rows, microseconds"
     prefill_title = "One layer's attention of a prefill chunk, fp8 rows"
@@ -193,22 +193,22 @@ def show_attend(result: Result) -> Shown:
     )
 
 
-def _peer_columns(result: Result, **peers: str) -> Columns:
-    """Times of peers and our ratio to the one that a row has, if they were to be compared."""
+def _external_columns(result: Result, **headings: str) -> Columns:
+    """Columns of external kernels, by key, and of our ratio to them; none without --compare."""
     if "peers" not in result:
         return ()
-    times = tuple((heading, f"{{{key}:.2f}}") for key, heading in peers.items())
+    times = tuple((heading, f"{{{key}:.2f}}") for key, heading in headings.items())
     return (*times, ("ours / theirs", "{ratio:.2f}"))
 
 
 def _missing(result: Result) -> list[str]:
-    """One sentence for each peer that could not be compared."""
-    peers = result.get("peers", {}).items()
-    return [f"{name} is not compared: {state}" for name, state in peers if state != "compared"]
+    """Name each project that could not be compared, and say why."""
+    states = result.get("peers", {}).items()
+    return [f"{name} is not compared: {state}" for name, state in states if state != "compared"]
 
 
 def show_transformers(result: Result) -> Shown:
-    """Decode steps with both caches, and what they hold."""
+    """Show decode steps with both caches, and the bytes of each cache."""
     memory_columns = (
         ("context", "{context:,}"), ("this cache", "{this_bytes:,}"),
         ("transformers'", "{transformers_bytes:,}"), ("ratio", "{ratio:.3f}"),
@@ -227,7 +227,7 @@ def show_transformers(result: Result) -> Shown:
 
 
 def _cache_row(row: Result, name: str) -> dict[str, Any]:
-    """What a row of decode steps says about one cache."""
+    """Take the numbers of one cache from a row of decode steps."""
     numbers = {key: row[key][name] for key in PER_CACHE if name in row[key]}
     if name == "free" and "ceiling" in row:
         numbers["speedup"] = row["ceiling"]
@@ -235,7 +235,7 @@ def _cache_row(row: Result, name: str) -> dict[str, Any]:
 
 
 def show_tune(result: Result) -> Shown:
-    """Launches in use and chosen; then those that were skipped, and the table."""
+    """Show present and chosen launches; then the skipped ones, and the table."""
     from dsv4.kernels.triton.launch import format_table, parse_table
 
     columns = (
@@ -259,7 +259,7 @@ def show_tune(result: Result) -> Shown:
 
 
 def _launch(choice: Result, which: str) -> dict[str, str]:
-    """A launch's parameters, and its time if it could be used."""
+    """Format a launch's parameters, and its time if it was usable."""
     launch = choice[which]
     times = [time["us"] for time in choice["times"] if time["launch"] == launch]
     return {

@@ -1,17 +1,26 @@
-"""How the benches time on a GPU: replays of captured steps, and the bytes that bound them."""
+"""Clocks of the benches: replays of captured steps, summaries, and the time of a copy."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 COPY_BANDWIDTH = 4.27e12  # bytes a second, device copy on an H200
-REPEATS = 20  # of one layer in a captured step
+REPEATS = 20  # runs of a warm layer in one captured step
 
 
 def floor_us(num_bytes: int) -> float:
-    """Microseconds that a copy of so many bytes would take."""
+    """Microseconds that a copy of `num_bytes` takes."""
     return num_bytes / COPY_BANDWIDTH * 1e6
+
+
+def summarize(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Median and 90th percentile of times in microseconds, by name."""
+    return {
+        "median_us": {name: statistics.median(values) for name, values in times.items()},
+        "p90_us": {name: float(np.percentile(values, 90)) for name, values in times.items()},
+    }
 
 
 def replay_time(step: Callable[[], object], *, num_replays: int = 20) -> float:
@@ -33,8 +42,8 @@ def replay_time(step: Callable[[], object], *, num_replays: int = 20) -> float:
     return float(statistics.median(times[3:]))
 
 
-def time_same_layer(run: Callable[[int], object]) -> float:
-    """Microseconds of layer 0, again and again."""
+def time_warm(run: Callable[[int], object]) -> float:
+    """Microseconds of layer 0, repeated; its rows stay in the L2."""
 
     def step() -> None:
         for _ in range(REPEATS):
@@ -43,8 +52,8 @@ def time_same_layer(run: Callable[[int], object]) -> float:
     return replay_time(step) / REPEATS
 
 
-def time_in_turn(run: Callable[[int], object], num_layers: int, *, num_turns: int = 1) -> float:
-    """Microseconds of a layer where layers take turns, so that none finds its rows in the L2."""
+def time_rotating(run: Callable[[int], object], num_layers: int, *, num_turns: int = 1) -> float:
+    """Microseconds per layer; the layers rotate, so that none finds its rows in the L2."""
     order = [*range(num_layers)] * num_turns
 
     def step() -> None:
@@ -55,6 +64,6 @@ def time_in_turn(run: Callable[[int], object], num_layers: int, *, num_turns: in
 
 
 def wait_for(device: torch.device | str) -> None:
-    """Wait until all that was queued on a GPU is done; a CPU has nothing queued."""
+    """Wait until a GPU has finished its queue; a CPU has none."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
-"""`dsv4 bench transformers`: decode steps of a transformers model, this cache against its own.
+"""`dsv4 bench transformers`: decode steps of a transformers model, with this cache and its own.
 
-A model of V4-Flash's attention widths with a few layers and small experts, in BF16. What is timed
-is a step of the whole model as `generate` makes it: one token a row, then a wait for the device.
-Contexts are made long without running the model over them, see `long_contexts`.
+The model has V4-Flash's attention widths, a few layers and small experts, in BF16. A timed step
+runs the whole model as `generate` does: one token a row, then a wait for the device.
+`long_contexts` makes contexts long without running the model over them.
 """
 
 import time
@@ -19,10 +19,10 @@ from transformers import DynamicCache
 from dsv4.integrations.transformers import PagedCache, attach, detach
 from dsv4.model.random_hf import random_hf_model, record_attention
 from dsv4.tools.bench.environment import environment, require_cuda
-from dsv4.tools.bench.long_contexts import fill_own, fill_paged
-from dsv4.tools.bench.own_cache import own_cache_bytes
+from dsv4.tools.bench.long_contexts import fill_paged, fill_transformers
 from dsv4.tools.bench.timing import wait_for
 from dsv4.tools.console import track, working
+from dsv4.tools.transformers_cache import transformers_cache_bytes
 
 FLASH_WIDTHS: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 4096, "num_attention_heads": 64, "head_dim": 512,
@@ -39,8 +39,8 @@ FLASH_WIDTHS: dict[str, Any] = {
 STORED = ("csa_entries", "index_keys", "hca_entries", "block_padding", "window", "csa_tails",
           "index_tails", "hca_tails", "slot_padding", "block_table")  # fmt: skip
 GATE_TOKENS = 140
-# Of a layer's outputs, as a share of their norm: fp8 rows and mxfp4 keys give 0.01 to 0.06 on small
-# models, a wrong row or rotation several tenths.
+# Error of a layer's output as a share of its norm: fp8 rows and mxfp4 keys give 0.01 to 0.06 on
+# small models, a wrong row or rotation several tenths.
 GATE_ERROR = 0.1
 NUM_WARMUP_STEPS = 5
 
@@ -49,12 +49,12 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """Sizes of a measurement.
 
     Attributes:
         decodes: Pairs of batch and context length whose steps are timed.
         contexts: Context lengths of one row whose memory is compared.
-        num_steps: Steps that are timed; the median counts.
+        num_steps: Timed steps; the result is their median.
     """
 
     decodes: Sequence[tuple[int, int]] = ((8, 32768), (1, 32768))
@@ -64,14 +64,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Medians over the steps: the whole step, and its attention modules together."""
+    """Median times of the whole step, and of all its attention modules together."""
 
     step_us: float
     attention_us: float
 
 
 def bench_transformers(*, num_steps: int = 30) -> dict[str, Any]:
-    """Both caches' decode steps, and the bytes they hold, on a GPU."""
+    """Time decode steps with both caches, and count the bytes of each, on a GPU."""
     require_cuda("transformers")
     with working("making the model"), torch.device("cuda"):
         model = random_hf_model(seed=0, **FLASH_WIDTHS).to(torch.bfloat16)
@@ -83,10 +83,10 @@ def bench_transformers(*, num_steps: int = 30) -> dict[str, Any]:
 
 @torch.no_grad()
 def check_attention(model: Any) -> None:
-    """Refuse to time a cache whose attention is not transformers'.
+    """Refuse to time a cache whose attention differs from transformers'.
 
-    Every module gets what it gets in a run without any cache, token by token, and must give what
-    it gives there, up to the rounding of what is stored.
+    The cache gets the inputs of every module in a run without a cache, token by token. Its outputs
+    must equal those of that run, up to the rounding of stored rows.
     """
     recorded = record_attention(model, _random_ids(model, 1, GATE_TOKENS)[0])
     attentions = [layer.self_attn for layer in model.model.layers]
@@ -108,9 +108,9 @@ def check_attention(model: Any) -> None:
 
 
 def measure(model: Any, sizes: Sizes) -> dict[str, Any]:
-    """The tables: one row per decode, one per context; `fp8` rows and `mxfp4` keys.
+    """Measure one row per decode and one per context, with `fp8` rows and `mxfp4` keys.
 
-    What failed, for lack of memory or otherwise, is left out of its row and in `errors`.
+    A failed run, for lack of memory or otherwise, is listed in `errors` and missing in its row.
     """
     errors: list[str] = []
     return {
@@ -130,7 +130,7 @@ def _measure_decode(
 ) -> dict[str, Any]:
     runs: dict[str, Callable[[], StepTimes]] = {
         "this": lambda: _time_paged(model, batch, context, sizes),
-        "transformers": lambda: _time_own(model, batch, context, sizes),
+        "transformers": lambda: _time_transformers(model, batch, context, sizes),
         "free": lambda: _time_free_steps(model, batch, sizes),
     }
     if model.device.type == "cuda":
@@ -144,9 +144,9 @@ def _measure_decode(
         "tokens_per_second": {name: batch * 1e6 / time.step_us for name, time in times.items()},
     }
     for factor, part in (("speedup", "step_us"), ("attention_speedup", "attention_us")):
-        theirs = row[part].get("transformers")
+        baseline = row[part].get("transformers")
         ours = {name: row[part][name] for name in ("this", "graphs") if name in times}
-        row[factor] = {name: theirs / us for name, us in ours.items() if theirs is not None}
+        row[factor] = {name: baseline / us for name, us in ours.items() if baseline is not None}
     if {"transformers", "free"} <= times.keys():
         row["ceiling"] = times["transformers"].step_us / times["free"].step_us
     return row
@@ -155,12 +155,12 @@ def _measure_decode(
 def _run_all(
     runs: dict[str, Callable[[], _Result]], what: str, errors: list[str]
 ) -> dict[str, _Result]:
-    """The results by name; an error is noted, and the others run."""
+    """Collect the results by name; an error is noted, and the other runs go on."""
     results = {}
     for name, run in track(runs.items(), what, total=len(runs)):
         try:
             results[name] = run()
-        except RuntimeError as error:  # also that there is no memory left
+        except RuntimeError as error:  # an out-of-memory error too
             line = f"{type(error).__name__}: {error}".splitlines()[0]
             errors.append(f"{what}, {name}: {line}")
         torch.cuda.empty_cache()
@@ -168,10 +168,10 @@ def _run_all(
 
 
 def _measure_memory(model: Any, context: int, errors: list[str]) -> dict[str, Any]:
-    """Bytes of one row: what lasts from step to step, and apart from it the workspaces."""
+    """Count the bytes of one row: those that last from step to step, and the workspaces."""
     runs = {
         "this": lambda: _paged_bytes(model, context),
-        "transformers": lambda: _own_bytes(model, context),
+        "transformers": lambda: _transformers_bytes(model, context),
     }
     sizes = _run_all(runs, f"memory, {context:,} tokens", errors)
     row: dict[str, Any] = {"context": context, **sizes}
@@ -190,34 +190,37 @@ def _paged_bytes(model: Any, context: int) -> dict[str, int]:
         return {name: size.allocated for name, size in cache.memory().items()}
 
 
-def _own_bytes(model: Any, context: int) -> dict[str, int]:
-    own = DynamicCache(config=model.config)
-    fill_own(model, own, 1, context)
-    return own_cache_bytes(own, model.config.layer_types)
+def _transformers_bytes(model: Any, context: int) -> dict[str, int]:
+    cache = _filled_dynamic_cache(model, 1, context)
+    return transformers_cache_bytes(cache, model.config.layer_types)
 
 
 def _time_paged(model: Any, batch: int, context: int, sizes: Sizes, **choices: Any) -> StepTimes:
-    """This cache: launch by launch, or with graphs of the attention modules."""
+    """Time this cache, launch by launch or with graphs of the attention modules."""
     num_tokens = context + 2 * (NUM_WARMUP_STEPS + sizes.num_steps)
     with _attached(model, batch, num_tokens, **choices) as cache:
         fill_paged(cache, batch, context)
         return _time_steps(model, cache, batch, sizes)
 
 
-def _time_own(model: Any, batch: int, context: int, sizes: Sizes) -> StepTimes:
-    own = DynamicCache(config=model.config)
-    fill_own(model, own, batch, context)
-    return _time_steps(model, own, batch, sizes)
+def _time_transformers(model: Any, batch: int, context: int, sizes: Sizes) -> StepTimes:
+    return _time_steps(model, _filled_dynamic_cache(model, batch, context), batch, sizes)
+
+
+def _filled_dynamic_cache(model: Any, batch: int, context: int) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    fill_transformers(model, cache, batch, context)
+    return cache
 
 
 def stored_bytes(components: dict[str, int]) -> int:
-    """What of a manager's memory lasts from one step to the next."""
+    """Count the bytes of a manager that last from one step to the next."""
     return sum(components[name] for name in STORED)
 
 
 @torch.no_grad()
 def _time_steps(model: Any, cache: Any, batch: int, sizes: Sizes) -> StepTimes:
-    """Whole steps first; then, with clocks at the modules, the attention in them."""
+    """Time whole steps first, then the attention modules within steps."""
     ids = _random_ids(model, batch, 1)
 
     def step() -> None:
@@ -237,7 +240,7 @@ def _time_steps(model: Any, cache: Any, batch: int, sizes: Sizes) -> StepTimes:
 
 @torch.no_grad()
 def _time_free_steps(model: Any, batch: int, sizes: Sizes) -> StepTimes:
-    """Steps whose attention modules return at once: what a cache without any cost would give."""
+    """Time steps whose attention modules return at once, as if a cache cost nothing."""
     ids = _random_ids(model, batch, 1)
     output = torch.zeros(batch, 1, model.config.hidden_size, dtype=model.dtype, device=ids.device)
     attentions = [layer.self_attn for layer in model.model.layers]
@@ -256,7 +259,7 @@ def _time_free_steps(model: Any, batch: int, sizes: Sizes) -> StepTimes:
 
 @contextmanager
 def _attention_clock(model: Any) -> Iterator[Callable[[], float]]:
-    """Between, a call gives the microseconds spent in attention modules since the last one."""
+    """Yield a function that returns the microseconds in attention modules since its last call."""
     is_cuda = model.device.type == "cuda"
     marks: list[Any] = []
 
@@ -300,7 +303,7 @@ def _median_us(step: Callable[[], Any], device: torch.device, num_steps: int) ->
 
 @contextmanager
 def _attached(model: Any, batch: int, num_tokens: int, **choices: Any) -> Iterator[PagedCache]:
-    """A cache for plain decoding: no drafts are kept for a rollback."""
+    """Attach a cache for plain decoding, without rows for rollbacks."""
     cache = attach(model, max_requests=batch, max_tokens=num_tokens, drafts_per_step=0, **choices)
     try:
         with cache:

@@ -1,13 +1,13 @@
-"""`dsv4 bench tune`: the table of launch parameters of this GPU's architecture.
+"""`dsv4 bench tune`: finds the launch parameters of this GPU's architecture.
 
-For each work and size the candidates of `tune_cases` and the present launch are timed by graph
-replay; the present one stays unless another is quicker by more than 2 %. A size stands for all
-sizes down to the next smaller one, and the largest for all above it.
+For each work and size, graph replay times the candidates of `tune_cases` and the present launch.
+The present launch stays unless another is quicker by more than 2 %. A size stands for all sizes
+down to the next smaller one, and the largest for all above it.
 
-What is timed of a step: CSA windows that close, since one of four tokens closes one and they set
-the slowest steps; HCA windows that stay open, plus a quarter of the time of windows that close:
-weighted by how often a window closes, one of 128 tokens, the slow steps would not count at all.
-Of a chunk: one request from its start. Of the gathers: listed rows.
+Steps of CSA are timed with windows that close: every fourth token closes one, and these steps are
+the slowest. Steps of HCA are timed with open windows, plus a quarter of the time of windows that
+close. Only one of 128 tokens closes an HCA window, so by frequency the slow steps would not count.
+Chunks are timed on one request from its start, gathers on listed rows.
 """
 
 import multiprocessing
@@ -47,7 +47,7 @@ L = TypeVar("L", bound=AnyLaunch)
 
 
 class Trial(NamedTuple):
-    """A launch of a work that is worth a try."""
+    """A launch of a work to try."""
 
     work: str
     launch: AnyLaunch
@@ -90,14 +90,14 @@ def bench_tune(*, is_written: bool = False) -> dict[str, Any]:
 
 
 def candidates(work: str, present: Steps) -> tuple[AnyLaunch, ...]:
-    """The launches to try, those in use among them."""
+    """List the launches to try, the present ones first."""
     return tuple(dict.fromkeys([*(step.launch for step in present), *CANDIDATES[work]]))
 
 
 def usable_launches(
     trials: Sequence[Trial], problems: Mapping[Trial, str]
 ) -> dict[str, list[AnyLaunch]]:
-    """The launches of each work that have no problem; every work needs one."""
+    """List the launches of each work that have no problem; every work needs one."""
     usable: dict[str, list[AnyLaunch]] = {trial.work: [] for trial in trials}
     for trial in trials:
         if trial not in problems:
@@ -110,7 +110,7 @@ def usable_launches(
 
 
 def choose(times: Mapping[L, float], present: L) -> L:
-    """The quickest launch, or the present one unless it is slower by more than the margin."""
+    """Choose the quickest launch, but the present one if it is slower by at most the margin."""
     quickest = min(times, key=times.__getitem__)
     if present in times and times[quickest] >= (1 - MARGIN) * times[present]:
         return present
@@ -118,7 +118,7 @@ def choose(times: Mapping[L, float], present: L) -> L:
 
 
 def merge_steps(winners: Sequence[tuple[int, L]]) -> tuple[LaunchStep[L], ...]:
-    """Steps from the winner of each size, ascending; neighbours with the same are one."""
+    """Build steps from the winner of each size, ascending; merge neighbours with the same one."""
     steps: list[LaunchStep[L]] = []
     for size, launch in winners:
         if steps and steps[-1].launch == launch:
@@ -129,17 +129,17 @@ def merge_steps(winners: Sequence[tuple[int, L]]) -> tuple[LaunchStep[L], ...]:
 
 
 def chosen_steps(choices: Sequence[Choice]) -> dict[str, Steps]:
-    """The table of an architecture."""
+    """Build the table of an architecture."""
     winners: dict[str, list[tuple[int, AnyLaunch]]] = {}
     for choice in choices:
         winners.setdefault(choice.work, []).append((choice.size, choice.chosen))
-    return {work: merge_steps(found) for work, found in winners.items()}
+    return {work: merge_steps(by_size) for work, by_size in winners.items()}
 
 
 def _problems(trials: Sequence[Trial]) -> dict[Trial, str]:
-    """Compile every launch, side by side; those that can't be used, and why.
+    """Compile every launch in parallel; return the unusable ones and why.
 
-    The processes leave what they compile in Triton's cache on disk, where the timing finds it.
+    Triton's cache on disk keeps the compiled kernels for the timing.
     """
     problems = {}
     num_workers = min(len(trials), os.cpu_count() or 1, MAX_WORKERS)
@@ -165,13 +165,13 @@ def _choose_all(
     choices = []
     for work, size in track(work_and_size, "time", total=len(work_and_size)):
         times = _times(list(build_cases(work, size, is_rotating=True)), usable[work])
-        now: AnyLaunch = pick(present[work], size)
-        choices.append(Choice(work, size, now, choose(times, now), times))
+        launch: AnyLaunch = pick(present[work], size)
+        choices.append(Choice(work, size, launch, choose(times, launch), times))
     return choices
 
 
 def _times(cases: Sequence[Case], launches: Sequence[AnyLaunch]) -> dict[AnyLaunch, float]:
-    """Weighted microseconds per layer: of rounds in which launches take turns, the quickest."""
+    """Weighted microseconds per layer: the quickest of several rounds, launches alternating."""
     rounds = [
         {launch: _weighted_time(cases, launch) for launch in launches} for _ in range(NUM_ROUNDS)
     ]

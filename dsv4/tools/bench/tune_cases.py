@@ -1,4 +1,4 @@
-"""What `dsv4 bench tune` tries: sizes, candidates, the forwards that time them, and their check."""
+"""Cases of `dsv4 bench tune`: sizes, candidates, the forwards that time them, and their check."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -38,8 +38,8 @@ SIZES = {
     "gather": (NUM_REQUESTS * 512, NUM_REQUESTS * 8192),
 }
 STEP_TOKENS = {"decode": 1, "step": 2}
-# Lengths of the first request and of the others after a step, and their weights. A window closes
-# at 256: of HCA none, one request's as in most steps of a server, or all.
+# Lengths of the first request and of the others after a step, and the weight of their time. A
+# window closes at 256. For HCA: in no request, in one (as in most steps of a server), in all.
 STEP_LENGTHS = {
     AttentionType.SWA: {(254, 254): 1.0},
     AttentionType.CSA: {(256, 256): 1.0},
@@ -82,7 +82,7 @@ CANDIDATES: dict[str, tuple[AnyLaunch, ...]] = {
 
 
 class Case(NamedTuple):
-    """Layers that `run` goes through with a launch; a layer's time counts `weight` times."""
+    """Layers that `run` executes with a launch; `weight` multiplies a layer's time."""
 
     run: Callable[[Any], None]
     num_layers: int
@@ -90,12 +90,12 @@ class Case(NamedTuple):
 
 
 def work_sizes(work: str) -> tuple[int, ...]:
-    """The sizes at which a work is timed, ascending."""
+    """Return the sizes at which a work is timed, ascending."""
     return SIZES[WRITES[work][1] if work in WRITES else work]
 
 
 def build_cases(work: str, size: int, *, is_rotating: bool, device: str = "cuda") -> Iterator[Case]:
-    """What is timed for a work of that size: layers in turn, or one where they don't rotate."""
+    """Build the cases of a work and size: rotating layers, or a single one."""
     if work not in WRITES:
         yield _gather_case(size, num_layers=NUM_GATHER_LAYERS if is_rotating else 1)
         return
@@ -115,9 +115,9 @@ def build_cases(work: str, size: int, *, is_rotating: bool, device: str = "cuda"
 
 
 def problem_of(work: str, launch: AnyLaunch, *, device: str = "cuda") -> str | None:
-    """Why a launch can't be used: it does not compile, does not run, or spills registers.
+    """Say why a launch is unusable: it does not compile, does not run, or spills registers.
 
-    Compiles it for every size. A launch that runs and stores other bytes than the reference is a
+    The launch is compiled for every size. One that stores other bytes than the reference is a
     defect, and raises.
     """
     known = _spills()
@@ -138,7 +138,7 @@ def problem_of(work: str, launch: AnyLaunch, *, device: str = "cuda") -> str | N
 
 
 def _spills() -> dict[int, int]:
-    """Spilled registers of each kernel that this process has launched."""
+    """Count the spilled registers of each kernel that this process has launched."""
     functions = itertools.chain(vars(flush_write).values(), vars(gather).values())
     caches = [
         device_cache[0]
@@ -160,7 +160,7 @@ def _case_of(case: WriteCase, weight: float) -> Case:
 def write_with(
     launch: Launch, handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights
 ) -> None:
-    """A layer's writes by that launch, without the handle's books."""
+    """Write a layer with a launch, without the handle's checks."""
     flush_write.write_layer(
         LayerWrites.of(inputs, weights), handle.memory, handle.tokens, launch=launch
     )
@@ -198,7 +198,7 @@ def _gathers_same_values(launch: GatherLaunch) -> bool:
 def _stores_same_bytes(
     config: CacheConfig, launch: Launch, before: list[int], after: list[int], *, device: str
 ) -> bool:
-    """One forward, by the reference on the CPU and by the launch, from the same state."""
+    """Compare one forward by the reference on the CPU and by the launch, from the same state."""
     expected, got = (
         KVCacheManager(config, max_requests=len(before), num_blocks=2 * len(before),
                        device=on, backend=backend, max_forward_tokens=512)

@@ -14,27 +14,27 @@ from dsv4.kernels.contracts import LayerProjections, LayerWeights, LayerWrites
 from dsv4.layer_schedule import AttentionType
 from dsv4.testing import model_projections, model_weights, move_to
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.compare import load_peer, peer_report
 from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.external.comparison import report_comparison, try_load
+from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
+from dsv4.tools.bench.external.sglang_index import complex_frequencies
+from dsv4.tools.bench.external.sglang_write import SGLangLayer, check_sglang
 from dsv4.tools.bench.requests import acquire_layers
-from dsv4.tools.bench.sglang import SGLangKernels, load_sglang
-from dsv4.tools.bench.sglang_index import complex_frequencies
-from dsv4.tools.bench.sglang_write import SGLangLayer, check_sglang
 from dsv4.tools.console import track, working
 
 BATCHES = (1, 32, 128, 256)
 PREFILL_TOKENS = 8192
-NUM_LAYERS = 43  # as many pools to rotate over as V4-Flash has layers
-NUM_PREFILL_LAYERS = 4  # of CSA, whose projections together are four times the L2
+NUM_LAYERS = 43  # rotating pools: as many as V4-Flash has layers
+NUM_PREFILL_LAYERS = 4  # rotating; CSA projections of 4 layers are four times the L2
 
 
 def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) -> dict[str, Any]:
-    """Microseconds per layer: the same layer again and again, and 43 layers in turn.
+    """Time the writes of a layer, one layer warm and 43 layers rotating.
 
-    With `compare` SGLang's kernels of a decode step beside them, 43 layers in turn.
+    `compare` times SGLang's kernels of a decode step too, 43 layers rotating.
     """
     require_cuda("write")
-    sglang, problem = load_peer(load_sglang) if compare else (None, "")
+    sglang, problem = try_load(load_sglang) if compare else (None, "")
     with working("checking"):
         for kind in AttentionType:
             _check_bytes(kind)
@@ -52,7 +52,7 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) ->
         "bench": "write",
         "rows": [_step_row(*step, sglang) for step in tracked],
         "prefill": [_prefill_row(kind) for kind in track(kinds, "prefills", total=len(kinds))],
-        **peer_report(compare, {"SGLang": problem}),
+        **report_comparison(compare, {"SGLang": problem}),
         "environment": environment(),
     }
 
@@ -84,7 +84,7 @@ def _prefill_row(kind: AttentionType) -> dict[str, Any]:
 
 
 class WriteCase(NamedTuple):
-    """One forward's writes, ready to be repeated: for each layer where, what and with what."""
+    """One forward's writes, ready to be repeated: handle, inputs and weights of each layer."""
 
     handles: list[LayerCacheHandle]
     inputs: list[LayerProjections]
@@ -94,7 +94,7 @@ class WriteCase(NamedTuple):
 def write_config(
     kind: AttentionType, *, num_layers: int = 1, drafts_per_step: int = 0
 ) -> CacheConfig:
-    """V4-Flash with layers of one type."""
+    """Configure V4-Flash with layers of one type."""
     return CacheConfig.v4_flash(
         compress_ratios=(kind.ratio,) * num_layers,
         num_query_heads=1,
@@ -105,7 +105,7 @@ def write_config(
 def write_case(
     config: CacheConfig, before: Sequence[int], after: Sequence[int], *, device: str = "cuda"
 ) -> WriteCase:
-    """A forward that takes each request of a batch from one length to another."""
+    """Plan a forward that takes each request of a batch from one length to another."""
     batch = len(before)
     num_blocks = batch * -(-max(after) // config.block_tokens)
     manager = KVCacheManager(
@@ -138,8 +138,8 @@ def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int)
         write_layer(*layers[layer_idx])
 
     if num_layers == 1:
-        return timing.time_same_layer(write)
-    return timing.time_in_turn(write, num_layers)
+        return timing.time_warm(write)
+    return timing.time_rotating(write, num_layers)
 
 
 def _step_case(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> WriteCase:
@@ -151,23 +151,23 @@ def _step_case(kind: AttentionType, batch: int, *, is_closing: bool, num_layers:
 def _time_sglang(
     kernels: SGLangKernels, kind: AttentionType, batch: int, *, is_closing: bool
 ) -> float:
-    """Median microseconds per layer of SGLang's kernels, layers in turn."""
+    """Median microseconds per layer of SGLang's kernels, layers rotating."""
     case = _step_case(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS)
     frequencies = complex_frequencies(case.handles[0].rope)
     layers = [SGLangLayer(kernels, *layer, frequencies) for layer in zip(*case, strict=True)]
-    return timing.time_in_turn(lambda layer_idx: layers[layer_idx].run(), NUM_LAYERS)
+    return timing.time_rotating(lambda layer_idx: layers[layer_idx].run(), NUM_LAYERS)
 
 
 def _time_prefill(kind: AttentionType) -> float:
-    """Median microseconds per layer of the writes for a chunk from position 0, layers in turn."""
+    """Median microseconds per layer of a chunk's writes from position 0, layers rotating."""
     config = write_config(kind, num_layers=NUM_PREFILL_LAYERS)
     case = write_case(config, [0], [PREFILL_TOKENS])
     layers = list(zip(*case, strict=True))
-    return timing.time_in_turn(lambda layer_idx: write_layer(*layers[layer_idx]), len(layers))
+    return timing.time_rotating(lambda layer_idx: write_layer(*layers[layer_idx]), len(layers))
 
 
 def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:
-    """The handle's write without its books, which allow one write a forward."""
+    """Write a layer without the handle's checks, which allow one write a forward."""
     ops.write_layer(
         LayerWrites.of(inputs, weights), handle.memory, handle.tokens,
         backend=handle.backend,
@@ -175,7 +175,7 @@ def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: Lay
 
 
 def _bytes_moved(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
-    """Bytes a step must move: projections, window rows, tails, entries."""
+    """Count the bytes that a step must move: projections, window rows, tails, entries."""
     dim, index_dim, row, key = 512, 128, 584, 68
     total = dim * 2 + row
     if kind is AttentionType.CSA:
@@ -191,7 +191,7 @@ def _bytes_moved(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
 
 
 def _prefill_bytes(kind: AttentionType) -> int:
-    """Bytes a prefill must move: BF16 projections in, window rows and entries out."""
+    """Count the bytes that a prefill must move: BF16 projections in, rows and entries out."""
     per_token = 512 * 2 + 584
     if kind is AttentionType.CSA:
         per_token += 2 * 2 * (512 + 128) * 2
@@ -202,7 +202,7 @@ def _prefill_bytes(kind: AttentionType) -> int:
 
 
 def _check_bytes(kind: AttentionType) -> None:
-    """Refuse to time kernels that don't store the reference's bytes."""
+    """Refuse to time kernels whose stored bytes differ from the reference's."""
     config = write_config(kind)
     stored = []
     for device, backend in (("cpu", "reference"), ("cuda", "triton")):

@@ -1,4 +1,4 @@
-"""The options and the tables of `dsv4 demo`."""
+"""`dsv4 demo`: runs the demo of the command's options and prints its tables."""
 
 import argparse
 from typing import Any
@@ -18,7 +18,7 @@ SHOWN_CHARACTERS = 60
 
 
 def run_command(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the demo that the options describe, with a progress bar on stderr."""
+    """Run the demo with the given options and a progress bar on stderr."""
     subject = _subject(options)
     with Progress(console=Console(stderr=True), transient=True, disable=options.json) as progress:
         task = progress.add_task("generating", total=num_ticks(subject, options.new_tokens))
@@ -42,7 +42,7 @@ def _subject(options: argparse.Namespace) -> Subject:
 
 
 def print_demo(result: dict[str, Any], console: Console) -> None:
-    """The result as tables."""
+    """Print the result as tables."""
     formats = f"{result['kv_format']} rows, {result['index_format']} keys"
     console.print(
         f"DeepSeek-V4 of transformers, {escape(result['model'])}, {result['dtype']} on "

@@ -1,4 +1,4 @@
-"""A run to look at with `dsv4 inspect`: a request of a small random model, kept in a folder."""
+"""`dsv4 demo --save`: saves a request of a small random model for `dsv4 inspect`."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ LENGTH, PREFILL = 300, 260
 def keep_run(
     folder: Path, *, kv_format: KVFormatName, index_format: IndexFormatName, seed: int
 ) -> None:
-    """Keep a request in the given formats, what top-k chose in it, and the same in bf16."""
+    """Save a request in the given formats, its selections, and the same request in bf16."""
     model = random_hf_model(seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     recorded = record_attention(model, torch.randint(0, 128, (LENGTH,), generator=generator))
@@ -38,7 +38,7 @@ def _run(
     recorded: list[RecordedLayer],
     recorder: SelectionRecorder | None = None,
 ) -> KVCacheManager:
-    """The attention layers of one request, in a prefill and then in decode steps."""
+    """Run the attention layers of one request: a prefill, then decode steps."""
     manager = KVCacheManager(config, max_requests=1, num_blocks=8)
     slot = manager.open_request()
     blocks = [

@@ -1,7 +1,7 @@
-"""`dsv4 demo`: one batch of prompts generated through this cache and through transformers' own.
+"""Generate with a batch of prompts through this cache and through transformers' own.
 
-transformers takes the prompts one after the other, because its cache is wrong on padded batches;
-how wrong is part of the result.
+transformers runs the prompts one after the other, because its cache is wrong on padded batches.
+The result shows how wrong.
 """
 
 import time
@@ -14,10 +14,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from dsv4.formats import IndexFormatName, KVFormatName
 from dsv4.integrations.transformers import PagedCache, attach
-from dsv4.tools.bench.own_cache import own_cache_bytes
 from dsv4.tools.demo.subject import Subject
+from dsv4.tools.transformers_cache import transformers_cache_bytes
 
-EXACT_TOLERANCE = 1e-4  # of the largest logit, fp32 rows against transformers
+EXACT_TOLERANCE = 1e-4  # of the largest logit, for fp32 rows
 TAILS = ("csa_tails", "index_tails", "hca_tails")
 ROWS = ("csa_entries", "index_keys", "hca_entries", "window")
 MAX_FORWARD_TOKENS = 8192
@@ -25,7 +25,7 @@ Tick = Callable[[], None]
 
 
 def num_ticks(subject: Subject, num_new: int) -> int:
-    """How often `run_demo` calls `tick`."""
+    """Count the calls of `tick` in `run_demo`."""
     return num_new * (len(subject.prompts) + 3)
 
 
@@ -37,11 +37,11 @@ def run_demo(
     num_new: int = 48,
     tick: Tick = lambda: None,
 ) -> dict[str, Any]:
-    """Generate with both caches; the result says whether they agree, and what each takes.
+    """Generate with both caches; compare their tokens, logits, memory and speed.
 
     Args:
         subject: Model and prompts.
-        kv_format, index_format: Rows of the second run through this cache; the first has fp32.
+        kv_format, index_format: Formats of the second run of this cache; the first has fp32 rows.
         num_new: Tokens to generate for each prompt.
         tick: Called after every step of every run.
     """
@@ -81,13 +81,13 @@ def run_demo(
 
 
 def _warm_up(subject: Subject, **cache: PagedCache) -> None:
-    """On a GPU, have what is compiled or loaded on first use done before anything is timed."""
+    """Compile and load everything that a GPU needs, before anything is timed."""
     if subject.model.device.type == "cuda":
         subject.model.generate(**_padded(subject.prompts), **_options(2, lambda: None), **cache)
 
 
 def _run_alone(subject: Subject, num_new: int, tick: Tick) -> dict[str, Any]:
-    """transformers' own cache, one prompt after the other."""
+    """Generate with transformers' own cache, one prompt after the other."""
     ids, logits, memory, seconds = [], [], dict[str, int](), 0.0
     for prompt in subject.prompts:
         start = _now(subject)
@@ -98,14 +98,14 @@ def _run_alone(subject: Subject, num_new: int, tick: Tick) -> dict[str, Any]:
         seconds += _now(subject) - start
         ids.append(result.sequences[0, len(prompt) :])
         logits.append(torch.stack([step[0] for step in result.logits]))
-        held = own_cache_bytes(result.past_key_values, subject.model.config.layer_types)
+        held = transformers_cache_bytes(result.past_key_values, subject.model.config.layer_types)
         memory = {name: memory.get(name, 0) + size for name, size in held.items()}
     speed = len(subject.prompts) * num_new / seconds
     return {"ids": ids, "logits": torch.stack(logits), "memory": memory, "speed": speed}
 
 
 def _run_own_batch(subject: Subject, num_new: int, tick: Tick) -> dict[str, Any]:
-    """transformers' own cache on the padded batch."""
+    """Generate with transformers' own cache on the padded batch."""
     start = _now(subject)
     result = subject.model.generate(**_padded(subject.prompts), **_options(num_new, tick))
     speed = len(subject.prompts) * num_new / (_now(subject) - start)
@@ -120,7 +120,7 @@ def _run_paged(
     num_new: int,
     tick: Tick,
 ) -> dict[str, Any]:
-    """This cache on the padded batch: what it generates, and its logits on the expected texts."""
+    """Generate with this cache on the padded batch; then compute logits of the expected texts."""
     batch, longest = len(subject.prompts), max(len(prompt) for prompt in subject.prompts)
     cache = attach(
         subject.model,
@@ -150,8 +150,8 @@ def _run_paged(
 
 @torch.no_grad()
 def _forced_logits(subject: Subject, cache: PagedCache, expected: list[Tensor]) -> Tensor:
-    """`[batch, num_new, vocabulary]`: logits before each token of the expected texts."""
-    texts = [torch.cat(parts) for parts in zip(subject.prompts, expected, strict=True)]
+    """Compute the logits before each expected token, `[batch, num_new, vocabulary]`."""
+    texts = [torch.cat(text) for text in zip(subject.prompts, expected, strict=True)]
     num_new = len(expected[0])
     batch = _padded([text[:-1] for text in texts])
     result = subject.model(**batch, past_key_values=cache, logits_to_keep=num_new)
@@ -160,12 +160,12 @@ def _forced_logits(subject: Subject, cache: PagedCache, expected: list[Tensor]) 
 
 
 def _memory(cache: PagedCache) -> dict[str, int]:
-    """Allocated bytes by component; what is neither rows nor tails serves the computation."""
+    """Return the allocated bytes by component; tables and workspaces hold no rows or tails."""
     sizes = {name: size.allocated for name, size in cache.memory().items()}
     rows = {name: sizes[name] for name in ROWS}
     states = sum(sizes[name] for name in TAILS)
-    rest = sum(sizes.values()) - sum(rows.values()) - states
-    return {**rows, "states": states, "tables and workspaces": rest}
+    others = sum(sizes.values()) - sum(rows.values()) - states
+    return {**rows, "states": states, "tables and workspaces": others}
 
 
 def _options(num_new: int, tick: Tick) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _options(num_new: int, tick: Tick) -> dict[str, Any]:
 
 
 def _padded(texts: list[Tensor]) -> dict[str, Tensor]:
-    """A batch padded on the left."""
+    """Pad texts on the left to a batch."""
     longest = max(len(text) for text in texts)
     ids = texts[0].new_zeros(len(texts), longest)
     mask = torch.zeros_like(ids)
@@ -188,14 +188,14 @@ def _padded(texts: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _errors(mine: Tensor, theirs: Tensor) -> list[float]:
-    """The largest difference at each step, as a share of the largest logit."""
+    """Return the largest difference at each step, as a share of the largest logit."""
     theirs = theirs.float()
     errors: list[float] = ((mine - theirs).abs().amax(dim=(0, 2)) / theirs.abs().max()).tolist()
     return errors
 
 
 def _first_differences(mine: list[Tensor], theirs: list[Tensor]) -> list[int | None]:
-    """For each prompt the first new token that differs, or None."""
+    """Find the first new token of each prompt that differs, or None."""
     firsts: list[int | None] = []
     for a, b in zip(mine, theirs, strict=True):
         steps = (a != b).nonzero()
@@ -210,7 +210,7 @@ def _now(subject: Subject) -> float:
 
 
 class _Ticker(BaseStreamer):
-    """Calls `tick` for every step that `generate` reports, not for the prompt."""
+    """Call `tick` for every step that `generate` reports, but not for the prompt."""
 
     def __init__(self, tick: Tick) -> None:
         self._tick = tick

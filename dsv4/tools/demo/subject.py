@@ -1,4 +1,4 @@
-"""What the demo generates with: a small random model, or a checkpoint folder with its tokenizer."""
+"""`Subject`: the demo's model and prompts, random or from a checkpoint folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Subject:
 
     Attributes:
         prompts: Token ids, one tensor `[num_tokens]` per text.
-        tokenizer: Decodes what comes out; None for a random model.
+        tokenizer: Decodes new tokens; None for a random model.
     """
 
     name: str
@@ -34,18 +34,18 @@ class Subject:
 
     @property
     def is_exact(self) -> bool:
-        """Computed in fp32: token ids can be expected to be the same."""
+        """Whether the model computes in fp32, so that both caches give the same token ids."""
         return bool(self.model.dtype == torch.float32)
 
     def decode(self, ids: Tensor) -> str:
-        """New tokens as people read them; the ids of a random model."""
+        """Decode new tokens to text; for a random model, to their ids."""
         if self.tokenizer is None:
             return " ".join(str(token) for token in ids.tolist())
         return str(self.tokenizer.decode(ids))
 
 
 def random_subject(*, seed: int, device: str) -> Subject:
-    """A model of transformers' own class with random weights, and random texts."""
+    """Make a model of transformers' class with random weights, and random prompts."""
     model = random_hf_model(seed=seed, **RANDOM_MODEL).to(device)
     generator = torch.Generator().manual_seed(seed + 1)
     vocabulary = model.config.vocab_size
@@ -54,7 +54,7 @@ def random_subject(*, seed: int, device: str) -> Subject:
 
 
 def load_subject(path: str, texts: Sequence[str], *, device: str) -> Subject:
-    """A checkpoint folder, in the dtype it is stored in."""
+    """Load a checkpoint folder in its stored dtype."""
     if not (Path(path) / "config.json").is_file():
         raise ValueError(f"Invalid model folder: expected a config.json in {path}, found none")
     try:

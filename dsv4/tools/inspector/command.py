@@ -1,4 +1,4 @@
-"""`dsv4 inspect`: its options and its tables."""
+"""`dsv4 inspect`: options and tables of the command."""
 
 import argparse
 from pathlib import Path
@@ -15,11 +15,11 @@ from dsv4.tools.planner.sizes import format_bytes
 
 TAIL_NAMES = {"float32": "fp32", "bfloat16": "bf16"}
 ENTRY_NAMES = {"entries": "entry", "index keys": "index key"}
-MAX_PROBLEMS = 20  # lines of problems that are printed; JSON has all of them
+MAX_PROBLEMS = 20  # printed problems; the JSON has all of them
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `dsv4 inspect`."""
+    """Add the options of `dsv4 inspect`."""
     parser.add_argument(
         "path", type=Path, metavar="FILE",
         help="what save_request wrote, or a folder of dsv4 demo --save",
@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def find_files(options: argparse.Namespace) -> tuple[Path, Path | None, Path | None]:
-    """The request, what it is compared with, and its selections; a folder names all three."""
+    """Find the files of the request, its comparison and its selections; a folder has all three."""
     path, against, selections = options.path, options.against, options.selections
     if path.is_dir():
         against = against or _if_there(path / RUN_FILES.against)
@@ -58,7 +58,7 @@ def _if_there(path: Path) -> Path | None:
 
 
 def read_layer_selections(path: Path, inspector: RequestInspector) -> dict[int, LayerSelections]:
-    """Recorded selections, which must be of CSA layers of the inspected request."""
+    """Read recorded selections; refuse layers that are not CSA layers of the request."""
     selections = read_selections(path)
     schedule = inspector.config.schedule
     csa = [layer.layer_idx for layer in schedule if layer.attention_type is AttentionType.CSA]
@@ -73,13 +73,13 @@ def read_layer_selections(path: Path, inspector: RequestInspector) -> dict[int, 
 def with_selections(
     report: dict[str, Any], selections: dict[int, LayerSelections] | None
 ) -> dict[str, Any]:
-    """The report with what top-k chose; None where nothing was recorded."""
+    """Add the entries that top-k chose to a report; None if nothing was recorded."""
     chosen = None if selections is None else describe_selections(selections)
     return {**report, "selections": chosen}
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """The report as tables and sentences."""
+    """Print the report as tables and sentences."""
     for sentence in _sentences(report):
         console.print(sentence, highlight=False)
     console.print()
@@ -174,21 +174,20 @@ def _problem_lines(problems: list[dict[str, Any]]) -> list[str]:
     if not problems:
         return ["Every value is finite."]
     lines = [_problem(problem) for problem in problems[:MAX_PROBLEMS]]
-    rest = len(problems) - len(lines)
-    return lines + ([f"{rest:,} more places: --json has them."] if rest else [])
+    num_more = len(problems) - len(lines)
+    return lines + ([f"{num_more:,} more places: --json has them."] if num_more else [])
 
 
 def _problem(problem: dict[str, Any]) -> str:
     counts = [f"{problem[key]:,} {name}" for key, name in (("nan", "NaN"), ("inf", "inf"))
               if problem[key]]  # fmt: skip
     tokens = _span("token", problem["first_token"], problem["last_token"])
-    where = f"{problem['part']}, {tokens}"
+    rows = f"{problem['part']}, {tokens}"
     if problem["part"] in ENTRY_NAMES:
         name = ENTRY_NAMES[problem["part"]]
-        where = f"{_span(name, problem['first_row'], problem['last_row'])}, made from {tokens}"
+        rows = f"{_span(name, problem['first_row'], problem['last_row'])}, made from {tokens}"
     return (
-        f"Not finite: layer {problem['layer']} ({problem['type']}), {where}: "
-        f"{' and '.join(counts)}."
+        f"Not finite: layer {problem['layer']} ({problem['type']}), {rows}: {' and '.join(counts)}."
     )
 
 

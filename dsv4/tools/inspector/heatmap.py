@@ -1,4 +1,4 @@
-"""Which entries top-k chose over time, as a picture: one map for each CSA layer."""
+"""`dsv4 inspect --heatmap`: the entries that top-k chose over time, one map per CSA layer."""
 
 import math
 from pathlib import Path
@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.inspector.selections import LayerSelections
+from dsv4.tools.pictures import check_picture
 
-SUFFIXES = (".png", ".svg")
-MAX_CELLS = 240  # along each side of a map
+MAX_CELLS = 240  # per side of a map
 
 
 class ChoiceMap(NamedTuple):
-    """How often entries were chosen, in cells of some tokens and some entries.
+    """Rates at which entries were chosen, in cells of token_step tokens and entry_step entries.
 
-    rates is `[entry cells, token cells]`: the share of the tokens that see an entry and chose
-    it, NaN where none sees any. The first cell starts at entry 0 and at first_token.
+    rates is `[entry cells, token cells]`: of the tokens that see an entry, the share that chose
+    it; NaN if no token sees any. The first cell starts at entry 0 and at first_token.
     """
 
     rates: NDArray[np.float64]
@@ -28,17 +28,12 @@ class ChoiceMap(NamedTuple):
 
 
 def check_heatmap(path: Path) -> None:
-    """Refuse a file that is no picture, and a missing matplotlib, before any work is done."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"Invalid heat map file: expected .png or .svg, got {str(path)!r}")
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError("--heatmap needs matplotlib: pip install 'dsv4[plot]'") from error
+    """Refuse a heat map that cannot be drawn."""
+    check_picture(path, what="heat map", option="--heatmap")
 
 
 def map_choices(layer: LayerSelections) -> ChoiceMap:
-    """The choices of a layer in at most `MAX_CELLS` cells each way."""
+    """Count the choices of a layer in at most `MAX_CELLS` cells per side."""
     positions = layer.positions.numpy().astype(np.int64)
     entries = layer.entries.numpy().astype(np.int64)
     visible = (positions + 1) // AttentionType.CSA.ratio
@@ -66,7 +61,7 @@ def map_choices(layer: LayerSelections) -> ChoiceMap:
 
 
 def draw_heatmap(selections: dict[int, LayerSelections], path: Path) -> None:
-    """Draw one map for each layer: tokens from left to right, entries from below."""
+    """Draw one map for each layer: tokens from left to right, entries from bottom to top."""
     check_heatmap(path)
     if not selections or not all(len(layer.positions) for layer in selections.values()):
         raise ValueError("Invalid selections: expected tokens in every layer, got none")
@@ -80,7 +75,7 @@ def draw_heatmap(selections: dict[int, LayerSelections], path: Path) -> None:
     grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
     maps = {idx: map_choices(layer) for idx, layer in selections.items()}
     rates = np.concatenate([chosen.rates.ravel() for chosen in maps.values()])
-    # The first tokens choose all they see; their rate would leave the others in the dark.
+    # The first tokens choose all entries that they see; their rate would darken all others.
     highest = float(np.nanquantile(rates, 0.99)) or 1.0 if not np.isnan(rates).all() else 1.0
     for axes, (layer_idx, chosen) in zip(grid, maps.items(), strict=False):
         image = _draw_layer(axes, layer_idx, chosen, highest)

@@ -1,4 +1,4 @@
-"""`Part`: the rows of one kind that a saved request has in one layer, in the order of tokens."""
+"""`Part`: the rows of one kind in one layer of a saved request, in the order of tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ from dsv4.formats import PagedRows, RowFormat, cut_tail
 from dsv4.kernels.reference.codec import EncodedRows, decode, read_rows
 from dsv4.layer_schedule import AttentionType
 
-CHUNK_ROWS = 4096  # rows that are decoded at a time
+CHUNK_ROWS = 4096  # rows decoded at a time
 
 
 @dataclass(frozen=True)
 class FormatRows:
-    """Rows of a format in pages."""
+    """Rows in a row format, in pages."""
 
     pages: PagedRows
     global_scale: Tensor | None = None
 
-    def encoded(self, places: Tensor) -> EncodedRows:
-        """The bytes of the rows at these places."""
-        return read_rows(self.pages, places)
+    def encoded(self, flat_rows: Tensor) -> EncodedRows:
+        """Read the bytes of rows."""
+        return read_rows(self.pages, flat_rows)
 
-    def values(self, places: Tensor) -> Tensor:
-        """The values `[n, dim]` fp32 of the rows at these places."""
-        return self.decoded(self.encoded(places))
+    def values(self, flat_rows: Tensor) -> Tensor:
+        """Read the values of rows, `[n, dim]` fp32."""
+        return self.decoded(self.encoded(flat_rows))
 
     def decoded(self, encoded: EncodedRows) -> Tensor:
-        """The values `[n, dim]` fp32 of these bytes."""
+        """Decode the bytes of rows to `[n, dim]` fp32."""
         return decode(self.pages.format, encoded, global_scale=self.global_scale)
 
 
@@ -43,9 +43,9 @@ class PlainRows:
 
     tail: Tensor
 
-    def values(self, places: Tensor) -> Tensor:
-        """The values `[n, 2 × width]` fp32 of the rows at these places."""
-        return self.tail[places].flatten(1).float()
+    def values(self, flat_rows: Tensor) -> Tensor:
+        """Read the values of rows, `[n, 2 × width]` fp32."""
+        return self.tail[flat_rows].flatten(1).float()
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Part:
 
     Attributes:
         name: `window`, `entries`, `index keys`, `tail` or `index tail`.
-        rows: Where they are read from.
-        first: Number of the first one: a position, or an entry's index.
-        num_rows: How many there are.
-        ring_rows: Rows of the ring that they lie in; 0 where row i lies in place i.
-        ratio: Tokens that a row stands for: 1 for window and tails.
-        overlap: Tokens before these that a row was made from too.
+        rows: The stored rows.
+        first: Number of the first row: a position, or an entry's index.
+        num_rows: Number of rows.
+        ring_rows: Size of the ring that holds the rows; 0 if they lie in order.
+        ratio: Tokens per row: 1 for window and tails.
+        overlap: Earlier tokens that also went into a row.
     """
 
     name: str
@@ -76,23 +76,23 @@ class Part:
         return self.rows.pages.format if isinstance(self.rows, FormatRows) else None
 
     def chunks(self) -> Iterator[Tensor]:
-        """The numbers of all rows, some at a time."""
+        """Yield the numbers of all rows, CHUNK_ROWS at a time."""
         end = self.first + self.num_rows
         for start in range(self.first, end, CHUNK_ROWS):
             yield torch.arange(start, min(start + CHUNK_ROWS, end))
 
-    def places(self, numbers: Tensor) -> Tensor:
-        """Where rows lie."""
+    def flat_rows(self, numbers: Tensor) -> Tensor:
+        """Translate row numbers to stored rows."""
         return numbers % self.ring_rows if self.ring_rows else numbers
 
     def tokens(self, number: int) -> tuple[int, int]:
-        """The first and the last token that a row was made from."""
+        """Return the first and the last token of a row."""
         start = number * self.ratio
         return max(0, start - self.overlap), start + self.ratio - 1
 
 
 def layer_parts(config: CacheConfig, saved: SavedRequest) -> list[list[Part]]:
-    """The parts of each layer of a saved request."""
+    """List the parts of each layer of a saved request."""
     schemas = build_schemas(config)
     slots = slot_layout(schemas, page_align=config.page_align)
     blocks = block_layout(schemas, page_align=config.page_align)
@@ -107,7 +107,7 @@ def layer_parts(config: CacheConfig, saved: SavedRequest) -> list[list[Part]]:
 
 
 def first_tail_position(schema: LayerCacheSchema, length: int) -> int:
-    """The oldest token whose tail row a request of that length needs."""
+    """Return the oldest token whose tail row a request of that length needs."""
     return max(0, length // schema.ratio * schema.ratio - schema.tail_buffer_size_b)
 
 

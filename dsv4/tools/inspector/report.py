@@ -1,4 +1,4 @@
-"""What is inside a saved request: its blocks, its window, its tails, and every layer's rows."""
+"""The contents of a saved request: blocks, window, tails, and the rows of every layer."""
 
 import os
 from collections.abc import Iterator
@@ -16,16 +16,15 @@ from dsv4.tools.inspector.selections import LayerSelections
 from dsv4.tools.inspector.statistics import describe_part
 
 EXACT_FORMATS = ("bf16", "fp32")
-CHUNK_TOKENS = 2048  # tokens whose choices are compared at a time
+CHUNK_TOKENS = 2048  # tokens compared at a time
 
 
 class RequestInspector:
     """Reads a saved request and describes it, a layer at a time.
 
     Args:
-        path: What `KVCacheManager.save_request` wrote.
-        against: The same tokens' request from a cache of bf16 or fp32 rows, to measure errors
-            against.
+        path: A file of `KVCacheManager.save_request`.
+        against: The same tokens, saved from a cache of bf16 or fp32 rows, to measure errors.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class RequestInspector:
         return self.config.num_layers
 
     def layers(self) -> Iterator[dict[str, Any]]:
-        """Each layer's type and the statistics of its parts."""
+        """Yield each layer's type and the statistics of its parts."""
         for layer, parts in zip(self.config.schedule, self._parts, strict=True):
             yield {
                 "layer": layer.layer_idx,
@@ -52,7 +51,7 @@ class RequestInspector:
             }
 
     def summary(self) -> dict[str, Any]:
-        """The request without its rows: lengths, blocks, window and tails."""
+        """Describe the request without its rows: lengths, blocks, window and tails."""
         config, saved = self.config, self.saved
         num_blocks, block_bytes = saved.blocks.shape
         return {
@@ -75,7 +74,7 @@ class RequestInspector:
         }
 
     def report(self, layers: list[dict[str, Any]]) -> dict[str, Any]:
-        """The whole report, and its problems: what is not finite, by layer."""
+        """Join layers to the whole report, and list values that are not finite as problems."""
         problems = [
             {"layer": layer["layer"], "type": layer["type"], "part": part["part"], **problem}
             for layer in layers
@@ -105,7 +104,7 @@ class RequestInspector:
         return [{part.name: part for part in parts} for parts in layer_parts(config, saved)]
 
     def _exact_part(self, layer_idx: int, part: Part) -> Part | None:
-        """The rows before quantisation; None where they are not known or nothing is quantised."""
+        """Return the rows before quantisation; None if unknown, or if nothing is quantised."""
         if self._exact is None or part.row_format is None or not part.row_format.group:
             return None
         exact = self._exact[layer_idx][part.name]
@@ -120,7 +119,7 @@ def _geometry(config: CacheConfig) -> dict[str, Any]:
 
 
 def _fill(saved: SavedRequest, config: CacheConfig) -> float | None:
-    """The share of the blocks' entries that are closed."""
+    """Return the share of the blocks' entries that are closed."""
     ratio = config.smallest_ratio
     if not len(saved.blocks):
         return None
@@ -140,7 +139,7 @@ def _window(config: CacheConfig, saved: SavedRequest) -> dict[str, Any]:
 
 
 def _tails(config: CacheConfig, saved: SavedRequest) -> list[dict[str, Any]]:
-    """One for each compressed type of layer: tokens of the open window, and rows kept."""
+    """Describe the tails of each compressed type of layer: open tokens, and rows in use."""
     kinds = {schema.attention_type.name: schema for schema in build_schemas(config) if schema.ratio}
     return [
         {
@@ -155,7 +154,7 @@ def _tails(config: CacheConfig, saved: SavedRequest) -> list[dict[str, Any]]:
 
 
 def describe_selections(selections: dict[int, LayerSelections]) -> list[dict[str, Any]]:
-    """What top-k chose in each layer, in a few numbers."""
+    """Summarise the entries that top-k chose in each layer."""
     return [_describe_layer(idx, layer) for idx, layer in selections.items()]
 
 
@@ -179,15 +178,15 @@ def _describe_layer(idx: int, layer: LayerSelections) -> dict[str, Any]:
 
 
 def _kept(entries: np.ndarray[Any, Any]) -> float | None:
-    """The share of a token's choices that the token before had too."""
+    """Return the share of a token's entries that the previous token chose too."""
     kept = chosen = 0
     for start in range(0, len(entries) - 1, CHUNK_TOKENS):
         rows = entries[start : start + CHUNK_TOKENS + 1].astype(np.int64)
         stride = int(rows.max(initial=0)) + 2
-        # One ascending sequence of all choices, in which a token's own are a stretch.
+        # One ascending sequence of all choices; those of a token are consecutive.
         keys = np.where(rows < 0, stride - 1, rows) + stride * np.arange(len(rows))[:, None]
         before, now = keys[:-1].ravel(), (keys[1:] - stride)[rows[1:] >= 0]
-        found = np.minimum(np.searchsorted(before, now), before.size - 1)
-        kept += int((before[found] == now).sum())
+        nearest = np.minimum(np.searchsorted(before, now), before.size - 1)
+        kept += int((before[nearest] == now).sum())
         chosen += now.size
     return kept / chosen if chosen else None

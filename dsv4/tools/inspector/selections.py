@@ -1,8 +1,8 @@
-"""`SelectionRecorder`: which entries top-k chose for the tokens of one request, kept in a file.
+"""`SelectionRecorder`: records the entries that top-k chooses for one request, in a file.
 
 The file is safetensors: for each CSA layer `layer.N.positions` `[tokens]` and `layer.N.entries`
-`[tokens, topk]`, both int32, -1 where there are fewer. A position that was forgotten and
-written again counts as it was written last.
+`[tokens, topk]`, both int32, padded with -1. Of a position that was rolled back and written again,
+the last choice is kept.
 """
 
 import json
@@ -44,10 +44,10 @@ class LayerSelections(NamedTuple):
 
 
 class SelectionRecorder:
-    """Collects the selections of one request while it runs.
+    """Collect the selections of one request while it runs.
 
-    Reading them waits for the device, so this is for looking, not for serving; a captured graph
-    cannot be watched.
+    Each recorded forward waits for the device, so this is not for serving. Captured graphs cannot
+    be recorded.
     """
 
     def __init__(self, slot: int) -> None:
@@ -55,12 +55,12 @@ class SelectionRecorder:
         self._steps: dict[int, list[LayerSelections]] = {}
 
     def watch(self, handle: LayerCacheHandle) -> LayerCacheHandle:
-        """The same handle, whose `select_entries` also records."""
-        parts = {field.name: getattr(handle, field.name) for field in fields(handle)}
-        return _WatchedHandle(**parts, recorder=self)
+        """Return the same handle with a `select_entries` that also records."""
+        values = {field.name: getattr(handle, field.name) for field in fields(handle)}
+        return _WatchedHandle(**values, recorder=self)
 
     def record(self, layer_idx: int, positions: Tensor, entries: Tensor) -> None:
-        """Note the entries `[tokens, topk]` of a layer's tokens at `positions` `[tokens]`."""
+        """Record the entries `[tokens, topk]` of a layer's tokens at `positions` `[tokens]`."""
         if positions.dim() != 1 or entries.dim() != 2 or len(positions) != len(entries):
             raise ValueError(
                 "Invalid selections: expected positions [tokens] and entries [tokens, topk], got "
@@ -70,17 +70,17 @@ class SelectionRecorder:
         self._steps.setdefault(layer_idx, []).append(step)
 
     def selections(self) -> dict[int, LayerSelections]:
-        """What was recorded so far, by layer."""
+        """Return the recorded selections, by layer."""
         return {idx: _in_order(steps) for idx, steps in sorted(self._steps.items())}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what was recorded so far."""
+        """Save the recorded selections."""
         from safetensors.torch import save_file
 
         tensors = {
-            f"layer.{idx}.{name}": part
+            f"layer.{idx}.{name}": tensor
             for idx, layer in self.selections().items()
-            for name, part in layer._asdict().items()
+            for name, tensor in layer._asdict().items()
         }
         save_file(tensors, path, {METADATA_KEY: json.dumps({"format": FORMAT})})
 
@@ -101,7 +101,7 @@ class _WatchedHandle(LayerCacheHandle):
 
 
 def _in_order(steps: list[LayerSelections]) -> LayerSelections:
-    """All steps in the order of positions; of a position the last step that has it."""
+    """Join steps in the order of positions; the last step of a position counts."""
     positions = torch.cat([step.positions for step in steps])
     entries = torch.cat([step.entries for step in steps])
     last = {position: row for row, position in enumerate(positions.tolist())}
@@ -110,7 +110,7 @@ def _in_order(steps: list[LayerSelections]) -> LayerSelections:
 
 
 def read_selections(path: str | os.PathLike[str]) -> dict[int, LayerSelections]:
-    """What `SelectionRecorder.save` wrote, by layer; refuses any other file."""
+    """Read a file of `SelectionRecorder.save`, by layer; refuse any other file."""
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
@@ -121,8 +121,8 @@ def read_selections(path: str | os.PathLike[str]) -> dict[int, LayerSelections]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, UnicodeDecodeError) as error:
         raise _refusal(path, f"expected a whole safetensors file, got: {error}") from None
-    found = [re.fullmatch(r"layer\.(\d+)\.positions", name) for name in tensors]
-    layers = sorted(int(match[1]) for match in found if match)
+    matches = [re.fullmatch(r"layer\.(\d+)\.positions", name) for name in tensors]
+    layers = sorted(int(match[1]) for match in matches if match)
     expected = {f"layer.{idx}.{name}" for idx in layers for name in LayerSelections._fields}
     if set(tensors) != expected:
         raise _refusal(path, f"expected positions and entries of layers, got {sorted(tensors)}")
@@ -143,11 +143,11 @@ def _layer(path: str | os.PathLike[str], idx: int, tensors: dict[str, Tensor]) -
 
 def _check_metadata(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
     try:
-        found = json.loads(metadata[METADATA_KEY])["format"]
+        file_format = json.loads(metadata[METADATA_KEY])["format"]
     except (KeyError, TypeError, ValueError):
         raise _refusal(path, f"expected metadata {METADATA_KEY!r} in JSON, found none") from None
-    if found != FORMAT:
-        raise _refusal(path, f"expected the format {FORMAT}, got {found}")
+    if file_format != FORMAT:
+        raise _refusal(path, f"expected the format {FORMAT}, got {file_format}")
 
 
 def _refusal(path: str | os.PathLike[str], problem: str) -> ValueError:

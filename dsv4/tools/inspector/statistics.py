@@ -1,4 +1,4 @@
-"""What the rows of a part look like: ranges, codes at the ends, errors, and what is not finite."""
+"""Statistics of a part's rows: ranges, zero and saturated codes, errors, non-finite values."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ E2M1_LARGEST = 7  # 6, without its sign
 
 @dataclass
 class Tally:
-    """Sums over the rows of a part, from which its statistics follow."""
+    """Sums over the rows of a part, for its statistics."""
 
     minimum: float | None = None
     maximum: float | None = None
@@ -60,7 +60,7 @@ class Tally:
         self.num_saturated += int((codes == largest).count_nonzero())
 
     def add_errors(self, values: Tensor, exact: Tensor) -> None:
-        """Compare values with what they were before quantisation, where both are finite."""
+        """Add the errors of values against those before quantisation, where both are finite."""
         is_known = values.isfinite() & exact.isfinite()
         exact = exact[is_known].double()
         error = (values[is_known].double() - exact).abs()
@@ -71,19 +71,19 @@ class Tally:
 
 
 def describe_part(part: Part, exact: Part | None = None) -> dict[str, Any]:
-    """The statistics of a part; errors against `exact`, the same rows before quantisation."""
+    """Compute the statistics of a part; `exact` holds the same rows before quantisation."""
     tally = Tally()
     for numbers in part.chunks():
-        places = part.places(numbers)
+        flat_rows = part.flat_rows(numbers)
         if isinstance(part.rows, FormatRows):
-            encoded = part.rows.encoded(places)
+            encoded = part.rows.encoded(flat_rows)
             values = part.rows.decoded(encoded)
             _add_codes(tally, part.rows.pages.format, encoded)
         else:
-            values = part.rows.values(places)
+            values = part.rows.values(flat_rows)
         tally.add_values(numbers, values)
         if exact is not None:
-            tally.add_errors(values, exact.rows.values(exact.places(numbers)))
+            tally.add_errors(values, exact.rows.values(exact.flat_rows(numbers)))
     zeros = (tally.num_zero_codes, tally.num_codes) if tally.num_codes else (
         tally.num_zero_values, tally.num_values
     )  # fmt: skip
@@ -105,7 +105,7 @@ def describe_part(part: Part, exact: Part | None = None) -> dict[str, Any]:
 
 
 def _add_codes(tally: Tally, row_format: RowFormat, encoded: EncodedRows) -> None:
-    """The FP8 or FP4 codes of rows, without signs; other formats have none."""
+    """Count the FP8 or FP4 codes of rows, without signs; other formats have none."""
     if not row_format.group:
         return
     quantised = row_format.fields[0]
@@ -122,14 +122,14 @@ def _share(count: int, of: int) -> float | None:
 
 
 def _relative_error(tally: Tally) -> float | None:
-    """The root of the squared errors' share of the squared values."""
+    """Return the RMS error divided by the RMS of the exact values."""
     if not tally.squared_values:
         return None
     return float((tally.squared_error / tally.squared_values) ** 0.5)
 
 
 def _problems(part: Part, bad_rows: dict[int, tuple[int, int]]) -> list[dict[str, int]]:
-    """Runs of neighbouring rows that hold NaN or inf, with the tokens they were made from."""
+    """List runs of adjacent rows that hold NaN or inf, with the tokens of each run."""
     runs: list[dict[str, int]] = []
     for number, (nan, inf) in sorted(bad_rows.items()):
         first_token, last_token = part.tokens(number)

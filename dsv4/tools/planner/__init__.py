@@ -1,1 +1,1 @@
-"""`dsv4 plan`: memory of a cache before it is allocated."""
+"""`dsv4 plan`: the memory of a cache, before it is allocated."""

@@ -1,7 +1,7 @@
-"""What would make a plan fit that does not: one change at a time, the least of each kind.
+"""Changes that would make a plan fit: one at a time, the smallest of each kind.
 
-In order of what they cost: changes that store the same values, changes of formats, a smaller
-load, more hardware.
+They are ordered by their cost: first those that store the same values, then other formats, then a
+smaller load, then more hardware.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,17 +15,17 @@ RANKS = (2, 4, 8, 16, 32, 64)
 
 
 class Change(NamedTuple):
-    """One change, in words, and the plan that it makes."""
+    """One change in words, and the changed plan."""
 
     what: str
     plan: MemoryPlan
 
 
 def find_changes(plan: MemoryPlan) -> list[Change]:
-    """The changes after which `plan` needs less, those that make it fit first.
+    """Find the changes after which `plan` needs less, those that make it fit first.
 
-    Of each kind the least change that fits, or the one that saves most if none does. No changes
-    if the plan fits.
+    Each kind gives its smallest change that fits, else the one that saves most. A plan that fits
+    needs no changes.
     """
     if plan.fits:
         return []
@@ -35,9 +35,9 @@ def find_changes(plan: MemoryPlan) -> list[Change]:
 
 def _choices(plan: MemoryPlan) -> Iterator[Change]:
     kinds = [_page_align, _chunk, _drafts, _index_format, _tails, _kv_format]
-    found = [change for kind in kinds if (change := _least(plan, kind(plan))) is not None]
-    yield from found
-    if len(found) > 1 and not any(change.plan.fits for change in found):
+    changes = [change for kind in kinds if (change := _least(plan, kind(plan))) is not None]
+    yield from changes
+    if len(changes) > 1 and not any(change.plan.fits for change in changes):
         together = plan
         for kind in kinds:
             change = _least(together, kind(together))
@@ -46,7 +46,7 @@ def _choices(plan: MemoryPlan) -> Iterator[Change]:
 
 
 def _least(plan: MemoryPlan, candidates: Iterable[Change]) -> Change | None:
-    """The first candidate that fits, else the smallest; None if none is smaller than `plan`."""
+    """Return the first candidate that fits, else the smallest; None if none is below `plan`."""
     smallest: Change | None = None
     for change in candidates:
         if change.plan.fits:
@@ -72,7 +72,7 @@ def _chunk(plan: MemoryPlan) -> Iterator[Change]:
         return replace(plan, max_forward_tokens=tokens)
 
     config = plan.config
-    # A decode step of all requests, and a chunk worth the name.
+    # At least one decode step of all requests, and a chunk of one block.
     least = max(plan.num_requests * (config.drafts_per_step + 1), config.block_tokens)
     tokens = largest(lambda number: chunked(number).fits, at_most=plan.max_forward_tokens)
     if tokens >= least:
@@ -111,7 +111,7 @@ def _kv_format(plan: MemoryPlan) -> Iterator[Change]:
 
 
 def _smaller(names: tuple[Any, ...], row_bytes: Callable[[Any], int], *, than: int) -> list[Any]:
-    """The formats of smaller rows, the largest of them first; not those the widths rule out."""
+    """List the formats with smaller rows, largest first; skip those that the widths rule out."""
     sizes = {}
     for name in names:
         try:

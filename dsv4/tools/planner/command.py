@@ -1,4 +1,4 @@
-"""`dsv4 plan`: its options, its tables, its JSON."""
+"""`dsv4 plan`: options, tables and JSON of the command."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ LABELS = {
     "index_global_scale": "index scale",
     "checkpoints": "checkpoints",
 }
-# Formats that any width of a model allows.
+# Choices that are valid for a model of any width.
 _ANY_WIDTH: dict[str, Any] = {"kv_format": "bf16", "index_format": "bf16", "block_tokens": 128}
 TP_NOTE = (
     "Tensor parallelism divides the weights, not the cache: K = V is one head that all query "
@@ -46,7 +46,7 @@ TP_NOTE = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `dsv4 plan`."""
+    """Add the options of `dsv4 plan`."""
     tokens, size = _argument(parse_tokens), _argument(parse_bytes)
     parser.add_argument(
         "--model", required=True, metavar="v4-flash|v4-pro|PATH",
@@ -103,7 +103,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """The type of an option that is a whole number above 0."""
+    """Parse an option that is a whole number above 0."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
@@ -117,7 +117,7 @@ def _whole(text: str) -> int:
 
 
 def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
-    """`parse` as the type of an option, whose error says what was expected."""
+    """Turn `parse` into the type of an option; its `ValueError` becomes a usage error."""
 
     def parse_argument(text: str) -> int:
         try:
@@ -129,7 +129,7 @@ def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
 
 
 def build_plan(options: argparse.Namespace) -> MemoryPlan:
-    """The plan that the options describe; ValueError if they contradict each other."""
+    """Build the plan of the options; ValueError if they contradict each other."""
     try:
         gpu_bytes = parse_gpu(options.gpu)
     except ValueError as error:
@@ -169,7 +169,7 @@ def _config(options: argparse.Namespace) -> CacheConfig:
 
 
 def page_models(model: str) -> dict[str, CacheConfig]:
-    """The models of a page: the presets, and the one that is planned; with their MTP layers."""
+    """List the models of a page: the presets and the planned one, with their MTP layers."""
     models = {name: preset(include_mtp=True) for name, preset in PRESETS.items()}
     if model not in models:
         models[model] = CacheConfig.from_hf(model, include_mtp=has_mtp_layers(model), **_ANY_WIDTH)
@@ -177,7 +177,7 @@ def page_models(model: str) -> dict[str, CacheConfig]:
 
 
 def as_json(plan: MemoryPlan, *, model: str) -> dict[str, Any]:
-    """All numbers of the plan; bytes are whole numbers but for those per token."""
+    """Return all numbers of the plan; bytes are integers, except those per token."""
     config = plan.config
     return {
         "model": model,
@@ -229,7 +229,7 @@ def _sizes(components: dict[str, ComponentBytes]) -> dict[str, dict[str, int]]:
 
 
 def title(plan: MemoryPlan, *, model: str) -> str:
-    """What is planned, in one line."""
+    """Describe the plan in one line."""
     config = plan.config
     formats = f"{config.kv_format} rows, {config.index_format} index keys"
     return f"{model}, {formats}: {_requests(plan.num_requests)} of {plan.context_tokens:,} tokens"
@@ -240,7 +240,7 @@ def _requests(number: int) -> str:
 
 
 def print_plan(plan: MemoryPlan, console: Console, *, model: str, gpu: str) -> None:
-    """The plan as tables and sentences."""
+    """Print the plan as tables and sentences."""
     console.print(title(plan, model=model), highlight=False, soft_wrap=True)
     console.print()
     console.print(_component_table(plan))
@@ -306,8 +306,8 @@ def _change_table(changes: list[Change]) -> Table:
     table.add_column("", justify="right")
     for change in changes:
         plan = change.plan
-        rest = format_bytes(abs(plan.free_bytes))
-        verdict = f"fits, {rest} free" if plan.fits else f"{rest} missing"
+        difference = format_bytes(abs(plan.free_bytes))
+        verdict = f"fits, {difference} free" if plan.fits else f"{difference} missing"
         table.add_row(change.what, format_bytes(plan.needed_bytes), verdict)
     return table
 

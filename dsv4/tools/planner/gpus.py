@@ -1,10 +1,10 @@
-"""The memory of GPUs, by name."""
+"""Memory sizes of GPUs, by name."""
 
 from dsv4.tools.planner.sizes import parse_bytes
 
 GB = 10**9
 
-# As marketed, read as 10^9 bytes. What a driver reports is up to 7 % more.
+# As marketed, in units of 10^9 bytes. A driver reports up to 7 % more.
 GPU_BYTES: dict[str, int] = {
     "a100-40gb": 40 * GB,
     "a100": 80 * GB,
@@ -19,7 +19,7 @@ GPU_BYTES: dict[str, int] = {
 
 
 def parse_gpu(text: str) -> int:
-    """Bytes of a GPU: its name, or a size."""
+    """Parse the name of a GPU, or a size, to bytes."""
     name = text.strip().lower()
     if name in GPU_BYTES:
         return GPU_BYTES[name]

@@ -1,7 +1,7 @@
-"""`MemoryPlan`: what a cache takes on a GPU and how much of it fits, before anything is allocated.
+"""`MemoryPlan`: the bytes of a cache on a GPU and how much fits, before anything is allocated.
 
-Every byte comes from `Capacity.memory()`, the arithmetic that a manager is built with. Nothing
-here adds up layers or rows again.
+Every byte comes from `Capacity.memory()`, which also sizes a manager. Nothing here adds up layers
+or rows again.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,9 @@ class MemoryPlan:
         context_tokens: Tokens of each of them.
         gpu_bytes: Memory of one GPU.
         weights_bytes: Weights of the whole model, divided among the ranks.
-        reserved_bytes: What else a rank keeps: activations, the CUDA context, other pools.
-        num_ranks: Tensor-parallel ranks. Each keeps the whole cache: K = V is one head, which
-            all query heads share.
+        reserved_bytes: Other memory of a rank: activations, the CUDA context, other pools.
+        num_ranks: Tensor-parallel ranks. Each keeps the whole cache, since all query heads share
+            one head of K = V.
         max_forward_tokens: Tokens of one forward: the longest prefill chunk.
         num_checkpoints: Block boundaries at which the prefix cache can resume a request.
     """
@@ -68,7 +68,7 @@ class MemoryPlan:
 
     @cached_property
     def capacity(self) -> Capacity:
-        """The sizes of the manager that holds the plan."""
+        """Sizes of a manager for the plan."""
         return Capacity(
             self.config,
             max_requests=self.num_requests,
@@ -95,17 +95,17 @@ class MemoryPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """All that one GPU has to hold."""
+        """Bytes that one GPU must hold in all."""
         return self.rank_weights_bytes + self.reserved_bytes + self.cache_bytes
 
     @property
     def budget_bytes(self) -> int:
-        """What is left for the cache; negative if even the weights don't fit."""
+        """Bytes that remain for the cache; negative if even the weights do not fit."""
         return self.gpu_bytes - self.rank_weights_bytes - self.reserved_bytes
 
     @property
     def free_bytes(self) -> int:
-        """What the plan leaves free; negative if it does not fit."""
+        """Bytes that the plan leaves free; negative if it does not fit."""
         return self.gpu_bytes - self.needed_bytes
 
     @property
@@ -113,7 +113,7 @@ class MemoryPlan:
         return self.free_bytes >= 0
 
     def per_token(self) -> dict[str, tuple[Fraction, Fraction]]:
-        """Payload and allocated bytes of a token of a full block, by component."""
+        """Return payload and allocated bytes of a token in a full block, by component."""
         memory = replace(self.capacity, num_blocks=1).memory()
         tokens = self.config.block_tokens
         return {
@@ -122,17 +122,17 @@ class MemoryPlan:
         }
 
     def per_request(self) -> dict[str, ComponentBytes]:
-        """Bytes that a request takes whatever its present length, by component."""
+        """Return the bytes of a request that do not depend on its length, by component."""
         memory = replace(self.capacity, max_requests=1).memory()
         return {name: memory[name] for name in REQUEST_COMPONENTS}
 
     def shared(self) -> dict[str, ComponentBytes]:
-        """Bytes that all requests share, by component."""
+        """Return the bytes that all requests share, by component."""
         owned = (*TOKEN_COMPONENTS, *REQUEST_COMPONENTS)
         return {name: size for name, size in self.memory.items() if name not in owned}
 
     def one_request(self) -> ComponentBytes:
-        """What is stored of one request at the planned length: its blocks and its slot."""
+        """Return the bytes of one request of the planned length: its blocks and its slot."""
         memory = replace(self, num_requests=1).memory
         sizes = [memory[name] for name in (*TOKEN_COMPONENTS, *SLOT_COMPONENTS)]
         return ComponentBytes(
@@ -141,7 +141,7 @@ class MemoryPlan:
 
     @cached_property
     def max_requests(self) -> int:
-        """The most requests of the planned length that fit; 0 if there is none."""
+        """The most requests of the planned length that fit; 0 if not even one does."""
         return largest(lambda number: replace(self, num_requests=number).fits)
 
     @cached_property
@@ -162,7 +162,7 @@ class MemoryPlan:
 
     @cached_property
     def max_context(self) -> int:
-        """The longest context of `num_requests` requests that fits; 0 if there is none.
+        """The longest context of `num_requests` requests that fits; 0 if none does.
 
         A whole number of blocks, or the model's limit.
         """
@@ -179,10 +179,10 @@ class MemoryPlan:
 
     @property
     def _blocks_past_a_gap(self) -> int:
-        """How many blocks behind a context that does not fit there can be one that does.
+        """Blocks beyond a context that does not fit within which a longer one may fit again.
 
-        The index's workspace holds a whole number of rows below a limit: with longer rows it can
-        be one row smaller.
+        The index's workspace holds a whole number of rows below a limit. With longer rows it can
+        hold one row fewer, and so be smaller.
         """
         longest = replace(
             self.capacity, max_forward_tokens=1, max_request_tokens=self.config.max_position
@@ -195,7 +195,7 @@ class MemoryPlan:
 
 
 def largest(fits: Callable[[int], bool], *, at_most: int | None = None) -> int:
-    """The largest number from 1 on that fits, where all smaller ones fit too; 0 if none does."""
+    """Find the largest number from 1 on that fits, if all smaller ones fit; 0 if none does."""
     good, bad = 0, 1
     while (at_most is None or bad <= at_most) and fits(bad):
         good, bad = bad, 2 * bad

@@ -1,8 +1,7 @@
 """`dsv4 plan --html`: the planner as one page that needs neither a server nor a network.
 
-The page does the arithmetic of `dsv4.cache.memory.capacity` again, in `page.js`, from the numbers
-that are written into it here. `tests/tools/planner/test_page.py` holds both to the same bytes, in
-a browser.
+`page.js` repeats the arithmetic of `dsv4.cache.memory.capacity` from numbers that this module
+writes into the page. `tests/tools/planner/test_page.py` compares both in a browser.
 """
 
 import json
@@ -32,7 +31,7 @@ SUFFIXES = (".html", ".htm")
 
 
 def check_page(path: Path) -> None:
-    """Refuse a file that is no page."""
+    """Refuse a file name that is no page's."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"Invalid page file: expected .html, got {str(path)!r}")
 
@@ -46,12 +45,12 @@ def write_page(
     models: dict[str, CacheConfig],
     labels: dict[str, str],
 ) -> None:
-    """Write the page, which opens with the choices of `plan`.
+    """Write the page; it opens with the choices of `plan`.
 
     Args:
-        model, gpu: The names that the plan was asked for by.
-        models: What can be chosen, by name, with MTP layers where a model has any.
-        labels: The names of components for reading.
+        model, gpu: Names of the plan's model and GPU, as the user gave them.
+        models: Models to choose from, by name, with their MTP layers.
+        labels: Names of components for reading.
     """
     check_page(path)
     data = {
@@ -115,7 +114,7 @@ def _model(config: CacheConfig) -> dict[str, Any]:
 
 
 def _row_bytes(config: CacheConfig, field: str, names: tuple[str, ...]) -> dict[str, int]:
-    """Bytes of a row in each format that the model's widths allow."""
+    """Return the bytes of a row in each format that the model's widths allow."""
     sizes = {}
     for name in names:
         changes: dict[str, Any] = {field: name, "index_global_scale": None}
@@ -136,7 +135,7 @@ def _layers(config: CacheConfig) -> dict[str, int]:
 
 
 def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
-    """The stack from below: what is shown as one, its colour and the components in it."""
+    """List the stack from the bottom: each group's name, colour and components."""
     owned = (*TOKEN_COMPONENTS, *REQUEST_COMPONENTS)
     components = {
         "weights": ["weights"],
@@ -148,13 +147,13 @@ def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
         "CSA entries": ["csa_entries", "block_padding"],
     }
     return [
-        {"name": name, "color": COLORS[name], "components": parts}
-        for name, parts in components.items()
+        {"name": name, "color": COLORS[name], "components": names}
+        for name, names in components.items()
     ]
 
 
 def _choice(plan: MemoryPlan, *, model: str, gpu: str) -> dict[str, Any]:
-    """What the page's controls show first, as one would type it."""
+    """Return the first values of the page's controls, as a user would type them."""
     config = plan.config
     name = gpu.strip().lower()
     return {

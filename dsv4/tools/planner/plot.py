@@ -1,11 +1,11 @@
-"""Memory over context length, stacked by component, with the GPU's limit."""
+"""`dsv4 plan --plot`: memory over context length, stacked by component, and the GPU's limit."""
 
 from dataclasses import replace
 from pathlib import Path
 
+from dsv4.tools.pictures import check_picture
 from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, TOKEN_COMPONENTS, MemoryPlan
 
-SUFFIXES = (".png", ".svg")
 NUM_POINTS = 65
 GIB = 2**30
 COLORS = {
@@ -20,17 +20,12 @@ COLORS = {
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a file that is no picture, and a missing matplotlib, before any work is done."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"Invalid plot file: expected .png or .svg, got {str(path)!r}")
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'dsv4[plot]'") from error
+    """Refuse a plot that cannot be drawn."""
+    check_picture(path, what="plot", option="--plot")
 
 
 def stack(plan: MemoryPlan, contexts: list[int]) -> dict[str, list[int]]:
-    """Bytes of one GPU at each context length, by what they are for; pages with padding."""
+    """Return the bytes of one GPU at each context length, by purpose; padding included."""
     series: dict[str, list[int]] = {name: [] for name in COLORS}
     for context in contexts:
         at = replace(plan, context_tokens=context)
@@ -51,7 +46,7 @@ def stack(plan: MemoryPlan, contexts: list[int]) -> dict[str, list[int]]:
 
 
 def plot_plan(plan: MemoryPlan, path: Path, *, title: str) -> None:
-    """Draw the plan's requests at context lengths up to the model's limit, or twice the plan's."""
+    """Draw memory up to twice the plan's context length, or up to the model's limit."""
     check_plot(path)
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter

@@ -1,7 +1,7 @@
-"""Sizes as people write them: `1M` and `128k` tokens, `141GB` and `80GiB` of memory.
+"""Parse and format sizes: `1M` and `128k` tokens, `141GB` and `80GiB` of memory.
 
-Context lengths count in powers of two, as the models' names for them do: 128k is 131072 tokens
-and 1M is 1048576. Memory says which it means: GB is 10^9 bytes, GiB is 2^30.
+Context lengths use powers of two, as the models' names do: 128k is 131072 tokens and 1M is
+1048576. Units of memory differ: GB is 10^9 bytes, GiB is 2^30.
 """
 
 import re
@@ -15,7 +15,7 @@ _BYTE_UNITS = _DECIMAL_UNITS | _BINARY_UNITS
 
 
 def parse_tokens(text: str) -> int:
-    """A number of tokens: `1048576`, `1M`, `128k`, `1.5k`."""
+    """Parse a number of tokens: `1048576`, `1M`, `128k`, `1.5k`."""
     value = _parse(text, _TOKEN_UNITS)
     if value is None or value < 1:
         raise ValueError(f"expected a number of tokens such as 4096, 128k or 1M, got {text!r}")
@@ -23,7 +23,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """A size of memory with its unit: `141GB`, `80GiB`, `512 MiB`; `0` needs none."""
+    """Parse a size of memory with its unit: `141GB`, `80GiB`, `512 MiB`; `0` needs none."""
     value = 0 if text.strip() == "0" else _parse(text, _BYTE_UNITS)
     if value is None:
         raise ValueError(f"expected a size such as 80GiB or 141GB, got {text!r}")
@@ -31,7 +31,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _parse(text: str, units: dict[str, int]) -> int | None:
-    """The whole number that `text` says, or None."""
+    """Parse a whole number with a unit; None if `text` is none."""
     match = re.fullmatch(_NUMBER, text.lower())
     if match is None or match[2] not in units:
         return None
@@ -40,7 +40,7 @@ def _parse(text: str, units: dict[str, int]) -> int | None:
 
 
 def short_tokens(tokens: int) -> str:
-    """A short text that `parse_tokens` reads as `tokens`."""
+    """Format tokens shortly; `parse_tokens` reads the text back."""
     for unit in ("m", "k"):
         if tokens % _TOKEN_UNITS[unit] == 0:
             return f"{tokens // _TOKEN_UNITS[unit]}{unit.replace('m', 'M')}"
@@ -48,7 +48,7 @@ def short_tokens(tokens: int) -> str:
 
 
 def short_bytes(num_bytes: int) -> str:
-    """A short text that `parse_bytes` reads as `num_bytes`."""
+    """Format bytes shortly; `parse_bytes` reads the text back."""
     if not num_bytes:
         return "0"
     for name in ("TiB", "GiB", "MiB", "TB", "GB", "MB", "KiB", "kB"):
@@ -58,7 +58,7 @@ def short_bytes(num_bytes: int) -> str:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """A size for reading, in the largest binary unit that it fills."""
+    """Format bytes for reading, in the largest binary unit that they fill."""
     for name, unit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:,.3f} {name}"

@@ -11,7 +11,7 @@ def replay_once(step, **_):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A stand-in for the GPU's: every step runs once and takes 8 us."""
+    """Replace the GPU's clock: every step runs once and takes 8 us."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)

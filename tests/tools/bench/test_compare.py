@@ -1,4 +1,4 @@
-"""`--compare`: peers beside ours, with stand-ins for them and for the clock."""
+"""`--compare`: external kernels beside ours, with stand-ins for them and for the clock."""
 
 import functools
 import json
@@ -8,10 +8,11 @@ import torch
 
 from dsv4 import CacheConfig
 from dsv4.layer_schedule import AttentionType
-from dsv4.tools.bench import attend, attend_case, attend_prefill, index, sglang_write, timing, write
+from dsv4.tools.bench import attend, attend_case, attend_prefill, index, timing, write
 from dsv4.tools.bench.attend import AttendShape
 from dsv4.tools.bench.attend_case import check_result
 from dsv4.tools.bench.attend_prefill import PrefillShape, count_visible, prefill_case
+from dsv4.tools.bench.external.sglang_write import check_sglang
 from dsv4.tools.cli import main
 from tests.kernels.fake_external import FakeDeepGEMM, FakeFlashMLA, FakePrefill, FakeSGLang
 
@@ -43,7 +44,7 @@ def small_attend(few_layers, monkeypatch):
 
 @pytest.fixture
 def small_chunk(monkeypatch):
-    """Positions 508 to 513: from the fourth query on an HCA entry more is seen."""
+    """Use positions 508 to 513: from the fourth query on, one more HCA entry is visible."""
     monkeypatch.setattr(attend_prefill, "CONTEXT", 514)
     monkeypatch.setattr(attend_prefill, "CHUNK", 6)
     monkeypatch.setattr(attend_prefill, "CHECKED_QUERIES", 4)
@@ -128,16 +129,16 @@ def test_attend_that_is_wrong_is_not_timed(small_attend, monkeypatch, capsys):
 
 
 def refuse():
-    raise ImportError("nothing here: pip install 'dsv4[peer]'")
+    raise ImportError("nothing here: pip install 'dsv4[extra]'")
 
 
-def test_attend_without_the_peer(small_attend, small_chunk, monkeypatch, capsys):
+def test_attend_without_flashmla(small_attend, small_chunk, monkeypatch, capsys):
     monkeypatch.setattr(attend, "load_flash_mla", refuse)
     monkeypatch.setattr(attend, "load_flash_mla_prefill", refuse)
     assert main(["bench", "attend", "--compare"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
-    assert "FlashMLA is not compared: nothing here: pip install 'dsv4[peer]'" in table
-    assert "FlashMLA's prefill is not compared: nothing here: pip install 'dsv4[peer]'" in table
+    assert "FlashMLA is not compared: nothing here: pip install 'dsv4[extra]'" in table
+    assert "FlashMLA's prefill is not compared: nothing here: pip install 'dsv4[extra]'" in table
     for row in (json.loads(last)[part][0] for part in ("rows", "prefill")):
         assert "flashmla_us" not in row
 
@@ -257,15 +258,15 @@ def test_write(small_write, sglang, capsys):
     assert [(row["sglang_us"], row["ratio"]) for row in result["rows"]] == [(4.0, 1.0)] * 5
     one, entry = ["store_window"], ["pool", "store_entries"]
     csa, hca = [*one, *entry, *entry], [*one, *entry]
-    checks, steps = [*one, *csa, *hca], [*one * 2, *csa * 4, *hca * 4]  # 2 layers in turn
+    checks, steps = [*one, *csa, *hca], [*one * 2, *csa * 4, *hca * 4]  # 2 layers rotating
     assert sglang.calls == checks + steps
 
 
-def test_write_without_the_peer(small_write, monkeypatch, capsys):
+def test_write_without_sglang(small_write, monkeypatch, capsys):
     monkeypatch.setattr(write, "load_sglang", refuse)
     assert main(["bench", "write", "--compare"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
-    assert "SGLang is not compared: nothing here: pip install 'dsv4[peer]'" in table
+    assert "SGLang is not compared: nothing here: pip install 'dsv4[extra]'" in table
     assert "sglang_us" not in json.loads(last)["rows"][0]
 
 
@@ -312,6 +313,6 @@ def forget_history(kernels):
 def test_writes_of_sglang_that_are_wrong_are_not_timed(kind, rows, spoil):
     config = write.write_config(AttentionType[kind])
     right = FakeSGLang().kernels()
-    sglang_write.check_sglang(right, config, device="cpu")
+    check_sglang(right, config, device="cpu")
     with pytest.raises(RuntimeError, match=f"{kind}: SGLang's {rows} rows differ from the ref"):
-        sglang_write.check_sglang(spoil(right), config, device="cpu")
+        check_sglang(spoil(right), config, device="cpu")

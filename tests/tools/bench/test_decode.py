@@ -1,4 +1,4 @@
-"""The step that `dsv4 bench step` times: long requests made by plans, on own and shared blocks."""
+"""Steps of `dsv4 bench step`: long requests made by plans, with blocks of their own or shared."""
 
 import numpy as np
 import pytest

@@ -76,7 +76,7 @@ def test_a_gather_that_is_wrong_is_not_timed(small_gather, monkeypatch, capsys):
 
 
 class EagerForward:
-    """`CapturedForward` that only says that a plan was replayed."""
+    """A `CapturedForward` that completes the plan and runs nothing."""
 
     def __init__(self, manager, step, *, batch):
         assert batch == manager.capacity.max_requests
@@ -89,7 +89,7 @@ def test_step(clock, monkeypatch, capsys):
     monkeypatch.setattr(step, "DEVICE", "cpu")
     monkeypatch.setattr(step, "CapturedForward", EagerForward)
     monkeypatch.setattr(step, "_check_bytes", lambda: None)
-    monkeypatch.setattr(step, "_writes", lambda config, num_tokens: None)
+    monkeypatch.setattr(step, "_write_step", lambda config, inputs: None)
     times = {f"{part}_us": 10.0 for part in ("total", "write", "index", "attention")}
     decode = [{"tokens": 32768, "batch": 32, "has_own_blocks": False, **times}]
     monkeypatch.setattr(step, "bench_decode", lambda: decode)

@@ -1,4 +1,4 @@
-"""SGLang's kernels: found, refused with what to install, and called as SGLang declares them."""
+"""SGLang's kernels: the search, the refusals, and calls by SGLang's signatures."""
 
 import os
 import sys
@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from dsv4.kernels.external import find
-from dsv4.tools.bench import sglang
+from dsv4.tools.bench.external import sglang
 
 
 @pytest.fixture
 def no_sglang(monkeypatch):
-    """Nothing is installed but the tools, and what an earlier test loaded is forgotten."""
+    """Hide all packages but the build tools, and forget loaded kernels."""
     for name in [*sys.modules]:
         if name.split(".")[0] in ("sglang", "tvm_ffi"):
             monkeypatch.delitem(sys.modules, name)
@@ -51,7 +51,7 @@ def test_tools(no_sglang, monkeypatch, tmp_path):
 
 
 def declare(package):
-    """The functions that are called, with SGLang 0.5.23's parameters; each returns what it got."""
+    """Declare functions with SGLang 0.5.23's parameters; each returns its arguments."""
 
     class CompressorDecodePlan:
         @staticmethod
@@ -86,7 +86,7 @@ def declare(package):
 
 @pytest.fixture
 def package(no_sglang, monkeypatch):
-    """A package of that name with the functions in it."""
+    """Install a package with these functions."""
     parts = sglang.MODULE.split(".")
     for end in range(1, len(parts) + 1):
         name = ".".join(parts[:end])
@@ -131,7 +131,7 @@ def test_a_package_without_a_function(package):
     assert f"({sglang.MODULE}: has no compress_forward)" in refusal()
 
 
-def test_a_folder_of_peers(no_sglang, monkeypatch, tmp_path):
+def test_a_folder_of_external_kernels(no_sglang, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "sglang")
     (tmp_path / "sglang").mkdir()

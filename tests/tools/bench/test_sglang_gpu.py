@@ -1,6 +1,6 @@
-"""SGLang's own kernels, on a GPU: what the benches check before they time them.
+"""SGLang's kernels on a GPU: the checks that the benches run before they time them.
 
-`DSV4_PEERS` names a folder where SGLang was unpacked to.
+`DSV4_PEERS` names a folder with an unpacked SGLang.
 """
 
 import pytest
@@ -8,9 +8,9 @@ import torch
 
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.bench import index, write
-from dsv4.tools.bench.sglang import load_sglang
-from dsv4.tools.bench.sglang_index import SGLangQuery, SGLangTopk
-from dsv4.tools.bench.sglang_write import check_sglang
+from dsv4.tools.bench.external.sglang import load_sglang
+from dsv4.tools.bench.external.sglang_index import SGLangQuery, SGLangTopk
+from dsv4.tools.bench.external.sglang_write import check_sglang
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""`dsv4 bench swap` on the CPU: its numbers, and that it refuses what did not come back."""
+"""`dsv4 bench swap` on the CPU: its numbers, and the refusal of changed bytes."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ def on_the_cpu(monkeypatch):
 
 @pytest.fixture
 def orders(monkeypatch):
-    """The device's blocks of each way out."""
+    """Record the device's blocks of each swap-out."""
     seen = []
     copy = HostMemory.copy_blocks_out
 

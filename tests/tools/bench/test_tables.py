@@ -1,4 +1,4 @@
-"""The tables of results: cells, alignment, and what is missing."""
+"""Tables of results: cells, alignment, and missing numbers."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""`dsv4 bench transformers` on a small model, and the memory it is about, by arithmetic."""
+"""`dsv4 bench transformers` on a small model, and its memory by arithmetic."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from dsv4.config import CacheConfig
 from dsv4.integrations.transformers import attach, detach
 from dsv4.model.random_hf import random_hf_model
 from dsv4.tools.bench import transformers as bench
-from dsv4.tools.bench.long_contexts import fill_own, fill_paged
-from dsv4.tools.bench.own_cache import own_cache_bytes
+from dsv4.tools.bench.long_contexts import fill_paged, fill_transformers
 from dsv4.tools.bench.tables import show_transformers
+from dsv4.tools.transformers_cache import transformers_cache_bytes
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +45,14 @@ def test_the_gate_refuses(model, monkeypatch):
 
 
 def test_a_row_without_memory_says_so(model, monkeypatch):
-    fill_own = bench.fill_own
+    fill_transformers = bench.fill_transformers
 
     def fill(model, cache, batch, context):
         if context == 500:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        fill_own(model, cache, batch, context)
+        fill_transformers(model, cache, batch, context)
 
-    monkeypatch.setattr(bench, "fill_own", fill)
+    monkeypatch.setattr(bench, "fill_transformers", fill)
     sizes = bench.Sizes(decodes=((1, 500), (1, 400)), contexts=(500, 400), num_steps=1)
     result = bench.measure(model, sizes)
     (failed, decoded), (failed_memory, memory) = result["decode"], result["memory"]
@@ -68,7 +68,7 @@ def test_a_row_without_memory_says_so(model, monkeypatch):
 
 
 def contents(cache) -> list[dict]:
-    """Shapes of a cache's tensors and its counts, by layer."""
+    """Return the shapes of a cache's tensors and its counts, by layer."""
 
     def outline(value):
         if isinstance(value, dict):
@@ -81,7 +81,7 @@ def contents(cache) -> list[dict]:
 @pytest.mark.parametrize("context", [100, 300, 387, 642])
 def test_a_filled_cache_of_transformers_is_as_after_the_text(model, context):
     filled, run = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    fill_own(model, filled, 2, context)
+    fill_transformers(model, filled, 2, context)
     ids = torch.ones(2, context, dtype=torch.long)
     with torch.no_grad():
         for cache in (filled, run):
@@ -91,7 +91,7 @@ def test_a_filled_cache_of_transformers_is_as_after_the_text(model, context):
     assert contents(filled) == contents(run)
     assert filled.get_seq_length() == run.get_seq_length() == context + 1
     types = model.config.layer_types
-    assert own_cache_bytes(filled, types) == own_cache_bytes(run, types)
+    assert transformers_cache_bytes(filled, types) == transformers_cache_bytes(run, types)
 
 
 def test_a_filled_paged_cache_goes_on(model):
@@ -104,8 +104,8 @@ def test_a_filled_paged_cache_goes_on(model):
     detach(model)
 
 
-def own_bytes(config: CacheConfig, length: int, item: int) -> int:
-    """transformers' cache of one row in elements of so many bytes, by arithmetic."""
+def own_bytes(config: CacheConfig, length: int, itemsize: int) -> int:
+    """Compute the bytes of one row of transformers' cache, with elements of `itemsize` bytes."""
     window = min(length, config.sliding_window - 1)
     total = 0
     for layer in config.schedule:
@@ -118,7 +118,7 @@ def own_bytes(config: CacheConfig, length: int, item: int) -> int:
             total += sum(dims) * (length // ratio + 2 * series * (length % ratio))
         if ratio == 4 and length >= 4:
             total += sum(dims) * 2 * 4  # the last window's other series
-    return total * item
+    return total * itemsize
 
 
 @pytest.mark.parametrize("length", [3, 127, 131, 256, 301])
@@ -126,7 +126,7 @@ def test_what_transformers_holds(model, length):
     own = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.ones(1, length, dtype=torch.long), past_key_values=own)
-    held = own_cache_bytes(own, model.config.layer_types)
+    held = transformers_cache_bytes(own, model.config.layer_types)
     config = CacheConfig.from_hf(model.config)
     assert sum(held.values()) == own_bytes(config, length, 4)
     assert held["index_keys"] == length // 4 * config.index_head_dim * 4
@@ -134,7 +134,7 @@ def test_what_transformers_holds(model, length):
 
 @pytest.mark.parametrize(("context", "limit"), [(32768, 0.58), (131072, 0.54)])
 def test_memory_at_the_real_widths(context, limit):
-    """The ratios that the bench prints on a GPU: all of it follows from the sizes."""
+    """Check the ratios that the bench prints on a GPU; they follow from the sizes."""
     config = CacheConfig.v4_flash(compress_ratios=tuple(bench.FLASH_WIDTHS["compress_ratios"]))
     capacity = Capacity(config, 1, context // config.block_tokens, 8192, context)
     components = {name: size.allocated for name, size in capacity.memory().items()}

@@ -1,4 +1,4 @@
-"""The choice of launches, with times that are made up, and the check of their bytes."""
+"""The choice of launches by made-up times, and the check of their bytes."""
 
 import json
 
@@ -125,7 +125,7 @@ def test_launches_are_tried_in_processes_of_their_own(monkeypatch, capsys):
 
 
 class FakeGPU:
-    """Times that depend on the warps alone, and on whether a window closes."""
+    """Make up times that depend on the warps alone, and on whether a window closes."""
 
     def __init__(self, monkeypatch, path) -> None:
         path.write_text(format_table(committed_table()))

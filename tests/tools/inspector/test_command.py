@@ -21,7 +21,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def copy(run, tmp_path):
-    """A request of the run that may be changed."""
+    """Copy a request of the run, to be changed."""
     path = tmp_path / "request.safetensors"
     path.write_bytes((run / RUN_FILES.request).read_bytes())
     return path

@@ -1,4 +1,4 @@
-"""What the inspector says of a saved request is what is in its rows."""
+"""The inspector's report of a saved request matches its rows."""
 
 import json
 
@@ -128,7 +128,7 @@ def test_ranges_are_those_of_the_rows(path, monkeypatch, kv_format, index_format
 
 
 def rewrite(path, change) -> None:
-    """Change the rows of a saved request and write it again, checksum and all."""
+    """Change the rows of a saved request and save it again with a new checksum."""
     config, saved = read_any(path)
     slot, blocks = saved.slot.clone(), saved.blocks.clone()
     changed = SavedRequest(saved.length, saved.rollback_floor, slot, blocks)
@@ -137,10 +137,10 @@ def rewrite(path, change) -> None:
 
 
 def set_rows(part, numbers, values) -> None:
-    places = part.places(torch.tensor(numbers))
+    flat_rows = part.flat_rows(torch.tensor(numbers))
     encoded = encode(part.row_format, values)
     pages = part.rows.pages
-    page, row = places // pages.rows_per_page, places % pages.rows_per_page
+    page, row = flat_rows // pages.rows_per_page, flat_rows % pages.rows_per_page
     pages.data[page, row] = encoded.data
     pages.scales[page, row] = encoded.scales
 
@@ -186,7 +186,7 @@ def test_finds_what_is_not_finite(path):
         set_rows(named(parts, 2, "entries"), [1], bad[:1])
         set_rows(named(parts, 0, "window"), [200, 201], bad[:2])
         tail = named(parts, 2, "tail")
-        tail.rows.tail[tail.places(torch.tensor([260])), 0, 3] = -torch.inf
+        tail.rows.tail[tail.flat_rows(torch.tensor([260])), 0, 3] = -torch.inf
 
     rewrite(path, change)
     problems = inspect(path)["problems"]
@@ -223,7 +223,7 @@ def test_errors_against_bf16(path, tmp_path):
     for idx, name in ((0, "window"), (1, "entries"), (2, "entries"), (3, "index keys")):
         truth = named(layer_parts(config, saved), idx, name)
         numbers = torch.arange(truth.first, truth.first + truth.num_rows)
-        values = truth.rows.values(truth.places(numbers)).double()
+        values = truth.rows.values(truth.flat_rows(numbers)).double()
         row = CONFIG.index_row if name == "index keys" else CONFIG.kv_row
         error = (decode(row, encode(row, values.float())).double() - values).abs()
         part = part_of(report, idx, name)

@@ -1,4 +1,4 @@
-"""Recorded selections: those that attention used, in a file, counted into a map."""
+"""Recorded selections: those that attention used, in a file and in a map."""
 
 from itertools import pairwise
 
@@ -39,7 +39,7 @@ def watched_forward(manager, recorder, rows) -> list:
 
 
 def run_watched() -> tuple[KVCacheManager, SelectionRecorder, list]:
-    """Two requests, the second of them watched: a chunk, three steps, one of them taken back."""
+    """Run two requests and watch the second: a chunk, then three steps, one rolled back."""
     manager = make_manager()
     first, second = manager.open_request(), manager.open_request()
     recorder = SelectionRecorder(second)
@@ -130,7 +130,7 @@ def test_shapes_are_checked():
 
 
 def made_selections() -> LayerSelections:
-    """40 tokens, each of which chose the newest entry it saw and entry 0."""
+    """Make 40 tokens; each chose entry 0 and its newest visible entry."""
     positions = torch.arange(40, dtype=torch.int32)
     newest = (positions + 1) // 4 - 1
     oldest = torch.where(newest > 0, 0, -1).int()

@@ -53,7 +53,7 @@ return {
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A model of other widths than the presets', with a name that HTML could misread."""
+    """Make a model of other widths than the presets', with a name that HTML could misread."""
     folder = tmp_path_factory.mktemp("model") / "<b>&'x'</script>".replace("/", "_")
     folder.mkdir()
     small = {
@@ -72,7 +72,7 @@ def driver():
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory, model_folder):
-    """A page that has all three models."""
+    """Write a page with all three models."""
     path = tmp_path_factory.mktemp("page") / "plan.html"
     options = ["--kv", "bf16", "--gpu", "h200", "--html", str(path)]
     assert main(["plan", "--model", model_folder, "--context", "64k", *options]) == 0
@@ -81,7 +81,7 @@ def page_file(tmp_path_factory, model_folder):
 
 @pytest.fixture
 def page(driver, page_file):
-    """The driver with that page, opened from its file."""
+    """Open that page from its file in a browser."""
     set_width(driver, 1180)
     driver.get(page_file.as_uri())
     return driver
@@ -122,7 +122,7 @@ def number(text: str) -> Fraction:
 
 
 def check_numbers(shown: dict, plan: MemoryPlan) -> None:
-    """Everything that the page shows, against the plan, exactly."""
+    """Compare everything that the page shows with the plan, exactly."""
     assert shown["problem"] == ""
     sizes = {**plan.per_token(), **plan.per_request(), **plan.shared()}
     assert set(shown["components"]) == {*sizes, "per token", "per request", "shared"}
@@ -192,7 +192,7 @@ def test_fits_to_the_byte(page, change):
 
 @pytest.mark.browser
 def test_a_longer_context_may_need_less(page):
-    """Where the index's workspace loses a row, 3,969 blocks take less than 3,968."""
+    """The index's workspace loses a row, so 3,969 blocks take less than 3,968."""
     choice = FIRST | {"requests": "1", "mtp": False, "weights": "0", "ranks": "1"}
     needed = replace(make_plan(choice), context_tokens=3969 * 256).needed_bytes
     choice |= {"gpu": "other", "size": f"{needed}B"}

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and GPUs by name."""
+"""Parsing and formatting of sizes, and GPUs by name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What transformers' own cache of a DeepSeek-V4 holds, for comparisons: its bytes by component."""
+"""Bytes of transformers' own cache of a DeepSeek-V4, by component, for comparisons."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,12 +12,12 @@ ENTRY_NAMES = {
 STATES = ("buffer_kv", "buffer_gate", "overlap_kv", "overlap_gate")
 
 
-def own_cache_bytes(cache: Any, layer_types: list[str]) -> dict[str, int]:
-    """Bytes of a `DynamicCache`'s tensors; keys and values that are the same tensor count once.
+def transformers_cache_bytes(cache: Any, layer_types: list[str]) -> dict[str, int]:
+    """Count the bytes of a `DynamicCache`; keys and values that share a tensor count once.
 
     Args:
         cache: The cache, after at least one forward.
-        layer_types: The model config's.
+        layer_types: From the model's config.
 
     Returns:
         csa_entries, index_keys, hca_entries, window and states.

@@ -1,7 +1,7 @@
-"""SGLang's top-k and index query on the scores and queries of `dsv4 bench index`, and their checks.
+"""SGLang's top-k and index query, on the scores and queries of `dsv4 bench index`.
 
-Its top-k translates entries to rows, as ours does, in an order of its own. Its query carries scales
-that are no powers of two, so that its codes are not ours: what they stand for is compared.
+SGLang's top-k returns rows, as ours does, in another order. The scales of its queries are not
+powers of two, so the checks compare decoded values, not codes.
 """
 
 import torch
@@ -11,13 +11,13 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.kernels.reference.addressing import entry_rows
 from dsv4.kernels.reference.indexer import index_query, select_topk
 from dsv4.rope import RopeTable
-from dsv4.tools.bench.sglang import SGLangKernels
+from dsv4.tools.bench.external.sglang import SGLangKernels
 
-ROUNDED_TWICE = 2.0**-3  # of a row's norm: theirs and ours are rounded to E4M3, by 2^-4 each
+ROUNDED_TWICE = 2.0**-3  # of a row's norm: both results are rounded to E4M3, by 2^-4 each
 
 
 class SGLangTopk:
-    """SGLang's choice from the scores of a step, one token a request, ready to be repeated."""
+    """SGLang's top-k of a step's scores, one token a request, ready to be repeated."""
 
     def __init__(
         self, kernels: SGLangKernels, handle: LayerCacheHandle, scores: Tensor, *, num_entries: int
@@ -39,7 +39,7 @@ class SGLangTopk:
         )
 
     def check(self) -> None:
-        """Refuse a choice that is not the reference's, as a set; equal scores may stand in."""
+        """Refuse entries whose set of scores differs from that of the reference's."""
         self.rows.fill_(-1)
         self.run()
         best = select_topk(self._scores, self._lengths.long(), self.rows.shape[1])
@@ -51,7 +51,7 @@ class SGLangTopk:
             raise RuntimeError("SGLang's top-k differs from the reference's; nothing is timed")
 
     def _scores_by_row(self) -> Tensor:
-        """`[batch, rows]`: the score of the entry that a row holds, NaN where it is another's."""
+        """Order the scores by row, `[batch, rows]`; NaN where a row belongs to another request."""
         entries = torch.arange(self._scores.shape[1], device=self._scores.device)
         rows = entry_rows(
             self._handle.tokens.block_table, self._slots[:, None], entries, self._page_rows
@@ -62,7 +62,7 @@ class SGLangTopk:
 
 
 class SGLangQuery:
-    """SGLang's index queries of a step in FP8, ready to be repeated."""
+    """SGLang's FP8 index queries of a step, ready to be repeated."""
 
     def __init__(
         self, kernels: SGLangKernels, handle: LayerCacheHandle, query: Tensor, head_weights: Tensor
@@ -73,14 +73,14 @@ class SGLangQuery:
         self._frequencies = complex_frequencies(handle.rope)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Codes `[batch, heads, dim]`, and head weights with every scale in them."""
+        """Return codes `[batch, heads, dim]`, and head weights that include every scale."""
         return self._kernels.make_query(
             self._query, self._head_weights, self._factor, self._frequencies,
             self._handle.positions,
         )  # fmt: skip
 
     def check(self) -> None:
-        """Refuse queries that are further from the reference's than two roundings."""
+        """Refuse queries that differ from the reference's by more than two roundings."""
         keys = self._handle.memory.index_keys
         assert keys is not None, self._handle.layer
         codes, weights = self.run()
@@ -89,16 +89,16 @@ class SGLangQuery:
             has_hadamard=self._handle.config.index_hadamard, global_scale=None,
         )  # fmt: skip
         want = ready * (self._head_weights.float() * self._factor)[:, :, None]
-        if not is_close(codes.float() * weights, want, bound=ROUNDED_TWICE):
+        if not are_rows_close(codes.float() * weights, want, bound=ROUNDED_TWICE):
             raise RuntimeError("SGLang's queries differ from the reference's; nothing is timed")
 
 
 def complex_frequencies(rope: RopeTable) -> Tensor:
-    """The rope table as SGLang takes it, `[positions, rope_dim / 2]` complex64."""
+    """Convert a RoPE table to `[positions, rope_dim / 2]` complex64."""
     return torch.complex(rope.cos, rope.sin)
 
 
-def is_close(got: Tensor, want: Tensor, *, bound: float) -> bool:
-    """Whether each last dimension differs by at most so much of its norm."""
+def are_rows_close(got: Tensor, want: Tensor, *, bound: float) -> bool:
+    """Return whether the error of each row is at most `bound` of the row's norm."""
     error = (got - want).norm(dim=-1)
     return bool((error <= bound * want.norm(dim=-1)).all())

@@ -1,8 +1,8 @@
-"""A layer's decode step by SGLang's kernels, for `dsv4 bench write --compare`, and its check.
+"""SGLang's writes of a layer in a decode step, for `dsv4 bench write --compare`.
 
-They have pools and state of their own, of the same row formats. Projections are fp32, as its model
-has them, and one tensor of kv and gate; ours are BF16. A CSA layer is five launches: window row;
-pool, norm and store the entry; the same for the index key. Its plans are made before and not timed.
+SGLang's kernels get pools and state of their own, in the same row formats. Their projections are
+fp32, with kv and gate in one tensor; ours are BF16. A CSA layer is five launches: the window row,
+then two each for the entry and the index key. Plans are made beforehand and are not timed.
 """
 
 from typing import NamedTuple
@@ -19,16 +19,16 @@ from dsv4.kernels.contracts import CompressorWeights, LayerProjections, LayerWei
 from dsv4.kernels.reference.addressing import entry_rows, ring_rows
 from dsv4.kernels.reference.gather import gather_rows
 from dsv4.testing import join_rows, model_projections, model_weights, move_to, take_rows
-from dsv4.tools.bench.sglang import RING_ROWS, WINDOW_PAGE, SGLangKernels
-from dsv4.tools.bench.sglang_index import complex_frequencies, is_close
+from dsv4.tools.bench.external.sglang import RING_ROWS, WINDOW_PAGE, SGLangKernels
+from dsv4.tools.bench.external.sglang_index import are_rows_close, complex_frequencies
 
-PAGE_ALIGN = 576  # of pages of KV rows
-CHECKED_LENGTHS = (256, 128)  # of requests that close a window of every ratio
+PAGE_ALIGN = 576  # bytes, for pages of KV rows
+CHECKED_LENGTHS = (256, 128)  # both close a window of every ratio
 ROUNDED_TWICE = {"fp8": 2.0**-3, "mxfp4": 2.0**-1}  # of a row's norm: E4M3 by 2^-4, E2M1 by 2^-2
 
 
 class _Compressor(NamedTuple):
-    """One compressor's own memory, inputs and weights."""
+    """One compressor's memory, inputs and weights."""
 
     state: Tensor
     projections: Tensor
@@ -62,23 +62,23 @@ class SGLangLayer:
         page_rows = layout.entries_per_block
         self.entry_rows = self._slots * page_rows + positions // self._ratio % page_rows
         self._plan = kernels.plan_compress(self._ratio, self._slots, positions + 1)
-        for part, learned, row, align in (
+        for projected, learned, row, align in (
             (inputs.compressor, weights.compressor, layout.kv_row, PAGE_ALIGN),
             (inputs.indexer, weights.indexer, layout.index_row, 1),
         ):
-            if part is not None and learned is not None:
-                projections = torch.cat((part.kv, part.gate), dim=1).float()
+            if projected is not None and learned is not None:
+                projections = torch.cat((projected.kv, projected.gate), dim=1).float()
                 pages = self._pages(row, page_rows, align)
                 self._compressors.append(self._compressor(projections, learned, pages))
 
     @property
     def stored(self) -> list[tuple[PagedRows, Tensor]]:
-        """The pages that the step writes, and its rows in them."""
-        entries = [(part.pages, self.entry_rows) for part in self._compressors]
+        """The pages that the step writes, and the written rows."""
+        entries = [(compressor.pages, self.entry_rows) for compressor in self._compressors]
         return [(self.window, self.window_rows.long()), *entries]
 
     def run(self) -> None:
-        """The launches of the step."""
+        """Launch the kernels of the step."""
         kernels, eps, frequencies = self._kernels, self._eps, self._frequencies
         kernels.store_window(
             self._kv, self._kv_norm, eps, frequencies, self._positions, self.window_rows,
@@ -92,12 +92,12 @@ class SGLangLayer:
             )  # fmt: skip
 
     def remember(self, request_idx: int, history: LayerProjections) -> None:
-        """Put the last tokens before the step into the state of a request."""
-        parts = [part for part in (history.compressor, history.indexer) if part is not None]
-        for compressor, part in zip(self._compressors, parts, strict=True):
+        """Store the last tokens before the step in the state of a request."""
+        inputs = [each for each in (history.compressor, history.indexer) if each is not None]
+        for compressor, projected in zip(self._compressors, inputs, strict=True):
             num_rows = RING_ROWS[self._ratio]
             ring = compressor.state.view(-1, num_rows, compressor.state.shape[-1])[request_idx]
-            rows = torch.cat((part.kv, part.gate), dim=1).float()
+            rows = torch.cat((projected.kv, projected.gate), dim=1).float()
             last = torch.arange(len(rows), device=ring.device)[-num_rows:]
             ring[last % num_rows] = rows[last]
 
@@ -113,12 +113,13 @@ class SGLangLayer:
         num_pages = len(self._slots) * RING_ROWS[self._ratio] // self._ratio
         state = torch.randn(num_pages, self._ratio, projections.shape[1], device=projections.device)
         dim = learned.norm_weight.shape[0]
-        bias = torch.cat(learned.position_bias.float().split(dim, dim=1))  # previous, then own
+        # Rows of the previous window, then of this one.
+        bias = torch.cat(learned.position_bias.float().split(dim, dim=1))
         return _Compressor(state, projections, bias, learned.norm_weight.float(), pages)
 
 
 def check_sglang(kernels: SGLangKernels, config: CacheConfig, *, device: str = "cuda") -> None:
-    """Refuse to time kernels whose rows are further from the reference's than two roundings."""
+    """Refuse to time kernels whose rows differ from the reference's by more than two roundings."""
     weights = move_to(device, model_weights(config, seed=0)[0])
     weights = weights._replace(kv_norm=weights.kv_norm.bfloat16().float())
     requests = [
@@ -131,9 +132,9 @@ def check_sglang(kernels: SGLangKernels, config: CacheConfig, *, device: str = "
     for idx, request in enumerate(requests):
         layer.remember(idx, take_rows(request, slice(0, -1)))
     layer.run()
-    for (pages, rows), own in zip(layer.stored, _reference_rows(handle), strict=True):
+    for (pages, rows), expected in zip(layer.stored, _reference_rows(handle), strict=True):
         bound = ROUNDED_TWICE[pages.format.name]
-        if not is_close(gather_rows(pages, rows), gather_rows(*own), bound=bound):
+        if not are_rows_close(gather_rows(pages, rows), gather_rows(*expected), bound=bound):
             kind = config.schedule[0].attention_type.name
             raise RuntimeError(
                 f"{kind}: SGLang's {pages.format.name} rows differ from the reference's; "
@@ -144,7 +145,7 @@ def check_sglang(kernels: SGLangKernels, config: CacheConfig, *, device: str = "
 def _write_reference(
     config: CacheConfig, requests: list[LayerProjections], weights: LayerWeights, *, device: str
 ) -> LayerCacheHandle:
-    """Write requests by the reference, the last token of each in a forward of its own."""
+    """Write requests by the reference; a second forward writes the last token of each."""
     lengths = [len(request.kv) for request in requests]
     blocks = sum(-(-length // config.block_tokens) for length in lengths)
     manager = KVCacheManager(
@@ -156,14 +157,14 @@ def _write_reference(
     for after in ([length - 1 for length in lengths], lengths):
         handle = manager.acquire(0, prepare_forward(manager, slots, before, after))
         spans = [slice(*span) for span in zip(before, after, strict=True)]
-        parts = [take_rows(request, span) for request, span in zip(requests, spans, strict=True)]
-        handle.write(join_rows(parts), weights)
+        inputs = [take_rows(request, span) for request, span in zip(requests, spans, strict=True)]
+        handle.write(join_rows(inputs), weights)
         before = after
     return handle
 
 
 def _reference_rows(handle: LayerCacheHandle) -> list[tuple[PagedRows, Tensor]]:
-    """The pages that the reference wrote in its last step, and the rows in them."""
+    """Return the pages that the reference wrote in its last step, and the written rows."""
     tokens, memory = handle.tokens, handle.memory
     slots, positions = tokens.request_slots.long(), tokens.positions.long()
     ring = memory.window.ring

@@ -1,7 +1,7 @@
-"""SGLang's kernels of DeepSeek-V4, for `dsv4 bench --compare` alone: no backend runs them.
+"""Find SGLang's kernels of DeepSeek-V4.
 
-SGLang compiles a kernel with nvcc when it is first called, and keeps what it has compiled. Nothing
-is imported before it is asked for, and `DSV4_PEERS` or `find.add_folder` names a folder to look in.
+SGLang compiles a kernel with nvcc on its first call and keeps the result. It is imported on its
+first use; `DSV4_PEERS`, or `find.add_folder`, names one more folder to search.
 """
 
 import os
@@ -14,30 +14,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.kernels.external.find import FOLDER_VARIABLE, add_folder, import_peer
+from dsv4.kernels.external.find import add_environment_folder, import_external
 
 MODULE = "sglang.kernels.ops.attention.dsv4"
-RING_ROWS = {4: 8, 128: 128}  # rows of a request's compressor state, by ratio
-WINDOW_PAGE = 256  # window rows of a page
+RING_ROWS = {4: 8, 128: 128}  # rows of a request's compressor state, by compression ratio
+WINDOW_PAGE = 256  # window rows per page
 
 
 class SGLangKernels(NamedTuple):
-    """What a decode step calls, one token a request.
+    """SGLang's functions of a decode step, one token a request; arguments in order.
 
-    plan_topk is given lengths `[batch]` int32 and makes what choose_entries needs.
-    choose_entries is given scores `[batch, entries]` fp32, lengths, a block table `[batch, pages]`
-    int32, the rows `[batch, topk]` int32 that it writes, in any order, the rows of a page, and
-    the plan.
-    make_query is given queries `[batch, heads, 128]` and weights `[batch, heads]` of one dtype, a
-    factor, frequencies, positions; it returns E4M3 codes, and the weights `[batch, heads, 1]` fp32
-    with factor and scale in them.
-    store_window norms, rotates and stores kv `[batch, 512]`: it is given the norm's weight of the
-    same dtype, eps, frequencies, positions, rows `[batch]` int32, pages, and their rows.
-    plan_compress is given a ratio, slots and lengths `[batch]` int64.
-    pool is given state `[pages, ratio, width]`, projections `[batch, width]` and bias
-    `[rows, dim]`, all fp32, and the plan; it returns `[batch, dim]`.
-    store_entries is given pooled rows, the plan, the norm's weight, eps, frequencies, rows
-    `[batch]` int64, pages, their rows, and whether they are MXFP4.
+    plan_topk makes the plan of choose_entries: lengths `[batch]` int32.
+    choose_entries writes the rows of the best entries, in any order: scores `[batch, entries]`
+    fp32, lengths, block table `[batch, pages]` int32, rows `[batch, topk]` int32, rows per page,
+    plan.
+    make_query returns E4M3 codes, and weights `[batch, heads, 1]` fp32 that include factor and
+    scale: queries `[batch, heads, 128]` and weights `[batch, heads]` of one dtype, factor,
+    frequencies, positions.
+    store_window norms, rotates and stores kv: kv `[batch, 512]`, norm weight of the same dtype,
+    eps, frequencies, positions, rows `[batch]` int32, pages, rows per page.
+    plan_compress makes the plan of pool: ratio, slots and lengths `[batch]` int64.
+    pool returns `[batch, dim]`: state `[pages, ratio, width]`, projections `[batch, width]` and
+    bias `[rows, dim]`, all fp32, plan.
+    store_entries stores pooled rows: rows, plan, norm weight, eps, frequencies, rows `[batch]`
+    int64, pages, rows per page, whether the pages are MXFP4.
 
     Frequencies are `[positions, 32]` complex, pages `[num_pages, page_bytes]` uint8.
     """
@@ -53,19 +53,17 @@ class SGLangKernels(NamedTuple):
 
 @cache
 def load_sglang() -> SGLangKernels:
-    """SGLang's kernels; they are compiled when they are first called.
+    """Load SGLang's kernels; each is compiled on its first call.
 
     Raises:
-        ImportError: There are none here; says what to install.
+        ImportError: They are not installed; says what to install.
     """
     environment = dict(os.environ)
-    folder = environment.get(FOLDER_VARIABLE)
-    if folder:
-        add_folder(folder)
+    add_environment_folder()
     try:
         _check_tools()
-        import_peer("tvm_ffi")
-        return _kernels_of(import_peer(MODULE))
+        import_external("tvm_ffi")
+        return _kernels_of(import_external(MODULE))
     except ImportError as error:
         raise ImportError(
             "comparing with SGLang needs its kernels of DeepSeek-V4, and what compiles them: "

@@ -1,0 +1,126 @@
+"""FlashMLA's prefill on the rows of a bench. It reads BF16 rows, so the rows are copied first.
+
+The copy and the lists of rows are made beforehand and are not timed.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.formats import PagedRows
+from dsv4.kernels.contracts import AttentionResult
+from dsv4.kernels.external import find
+from dsv4.kernels.external.find import LISTED_AT_ONCE, SOFTMAX_SCALE, VALUE_DIM, Decoded
+from dsv4.kernels.reference.addressing import visible_entries, window_positions
+from dsv4.kernels.reference.append import workspace_rows
+from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
+from dsv4.tools.bench.external.flashmla import rotate_back
+from dsv4.tools.bench.requests import count_rows
+
+
+class PrefillInputs(NamedTuple):
+    """Inputs of FlashMLA's sparse prefill.
+
+    query is `[num_tokens, heads, 512]` BF16 with 64 or 128 heads, sinks `[heads]` fp32 or None;
+    values are rows `[num_rows, 1, 512]` BF16, dense; rows `[num_tokens, 1, n]` int32 names them,
+    -1 for none, n a multiple of LISTED_AT_ONCE; counts `[num_tokens]` int32 says how many of them
+    are read, None for all.
+    """
+
+    query: Tensor
+    sinks: Tensor | None
+    values: Tensor
+    rows: Tensor
+    counts: Tensor | None
+
+
+SparsePrefill = Callable[[PrefillInputs], Decoded]
+
+
+@cache
+def load_flash_mla_prefill() -> SparsePrefill:
+    """Load FlashMLA's sparse prefill on dense BF16 rows, from vLLM alone.
+
+    Raises:
+        ImportError: It is not installed; says why.
+    """
+    find.add_environment_folder()
+    operator = find.vllm_operator("sparse_prefill_fwd")
+
+    def run(inputs: PrefillInputs) -> Decoded:
+        output, _, lse = operator(
+            inputs.query, inputs.values, inputs.rows, SOFTMAX_SCALE, VALUE_DIM, inputs.sinks,
+            inputs.counts, None,
+        )  # fmt: skip
+        return Decoded(output[:, None], lse[:, :, None], None)
+
+    return run
+
+
+class FlashMLAPrefill:
+    """FlashMLA's prefill of a chunk on a dense copy of a layer's rows, ready to be repeated.
+
+    The forward holds this chunk alone, and the query has 64 or 128 heads.
+    """
+
+    def __init__(
+        self,
+        prefill: SparsePrefill,
+        handle: LayerCacheHandle,
+        query: Tensor,
+        sinks: Tensor,
+        selected_rows: Tensor | None,
+        *,
+        max_entries: int,
+    ) -> None:
+        self._prefill, self._handle = prefill, handle
+        rows, counts = _list_dense_rows(handle, selected_rows, max_entries)
+        self._inputs = PrefillInputs(query, sinks, _copy_rows(handle), rows, counts)
+
+    def run(self) -> Decoded:
+        """Attend the chunk, without the kernels around FlashMLA's."""
+        return self._prefill(self._inputs)
+
+    def result(self) -> AttentionResult:
+        """Attend the chunk and rotate the output back, as our own kernel does."""
+        return rotate_back(self.run(), self._handle, self._inputs.query, is_workspace=True)
+
+
+def _copy_rows(handle: LayerCacheHandle) -> Tensor:
+    """Copy all rows of the window workspace, then all entries: `[num_rows, 1, dim]` BF16."""
+    device = handle.positions.device
+    copies = [
+        gather_rows(pages, torch.arange(count_rows(pages), device=device)).bfloat16()
+        for pages in (handle.window.workspace, _entries(handle))
+    ]
+    return torch.cat(copies)[:, None]
+
+
+def _list_dense_rows(
+    handle: LayerCacheHandle, selected_rows: Tensor | None, max_entries: int
+) -> tuple[Tensor, Tensor | None]:
+    """List the rows of the copy that each query attends, `[num_tokens, 1, n]`, and their counts."""
+    tokens, window = handle.tokens, handle.window.window
+    positions, ratio = tokens.positions.long(), handle.layer.ratio
+    window_rows = workspace_rows(tokens, window_positions(positions, window), window)
+    entry_rows, counts = selected_rows, None
+    if entry_rows is None:
+        entry_rows = visible_entry_rows(
+            _entries(handle), tokens, slice(None), ratio=ratio, max_entries=max_entries
+        )
+        counts = (window + visible_entries(positions, ratio)).int()
+    num_window_rows = count_rows(handle.window.workspace)
+    dense_rows = torch.where(entry_rows >= 0, entry_rows + num_window_rows, -1)
+    listed = torch.cat((window_rows, dense_rows), dim=1).int()
+    padding = -listed.shape[1] % LISTED_AT_ONCE
+    return torch.nn.functional.pad(listed, (0, padding), value=-1)[:, None], counts
+
+
+def _entries(handle: LayerCacheHandle) -> PagedRows:
+    entries = handle.memory.entries
+    assert entries is not None, handle.layer
+    return entries
