@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--model", help="a checkpoint folder; by default a small random model")
     demo.add_argument(
-        "--prompt", action="append", default=[], help="a text for --model; more than once for more"
+        "--prompt", action="append", default=[], help="a text for --model; may be repeated"
     )
     demo.add_argument("--new-tokens", type=positive, default=48, help="tokens to generate")
     demo.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
@@ -85,16 +85,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument(
-        "--save", type=Path, metavar="FOLDER", help="keep a request there, for dsv4 inspect"
+        "--save", type=Path, metavar="FOLDER", help="save a request there, for dsv4 inspect"
     )
     demo.add_argument("--json", action="store_true", help="print one JSON object")
     demo.set_defaults(run=_demo)
 
-    plan = commands.add_parser("plan", help="what a cache takes on a GPU, and how much fits")
+    plan = commands.add_parser("plan", help="memory of a cache on a GPU, and how much fits")
     add_options(plan)
     plan.set_defaults(run=_plan)
 
-    inspect = commands.add_parser("inspect", help="what is inside a saved request")
+    inspect = commands.add_parser("inspect", help="contents of a saved request")
     inspect_command.add_options(inspect)
     inspect.set_defaults(run=_inspect)
 
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.set_defaults(run=_info)
 
-    bench = commands.add_parser("bench", help="measure")
+    bench = commands.add_parser("bench", help="measure time and memory")
     bench_command.add_options(bench)
     bench.set_defaults(run=_bench)
     return parser

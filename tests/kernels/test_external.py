@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import types
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,25 +46,12 @@ def deep_gemm(monkeypatch):
     return fake
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(attention_tests.Case):
     """A layer of V4-Flash's width, and lengths before and after the last forward."""
 
-    name: str
-    ratios: tuple[int, ...]
-    before: list[int]
-    after: list[int]
-    heads: int = 8
-    choices: dict = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return self.name
-
     def filled(self):
-        choices = {"index_topk": 64, **self.choices}
-        config = CacheConfig.v4_flash(
-            compress_ratios=self.ratios, num_query_heads=self.heads, **choices
-        )
+        choices = {"index_topk": 64, "num_query_heads": self.heads, **self.choices}
+        config = CacheConfig.v4_flash(compress_ratios=self.ratios, **choices)
         return filled(config, self.before, self.after)
 
 

@@ -40,7 +40,7 @@ CASES = [
     *external_tests.CASES,
     external_tests.Case("128 heads", external_tests.CSA, [500, 3], [501, 4], heads=128),
     external_tests.Case(
-        "Flash's own list", external_tests.CSA, [3000], [3001], 64, {"index_topk": 512}
+        "Flash's own list", external_tests.CSA, [3000], [3001], 64, choices={"index_topk": 512}
     ),
     external_tests.Case(
         "many entries", external_tests.HCA, [3000, 200, 127], [3001, 201, 128], heads=64

@@ -58,8 +58,8 @@ def _measure(case: _Case) -> dict[str, Any]:
     layers = list(zip(case.handles, case.rows, strict=True))
 
     def gather_layers() -> None:
-        kept = [case.gather(backend, *layer) for layer in layers]
-        del kept  # only now, so that no layer writes into another's output
+        outputs = [case.gather(backend, *layer) for layer in layers]
+        del outputs  # only now, so that no layer writes into another's output
 
     num_bytes = case.num_rows * (RECORD_BYTES + DENSE_BYTES)
     num_bytes += case.num_rows * INDEX_BYTES if case.rows[0] is not None else 0

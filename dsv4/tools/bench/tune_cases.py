@@ -172,8 +172,8 @@ def _gather_case(num_rows: int, *, num_layers: int) -> Case:
     layers = [(handle.memory, random_rows(shape)) for handle in handles]
 
     def run(launch: GatherLaunch) -> None:
-        kept = [gather.gather_compressed_kv(*layer, launch=launch) for layer in layers]
-        del kept  # only now, so that no layer writes into another's output
+        outputs = [gather.gather_compressed_kv(*layer, launch=launch) for layer in layers]
+        del outputs  # only now, so that no layer writes into another's output
 
     return Case(run, num_layers, 1.0)
 

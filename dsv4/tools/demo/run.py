@@ -46,13 +46,13 @@ def run_demo(
         tick: Called after every step of every run.
     """
     _warm_up(subject)
-    theirs = _run_alone(subject, num_new, tick)
-    exact = _run_paged(subject, theirs["ids"], "fp32", "fp32", num_new, tick)
-    chosen = _run_paged(subject, theirs["ids"], kv_format, index_format, num_new, tick)
+    baseline = _run_alone(subject, num_new, tick)
+    exact = _run_paged(subject, baseline["ids"], "fp32", "fp32", num_new, tick)
+    chosen = _run_paged(subject, baseline["ids"], kv_format, index_format, num_new, tick)
     batch = _run_own_batch(subject, num_new, tick)
-    logits = theirs["logits"]
+    logits = baseline["logits"]
     exact_error, chosen_error = (_errors(run["logits"], logits) for run in (exact, chosen))
-    divergence = _first_differences(exact["ids"], theirs["ids"])
+    divergence = _first_differences(exact["ids"], baseline["ids"])
     return {
         "demo": "generate",
         "model": subject.name,
@@ -62,18 +62,18 @@ def run_demo(
         "new_tokens": num_new,
         "kv_format": kv_format,
         "index_format": index_format,
-        "texts": [subject.decode(ids) for ids in theirs["ids"]],
+        "texts": [subject.decode(ids) for ids in baseline["ids"]],
         "texts_of_formats": [subject.decode(ids) for ids in chosen["ids"]],
         "first_difference": {
             "fp32": divergence,
-            "formats": _first_differences(chosen["ids"], theirs["ids"]),
-            "transformers_padded": _first_differences(batch["ids"], theirs["ids"]),
+            "formats": _first_differences(chosen["ids"], baseline["ids"]),
+            "transformers_padded": _first_differences(batch["ids"], baseline["ids"]),
         },
         "logit_error": {"fp32": exact_error, "formats": chosen_error},
-        "memory": {"formats": chosen["memory"], "fp32": exact["memory"], "own": theirs["memory"]},
+        "memory": {"formats": chosen["memory"], "fp32": exact["memory"], "own": baseline["memory"]},
         "tokens_per_second": {
             "fp32": exact["speed"], "formats": chosen["speed"],
-            "transformers_alone": theirs["speed"], "transformers_padded": batch["speed"],
+            "transformers_alone": baseline["speed"], "transformers_padded": batch["speed"],
         },
         "ok": not subject.is_exact
         or (divergence == [None] * len(divergence) and max(exact_error) <= EXACT_TOLERANCE),
@@ -98,8 +98,8 @@ def _run_alone(subject: Subject, num_new: int, tick: Tick) -> dict[str, Any]:
         seconds += _now(subject) - start
         ids.append(result.sequences[0, len(prompt) :])
         logits.append(torch.stack([step[0] for step in result.logits]))
-        held = transformers_cache_bytes(result.past_key_values, subject.model.config.layer_types)
-        memory = {name: memory.get(name, 0) + size for name, size in held.items()}
+        sizes = transformers_cache_bytes(result.past_key_values, subject.model.config.layer_types)
+        memory = {name: memory.get(name, 0) + size for name, size in sizes.items()}
     speed = len(subject.prompts) * num_new / seconds
     return {"ids": ids, "logits": torch.stack(logits), "memory": memory, "speed": speed}
 
@@ -187,18 +187,18 @@ def _padded(texts: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _errors(mine: Tensor, theirs: Tensor) -> list[float]:
+def _errors(logits: Tensor, expected: Tensor) -> list[float]:
     """Return the largest difference at each step, as a share of the largest logit."""
-    theirs = theirs.float()
-    errors: list[float] = ((mine - theirs).abs().amax(dim=(0, 2)) / theirs.abs().max()).tolist()
-    return errors
+    expected = expected.float()
+    errors = (logits - expected).abs().amax(dim=(0, 2)) / expected.abs().max()
+    return [float(error) for error in errors]
 
 
-def _first_differences(mine: list[Tensor], theirs: list[Tensor]) -> list[int | None]:
+def _first_differences(ids: list[Tensor], expected: list[Tensor]) -> list[int | None]:
     """Find the first new token of each prompt that differs, or None."""
     firsts: list[int | None] = []
-    for a, b in zip(mine, theirs, strict=True):
-        steps = (a != b).nonzero()
+    for new, expected_new in zip(ids, expected, strict=True):
+        steps = (new != expected_new).nonzero()
         firsts.append(int(steps[0]) if len(steps) else None)
     return firsts
 

@@ -22,14 +22,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dsv4 inspect`."""
     parser.add_argument(
         "path", type=Path, metavar="FILE",
-        help="what save_request wrote, or a folder of dsv4 demo --save",
+        help="a file of save_request, or a folder of dsv4 demo --save",
     )  # fmt: skip
     parser.add_argument(
         "--against", type=Path, metavar="FILE",
         help="the same tokens saved from a cache of bf16 or fp32 rows: measure errors",
     )  # fmt: skip
     parser.add_argument(
-        "--selections", type=Path, metavar="FILE", help="what a SelectionRecorder saved"
+        "--selections", type=Path, metavar="FILE", help="a file of SelectionRecorder.save"
     )
     parser.add_argument(
         "--heatmap", type=Path, metavar="FILE",

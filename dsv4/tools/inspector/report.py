@@ -95,11 +95,11 @@ class RequestInspector:
                 f"Invalid request to compare with {os.fspath(path)}: expected "
                 f"{self.saved.length} tokens, got {saved.length}"
             )
-        mine, other = (_geometry(c) for c in (self.config, config))
-        if mine != other:
+        expected, got = _geometry(self.config), _geometry(config)
+        if expected != got:
             raise ValueError(
                 f"Invalid request to compare with {os.fspath(path)}: expected layers and widths "
-                f"{mine}, got {other}"
+                f"{expected}, got {got}"
             )
         return [{part.name: part for part in parts} for parts in layer_parts(config, saved)]
 

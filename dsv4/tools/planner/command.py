@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reserve", type=size, default=0, metavar="SIZE",
-        help="what else each GPU holds: activations, the CUDA context",
+        help="other memory of each GPU: activations, the CUDA context",
     )  # fmt: skip
     parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks")
     parser.add_argument("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
@@ -74,7 +74,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys"
     )
     parser.add_argument(
-        "--tails", choices=tuple(TAIL_DTYPES), default="float32", help="dtype of open windows"
+        "--tails",
+        choices=tuple(TAIL_DTYPES),
+        default="float32",
+        help="dtype of the compression tails",
     )
     parser.add_argument("--block-tokens", type=positive, default=256, metavar="N")
     parser.add_argument("--page-align", type=positive, default=576, metavar="N")
@@ -91,13 +94,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--mtp", action=argparse.BooleanOptionalAction, default=None,
-        help="count the MTP layers (the default where the model has any)",
+        help="count the MTP layers (the default if the model has any)",
     )  # fmt: skip
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw memory over context length, .png or .svg"
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page on which all of this can be moved"
+        "--html", type=Path, metavar="FILE", help="write an interactive page that needs no network"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -23,8 +23,8 @@ from dsv4.kernels.index_scratch import (
     WHOLE_ENTRIES,
 )
 from dsv4.tools.planner.gpus import GPU_BYTES
-from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, TOKEN_COMPONENTS, MemoryPlan
-from dsv4.tools.planner.plot import COLORS
+from dsv4.tools.planner.memory_plan import MemoryPlan
+from dsv4.tools.planner.plot import COLORS, component_groups
 from dsv4.tools.planner.sizes import short_bytes, short_tokens
 
 SUFFIXES = (".html", ".htm")
@@ -69,12 +69,12 @@ def _fill(data: str) -> str:
     folder = resources.files("dsv4.tools.planner")
     page = (folder / "page.html").read_text(encoding="utf-8")
     # A name with </script> in it must not end the element.
-    parts = {
+    sections = {
         "STYLE": (folder / "page.css").read_text(encoding="utf-8"),
         "SCRIPT": (folder / "page.js").read_text(encoding="utf-8"),
         "DATA": data.replace("<", "\\u003c"),
     }
-    for name, text in parts.items():
+    for name, text in sections.items():
         page = page.replace(f"/*{name}*/", text.rstrip("\n"))
     return page
 
@@ -135,20 +135,9 @@ def _layers(config: CacheConfig) -> dict[str, int]:
 
 
 def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
-    """List the stack from the bottom: each group's name, colour and components."""
-    owned = (*TOKEN_COMPONENTS, *REQUEST_COMPONENTS)
-    components = {
-        "weights": ["weights"],
-        "reserved": ["reserved"],
-        "shared": [name for name in plan.memory if name not in owned],
-        "fixed per request": list(REQUEST_COMPONENTS),
-        "HCA entries": ["hca_entries"],
-        "index keys": ["index_keys"],
-        "CSA entries": ["csa_entries", "block_padding"],
-    }
     return [
-        {"name": name, "color": COLORS[name], "components": names}
-        for name, names in components.items()
+        {"name": name, "color": COLORS[name], "components": components}
+        for name, components in component_groups(plan).items()
     ]
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsv4.tools.pictures import check_picture
-from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, TOKEN_COMPONENTS, MemoryPlan
+from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, MemoryPlan
 
 NUM_POINTS = 65
 GIB = 2**30
@@ -24,24 +24,29 @@ def check_plot(path: Path) -> None:
     check_picture(path, what="plot", option="--plot")
 
 
+def component_groups(plan: MemoryPlan) -> dict[str, list[str]]:
+    """List the components of each group of the stack, from the bottom."""
+    return {
+        "weights": ["weights"],
+        "reserved": ["reserved"],
+        "shared": list(plan.shared()),
+        "fixed per request": list(REQUEST_COMPONENTS),
+        "HCA entries": ["hca_entries"],
+        "index keys": ["index_keys"],
+        "CSA entries": ["csa_entries", "block_padding"],
+    }
+
+
 def stack(plan: MemoryPlan, contexts: list[int]) -> dict[str, list[int]]:
-    """Return the bytes of one GPU at each context length, by purpose; padding included."""
-    series: dict[str, list[int]] = {name: [] for name in COLORS}
+    """Return the bytes of one GPU at each context length, by group; padding included."""
+    groups = component_groups(plan)
+    series: dict[str, list[int]] = {name: [] for name in groups}
     for context in contexts:
-        at = replace(plan, context_tokens=context)
-        sizes = {name: size.allocated for name, size in at.memory.items()}
-        parts = {
-            "weights": at.rank_weights_bytes,
-            "reserved": at.reserved_bytes,
-            "fixed per request": sum(sizes[name] for name in REQUEST_COMPONENTS),
-            "HCA entries": sizes["hca_entries"],
-            "index keys": sizes["index_keys"],
-            "CSA entries": sizes["csa_entries"] + sizes["block_padding"],
-        }
-        owned = (*TOKEN_COMPONENTS, *REQUEST_COMPONENTS)
-        parts["shared"] = sum(size for name, size in sizes.items() if name not in owned)
-        for name, size in parts.items():
-            series[name].append(size)
+        memory = replace(plan, context_tokens=context).memory
+        sizes = {name: size.allocated for name, size in memory.items()}
+        sizes |= {"weights": plan.rank_weights_bytes, "reserved": plan.reserved_bytes}
+        for name, components in groups.items():
+            series[name].append(sum(sizes[component] for component in components))
     return {name: sizes for name, sizes in series.items() if any(sizes)}
 
 
