@@ -6,7 +6,7 @@ SUFFIXES = (".png", ".svg")
 
 
 def check_picture(path: Path, *, what: str, option: str) -> None:
-    """Refuse a file name that is no picture's, and a missing matplotlib."""
+    """Refuse a file name without the suffix of a picture, and a missing matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"Invalid {what} file: expected .png or .svg, got {str(path)!r}")
     try:

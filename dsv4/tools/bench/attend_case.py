@@ -36,7 +36,10 @@ class AttendCase(NamedTuple):
 def attend_case(
     name: str, manager: KVCacheManager, plan: ForwardPlan, *, num_entries: int, is_selected: bool
 ) -> AttendCase:
-    """Draw normal queries for a plan and complete it; is_selected lists `num_entries` rows each."""
+    """Draw normal queries for a plan and complete it.
+
+    With is_selected each query attends a list of `num_entries` entries.
+    """
     plan.complete()
     heads, device = manager.config.num_query_heads, manager.device
     query = torch.randn(plan.num_tokens, heads, DIM, device=device, dtype=torch.bfloat16)
@@ -83,7 +86,10 @@ def attend(
 def check_result(
     case: AttendCase, got: AttentionResult, what: str, *, queries: Tensor | None = None
 ) -> None:
-    """Refuse a first layer's result that differs from the reference's, at `queries` or at all."""
+    """Refuse a result of the first layer that differs from the reference's.
+
+    `queries` limits the check to these indices.
+    """
     expected = attend(case, 0, backend="reference", queries=queries)
     if queries is not None:
         got = AttentionResult(got.output[queries], got.lse[queries])

@@ -56,7 +56,7 @@ def acquire_layers(manager: KVCacheManager, plan: ForwardPlan) -> list[LayerCach
 
 
 def fill_rows(pages: PagedRows | None, num_rows: int | None = None) -> None:
-    """Fill the first rows, or all, with normal numbers; None if a layer has no such pages."""
+    """Fill the first rows, or all, with normal numbers; a layer without such pages has None."""
     if pages is None:
         return
     num_rows = count_rows(pages) if num_rows is None else num_rows

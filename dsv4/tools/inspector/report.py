@@ -20,7 +20,7 @@ CHUNK_TOKENS = 2048  # tokens compared at a time
 
 
 class RequestInspector:
-    """Reads a saved request and describes it, a layer at a time.
+    """Read a saved request and describe it, a layer at a time.
 
     Args:
         path: A file of `KVCacheManager.save_request`.

@@ -35,8 +35,10 @@ RUN_FILES = RunFiles("request.safetensors", "request-bf16.safetensors", "selecti
 
 
 class LayerSelections(NamedTuple):
-    """The choices of one layer: positions `[tokens]` int32, ascending, and entries
-    `[tokens, topk]` int32, ascending and then -1.
+    """The choices of one layer.
+
+    positions is `[tokens]` int32, ascending; entries is `[tokens, topk]` int32, ascending and
+    then -1.
     """
 
     positions: Tensor

@@ -179,7 +179,7 @@ class MemoryPlan:
 
     @property
     def _blocks_past_a_gap(self) -> int:
-        """Blocks beyond a context that does not fit within which a longer one may fit again.
+        """The most blocks between a context that does not fit and a longer one that does.
 
         The index's workspace holds a whole number of rows below a limit. With longer rows it can
         hold one row fewer, and so be smaller.

@@ -31,7 +31,7 @@ SUFFIXES = (".html", ".htm")
 
 
 def check_page(path: Path) -> None:
-    """Refuse a file name that is no page's."""
+    """Refuse a file name without the suffix of a page."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"Invalid page file: expected .html, got {str(path)!r}")
 

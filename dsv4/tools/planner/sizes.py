@@ -31,7 +31,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _parse(text: str, units: dict[str, int]) -> int | None:
-    """Parse a whole number with a unit; None if `text` is none."""
+    """Parse a whole number with a unit; None if `text` is not one."""
     match = re.fullmatch(_NUMBER, text.lower())
     if match is None or match[2] not in units:
         return None
@@ -40,7 +40,7 @@ def _parse(text: str, units: dict[str, int]) -> int | None:
 
 
 def short_tokens(tokens: int) -> str:
-    """Format tokens shortly; `parse_tokens` reads the text back."""
+    """Format tokens as a short text that `parse_tokens` reads back."""
     for unit in ("m", "k"):
         if tokens % _TOKEN_UNITS[unit] == 0:
             return f"{tokens // _TOKEN_UNITS[unit]}{unit.replace('m', 'M')}"
@@ -48,7 +48,7 @@ def short_tokens(tokens: int) -> str:
 
 
 def short_bytes(num_bytes: int) -> str:
-    """Format bytes shortly; `parse_bytes` reads the text back."""
+    """Format bytes as a short text that `parse_bytes` reads back."""
     if not num_bytes:
         return "0"
     for name in ("TiB", "GiB", "MiB", "TB", "GB", "MB", "KiB", "kB"):

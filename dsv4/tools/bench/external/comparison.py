@@ -1,4 +1,4 @@
-"""The outcome of a comparison: which external kernels are here, and why others are not."""
+"""Load external kernels for a comparison, and report which are missing and why."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -7,7 +7,7 @@ _Kernels = TypeVar("_Kernels")
 
 
 def try_load(load: Callable[[], _Kernels]) -> tuple[_Kernels | None, str]:
-    """Load external kernels; None and one sentence that says why if they are not here."""
+    """Load external kernels; if they are missing, return None and the reason."""
     try:
         return load(), ""
     except ImportError as error:
@@ -15,6 +15,6 @@ def try_load(load: Callable[[], _Kernels]) -> tuple[_Kernels | None, str]:
 
 
 def report_comparison(compare: bool, problems: Mapping[str, str]) -> dict[str, Any]:
-    """Name each project as compared, or say why not; nothing if none was asked for."""
+    """Report each project as compared, or the reason why not; empty without --compare."""
     states = {name: problem or "compared" for name, problem in problems.items()}
     return {"peers": states} if compare else {}
