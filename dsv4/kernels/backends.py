@@ -92,7 +92,7 @@ def check_backend(name: str, device: torch.device) -> None:
 
 @cache
 def load_backend(name: str) -> Backend:
-    """The functions of the backend of that name; a peer has one, the others are Triton's."""
+    """Load a backend; an external one has one function of its own, the others are Triton's."""
     if name not in BACKENDS + EXTERNAL:
         raise ValueError(f"Unknown backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     reference = importlib.import_module("dsv4.kernels.reference")
@@ -106,7 +106,7 @@ def load_backend(name: str) -> Backend:
         raise ImportError("backend='triton' needs Triton: pip install 'dsv4[triton]'") from error
     functions = {**vars(reference), **{n: getattr(kernels, n) for n in kernels.__all__}}
     if name in EXTERNAL:
-        peer = importlib.import_module(f"dsv4.kernels.external.{name}")
+        external = importlib.import_module(f"dsv4.kernels.external.{name}")
         function = "attend" if name == "flashmla" else "select_entries"
-        functions[function] = getattr(peer, function)
+        functions[function] = getattr(external, function)
     return cast(Backend, SimpleNamespace(**functions))
