@@ -1,4 +1,4 @@
-"""`CacheConfig`: everything the cache must know, frozen and validated once."""
+"""`CacheConfig`: the geometry and choices of a cache, frozen and validated once."""
 
 import dataclasses
 import hashlib
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from dsv4.checks import check_bool, check_int
 from dsv4.formats import (
     BYTE_ALIGN,
     IndexFormatName,
@@ -33,7 +34,7 @@ LAYER_TYPE_NAMES = {
 
 
 def _make_floats(config: object, *names: str, above: float = 0.0) -> None:
-    """Check numbers, and turn whole ones into floats: equal configs have equal hashes."""
+    """Check numbers and make them floats, so that equal configs have equal hashes."""
     for name in names:
         value = getattr(config, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -42,10 +43,10 @@ def _make_floats(config: object, *names: str, above: float = 0.0) -> None:
         object.__setattr__(config, name, float(value))
 
 
-def _check_int(config: object, name: str, *, at_least: int) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"Invalid {name}: expected an integer >= {at_least}, got {value!r}")
+def _make_ints(config: object, *names: str, at_least: int) -> None:
+    for name in names:
+        value = check_int(name, getattr(config, name), at_least=at_least)
+        object.__setattr__(config, name, value)
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         _make_floats(self, "factor", "beta_fast", "beta_slow")
-        _check_int(self, "original_max_position", at_least=1)
+        _make_ints(self, "original_max_position", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ class CacheConfig:
 
     Attributes:
         compress_ratios: One of 0 (SWA), 4 (CSA), 128 (HCA) per layer, MTP layers last.
-        num_mtp_layers: How many trailing layers of the schedule are MTP layers.
+        num_mtp_layers: Trailing layers of the schedule that are MTP layers.
         num_query_heads: Query heads of this rank.
         kv_format: Row format of window rows and entries, see `dsv4.formats`.
         index_format: Row format of index keys.
         index_global_scale: NVFP4's optional fp32 scale; None means 1.
         index_hadamard: Transform index keys and queries alike before quantisation, as the
             model was trained to.
-        tail_dtype: What the half-filled compression windows are kept in.
+        tail_dtype: dtype of the rows of compression windows that are still open.
         block_tokens: Tokens a block covers, a multiple of the largest ratio.
         page_align: KV pages, blocks and window rings are rounded up to it.
         drafts_per_step: The most tokens of one step that may be rejected afterwards.
@@ -108,12 +109,11 @@ class CacheConfig:
         object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))
         if not self.compress_ratios:
             raise ValueError("Invalid compress_ratios: expected at least one layer, got none")
-        # Built here so that an unknown ratio or format is refused by the constructor.
         _check_numbers(self)
-        _ = self.schedule
+        _ = self.schedule  # refuses unknown ratios
         _check_widths(self)
         _check_choices(self)
-        _ = self.kv_row, self.index_row
+        _ = self.kv_row, self.index_row  # refuse unknown formats
 
     @cached_property
     def schedule(self) -> tuple[LayerSpec, ...]:
@@ -135,6 +135,11 @@ class CacheConfig:
         return len(self.compress_ratios)
 
     @cached_property
+    def num_layer_writes(self) -> int:
+        """Writes of a whole forward: every layer's window, every compressed layer's entries."""
+        return self.num_layers + sum(ratio > 0 for ratio in self.compress_ratios)
+
+    @cached_property
     def smallest_ratio(self) -> int:
         """Tokens per entry of the densest compressed layer; 0 if there is none."""
         return min((ratio for ratio in self.compress_ratios if ratio), default=0)
@@ -148,12 +153,12 @@ class CacheConfig:
         """The fields that give the stored bytes their meaning, as JSON can hold them."""
         fields = dataclasses.asdict(self)
         for name in ("num_query_heads", "index_num_heads", "index_topk", "max_position"):
-            del fields[name]  # change what is read, not what is stored
+            del fields[name]  # it changes reads, not stored bytes
         return fields
 
     @classmethod
     def from_stored_fields(cls, fields: Mapping[str, Any]) -> "CacheConfig":
-        """A config that stores the same bytes as the one whose `stored_fields` these are."""
+        """Build a config that stores the same bytes as the one with these `stored_fields`."""
         if not isinstance(fields, Mapping):
             raise ValueError(f"Invalid config: expected a mapping, got {type(fields).__name__}")
         known = {field.name for field in dataclasses.fields(cls)}
@@ -164,7 +169,7 @@ class CacheConfig:
 
     @cached_property
     def format_fingerprint(self) -> str:
-        """A hash of all that gives the stored bytes their meaning.
+        """The hash of every choice that gives the stored bytes their meaning.
 
         Two caches with the same fingerprint can exchange blocks and slots byte for byte.
         """
@@ -179,12 +184,11 @@ class CacheConfig:
 
     @classmethod
     def from_hf(cls, config: Any, *, include_mtp: bool = False, **choices: Any) -> "CacheConfig":
-        """The geometry of a transformers config with the given cache choices.
+        """Take the geometry of a transformers config and the given cache choices.
 
         Args:
-            config: A `DeepseekV4Config`, a mapping, or the path of a config.json or of the
-                folder that holds it; spelled with `layer_types` and `compress_rates` or with
-                `compress_ratios`.
+            config: A `DeepseekV4Config`, a mapping, or the path of a config.json or of its folder.
+                It has `layer_types` and `compress_rates`, or `compress_ratios`.
             include_mtp: Append the MTP layers to the schedule.
             **choices: Any other field of `CacheConfig`.
         """
@@ -257,13 +261,11 @@ class CacheConfig:
 
 
 def _check_numbers(config: CacheConfig) -> None:
-    for name in (
-        "num_query_heads", "head_dim", "rope_dim", "sliding_window", "index_num_heads",
-        "index_head_dim", "index_topk", "max_position", "block_tokens", "page_align",
-    ):  # fmt: skip
-        _check_int(config, name, at_least=1)
-    for name in ("num_mtp_layers", "drafts_per_step"):
-        _check_int(config, name, at_least=0)
+    _make_ints(
+        config, "num_query_heads", "head_dim", "rope_dim", "sliding_window", "index_num_heads",
+        "index_head_dim", "index_topk", "max_position", "block_tokens", "page_align", at_least=1,
+    )  # fmt: skip
+    _make_ints(config, "num_mtp_layers", "drafts_per_step", at_least=0)
     if config.num_mtp_layers > config.num_layers:
         raise ValueError(
             f"Invalid num_mtp_layers: expected at most {config.num_layers} (all layers), "
@@ -314,10 +316,7 @@ def _check_choices(config: CacheConfig) -> None:
             "index_global_scale is for index_format 'nvfp4' only, "
             f"got {config.index_global_scale!r} with {config.index_format!r}"
         )
-    if not isinstance(config.index_hadamard, bool):
-        raise ValueError(
-            f"Invalid index_hadamard: expected True or False, got {config.index_hadamard!r}"
-        )
+    check_bool("index_hadamard", config.index_hadamard)
 
 
 def _as_mapping(config: Any) -> Mapping[str, Any]:
@@ -338,7 +337,7 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
             )
         return loaded
     if hasattr(config, "to_dict"):
-        # qk_rope_head_dim is a plain attribute of the transformers config, no field.
+        # to_dict leaves qk_rope_head_dim out: it is a plain attribute of the transformers config.
         mapping = dict(config.to_dict())
         mapping.setdefault("qk_rope_head_dim", getattr(config, "qk_rope_head_dim", None))
         return mapping
@@ -356,12 +355,12 @@ def _required(raw: Mapping[str, Any], key: str) -> Any:
 
 
 def has_mtp_layers(config: Any) -> bool:
-    """Whether a model config, in any form that `CacheConfig.from_hf` takes, has MTP layers."""
+    """Tell whether a model config, in any form that `CacheConfig.from_hf` takes, has MTP layers."""
     return bool(_listed_ratios(_as_mapping(config))[1])
 
 
 def _ratios(raw: Mapping[str, Any], *, include_mtp: bool) -> tuple[tuple[int, ...], int]:
-    """The ratios of the schedule, and how many of its trailing layers are MTP layers."""
+    """Return the ratios of the schedule, and the number of its trailing MTP layers."""
     main, mtp = _listed_ratios(raw)
     if not include_mtp:
         return tuple(main), 0
@@ -371,7 +370,7 @@ def _ratios(raw: Mapping[str, Any], *, include_mtp: bool) -> tuple[tuple[int, ..
 
 
 def _listed_ratios(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """The ratios of the main layers, and those of the MTP layers."""
+    """Return the ratios of the main layers, and those of the MTP layers."""
     num_hidden = _required(raw, "num_hidden_layers")
     if raw.get("layer_types") is not None:
         listed = [_layer_type_ratio(name, raw) for name in raw["layer_types"]]
@@ -410,7 +409,7 @@ def _rope_dim(raw: Mapping[str, Any], head_dim: int) -> int:
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, float, YarnScaling | None]:
-    """Theta of SWA layers, theta of compressed layers, and their YaRN."""
+    """Return theta of SWA layers, theta of compressed layers, and their YaRN."""
     parameters = raw.get("rope_parameters") or {}
     if "main" in parameters and "compress" in parameters:
         main, compress = parameters["main"], parameters["compress"]

@@ -6,7 +6,7 @@ class OutOfBlocksError(RuntimeError):
 
 
 class NoFreeSlotError(RuntimeError):
-    """Every request slot is open. Nothing was changed."""
+    """No request slot is free. Nothing was changed."""
 
 
 class TornForwardError(RuntimeError):

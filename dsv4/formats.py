@@ -1,4 +1,4 @@
-"""Every byte layout, once: what one stored row looks like and how rows form a page.
+"""Row formats: the bytes of one stored row, and of a page of rows. Every layout is here, once.
 
 A page of B rows is B data records, then B scale records, then padding up to the page's stride:
 
@@ -36,12 +36,12 @@ BYTE_ALIGN = 16  # every page, ring and tail starts on a 16-byte boundary
 
 
 def round_up(size: int, align: int) -> int:
-    """The smallest multiple of `align` that is not below `size`."""
+    """Return the smallest multiple of `align` that is not below `size`."""
     return -(-size // align) * align
 
 
 def next_power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
@@ -65,7 +65,7 @@ class RowFormat:
         dim: Channels of the decoded row.
         rope_dim: Trailing channels that are never quantised to less than BF16.
         group: Channels that share a scale; 0 where there is none.
-        scale_rule: How a scale follows from its group (`kernels.reference.codec`).
+        scale_rule: The rule that makes a scale from its group (`kernels.reference.codec`).
         value_dtype: The dtype that holds every decoded value.
         fields: The records' parts, in order.
         data_bytes: Bytes of the data record.
@@ -97,7 +97,7 @@ class RowFormat:
         return round_up(num_rows * self.row_bytes, align)
 
     def field(self, name: str) -> Field:
-        """The field of that name."""
+        """Return the field of that name."""
         for field in self.fields:
             if field.name == name:
                 return field
@@ -105,7 +105,7 @@ class RowFormat:
         raise ValueError(f"Format {self.name} has no field {name!r}; it has {names}")
 
     def pages(self, storage: Tensor, *, offset: int, rows_per_page: int) -> "PagedRows":
-        """The pages that start at byte `offset` of each run of `storage`.
+        """Cut the pages that start at byte `offset` of each run of `storage`.
 
         Args:
             storage: `[num_pages, run_bytes]` uint8, contiguous.
@@ -118,7 +118,7 @@ class PagedRows:
     """Rows of one format in strided pages; a flat index is page × rows_per_page + row.
 
     Attributes:
-        format: What the bytes mean.
+        format: The layout of a row.
         storage: `[num_pages, run_bytes]` uint8, contiguous, the runs that the pages are cut from.
         offset: First byte of a page in its run.
         rows_per_page: Rows of a page.
@@ -149,7 +149,7 @@ class PagedRows:
         )
 
     def field(self, name: str) -> Tensor:
-        """A typed view `[num_pages, rows_per_page, count]` of one field, sharing memory."""
+        """Return a typed view `[num_pages, rows_per_page, count]` of one field, sharing memory."""
         field = self.format.field(name)
         section = self.data if field.section == "data" else self.scales
         end = field.offset + field.count * field.dtype.itemsize
@@ -159,7 +159,7 @@ class PagedRows:
 def cut_tail(
     storage: Tensor, *, offset: int, num_rows: int, width: int, dtype: torch.dtype
 ) -> Tensor:
-    """The tails `[num_runs, num_rows, 2, width]` that start at byte `offset` of each run.
+    """Cut the tails `[num_runs, num_rows, 2, width]` that start at byte `offset` of each run.
 
     A row holds kv and gate of one token. storage is `[num_runs, run_bytes]` uint8.
     """
@@ -169,7 +169,7 @@ def cut_tail(
 
 
 def kv_row(name: KVFormatName, *, head_dim: int, rope_dim: int) -> RowFormat:
-    """The row of one KV vector: `head_dim - rope_dim` channels, then the rotated ones."""
+    """Build the row of one KV vector: `head_dim - rope_dim` channels, then the rotated ones."""
     nope_dim = head_dim - rope_dim
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
     if name in ("bf16", "fp32"):
@@ -193,7 +193,7 @@ def kv_row(name: KVFormatName, *, head_dim: int, rope_dim: int) -> RowFormat:
 
 
 def index_row(name: IndexFormatName, *, head_dim: int) -> RowFormat:
-    """The row of one index key of `head_dim` channels; rotation does not split it."""
+    """Build the row of one index key of `head_dim` channels; rotation does not split it."""
     fp32 = torch.float32
     if name in ("bf16", "fp32"):
         dtype = torch.bfloat16 if name == "bf16" else fp32

@@ -1,4 +1,4 @@
-"""Which attention each layer runs. Owns the three types and nothing about memory."""
+"""The layer schedule: the attention type of each layer. Knows nothing of memory."""
 
 import enum
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class AttentionType(enum.Enum):
 
     @classmethod
     def from_ratio(cls, ratio: int) -> "AttentionType":
-        """The type of a `compress_ratios` value."""
+        """Return the type of a `compress_ratios` value."""
         for member in cls:
             if member.value == ratio:
                 return member
@@ -43,12 +43,12 @@ class LayerSpec:
 
     @property
     def rope_base(self) -> Literal["main", "compress"]:
-        """Which of the two RoPE tables every tensor of this layer uses."""
+        """The RoPE table of every tensor of this layer."""
         return "main" if self.attention_type is AttentionType.SWA else "compress"
 
 
 def build_schedule(ratios: Sequence[int], *, num_mtp_layers: int = 0) -> tuple[LayerSpec, ...]:
-    """One `LayerSpec` per entry of `ratios`; the last `num_mtp_layers` are MTP layers."""
+    """Build one `LayerSpec` per entry of `ratios`; the last `num_mtp_layers` are MTP layers."""
     first_mtp = len(ratios) - num_mtp_layers
     return tuple(
         LayerSpec(idx, AttentionType.from_ratio(ratio), is_mtp=idx >= first_mtp)

@@ -1,4 +1,4 @@
-"""The one RoPE table. Every rotation, of rows, entries, keys, queries and outputs, reads it.
+"""The RoPE table. Rotations of rows, entries, keys, queries and outputs all read it.
 
 An fp32 angle is not exact at long positions, so its operation order is part of the model:
 f = 1 / theta^(2i/d), angle = fp32(position × f). cos and sin of that angle are evaluated in
@@ -29,7 +29,7 @@ class RopeTable:
 
 
 def inverse_frequencies(theta: float, rope_dim: int, yarn: YarnScaling | None) -> Tensor:
-    """`[rope_dim / 2]` fp32: 1 / theta^(2i / rope_dim), with YaRN's ramp if given."""
+    """Return `[rope_dim / 2]` fp32: 1 / theta^(2i / rope_dim), with YaRN's ramp if given."""
     exponents = torch.arange(0, rope_dim, 2, dtype=torch.int64).to(torch.float32) / rope_dim
     powers = theta**exponents
     if yarn is None:
@@ -50,7 +50,7 @@ def inverse_frequencies(theta: float, rope_dim: int, yarn: YarnScaling | None) -
 def build_rope_table(
     config: CacheConfig, base: str, *, num_positions: int, device: torch.device
 ) -> RopeTable:
-    """The table of one base, `main` (SWA layers) or `compress` (all others)."""
+    """Build the table of one base, `main` (SWA layers) or `compress` (all others)."""
     if base == "main":
         freqs = inverse_frequencies(config.rope_theta, config.rope_dim, None)
     elif base != "compress":

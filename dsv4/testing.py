@@ -37,8 +37,8 @@ def poison(manager: KVCacheManager) -> None:
     """Fill pools and workspaces with NaN, so that a read of unwritten memory shows."""
     manager.paged.storage.fill_(POISON_BYTE)
     manager.state.storage.fill_(POISON_BYTE)
-    manager.workspace_storage.fill_(POISON_BYTE)
-    manager.partials.fill_(torch.nan)
+    manager.device_memory.workspace.fill_(POISON_BYTE)
+    manager.device_memory.partials.fill_(torch.nan)
 
 
 def random_weights(config: CacheConfig, kind: AttentionType, *, seed: int) -> LayerWeights:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "dsv4"
 
 # A module may import from its own room or a lower one; the longest name that fits is its room.
 ROOMS = [
-    ["dsv4.errors", "dsv4.formats", "dsv4.layer_schedule"],
+    ["dsv4.checks", "dsv4.errors", "dsv4.formats", "dsv4.layer_schedule"],
     ["dsv4.config"],
     ["dsv4.rope"],
     ["dsv4.kernels"],

@@ -1,7 +1,7 @@
-"""`prepare_forward`: decide one forward, between graphs, for any number of layers at once.
+"""`prepare_forward`: decides one forward, between graphs, for any number of layers at once.
 
-Vectorised over requests and atomic: it either returns a plan with every block in place or raises
-with nothing changed. It never waits for the device.
+It is vectorised over requests and never waits for the device. It either returns a plan with every
+block in place or raises with nothing changed.
 """
 
 from array import array as array_of_ints
@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.memory.arrays import Int64Array
+from dsv4.cache.memory.capacity import blocks_for
 from dsv4.cache.plan import ForwardPlan
 from dsv4.errors import OutOfBlocksError
 from dsv4.kernels.contracts import CapturePoints
 
 Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
-Int64Array = NDArray[np.int64]
 
 
 def prepare_forward(
@@ -31,10 +32,10 @@ def prepare_forward(
     Args:
         manager: Owner of the requests.
         request_slots: `[batch]`, distinct open slots in any order; -1 is a padding row, whose
-            tokens are computed with and stored nowhere.
+            tokens are computed and stored nowhere.
         positions_before: `[batch]`, the requests' present lengths.
-        positions_after: `[batch]`, their lengths after this forward; the tokens of a row lie
-            one after the other, rows in the order given.
+        positions_after: `[batch]`, their lengths after this forward. Tokens are numbered row by
+            row, in the order given.
 
     Returns:
         The plan, valid until the next call for the same manager.
@@ -55,21 +56,18 @@ def prepare_forward(
     _check_capacity(manager, slots, after, num_tokens)
 
     real_slots, real_after = slots[real], after[real]
-    manager.settle()
+    manager.forward.settle()
     num_new = _acquire_blocks(manager, real_slots, before[real], real_after)
-    manager.retire_plan()
-    manager.lengths[real_slots] = real_after
-    floors = real_after - manager.config.drafts_per_step
-    manager.rollback_floor[real_slots] = np.maximum(manager.rollback_floor[real_slots], floors)
+    manager.forward.end()
+    manager.books.requests.advance(real_slots, real_after)
     workspace_starts = _workspace_starts(manager, slots, counts)
     captures = _plan_captures(manager, slots, before, after, workspace_starts)
     num_chunks = _fill_buffers(manager, slots, before, after, counts, workspace_starts, num_tokens)
-    host = manager.plan_buffers.host
+    buffers = manager.device_memory.plan_buffers
+    host = buffers.host
     plan = ForwardPlan(
         owner=manager,
-        tokens=manager.plan_buffers.token_map(
-            len(slots), num_tokens, num_chunks, int(counts.max(initial=0)), manager.block_table
-        ),
+        tokens=buffers.token_map(len(slots), num_tokens, num_chunks, int(counts.max(initial=0))),
         request_slots=host["request_slots"][: len(slots)].copy(),
         positions_before=host["positions_before"][: len(slots)].copy(),
         positions_after=host["positions_after"][: len(slots)].copy(),
@@ -77,10 +75,10 @@ def prepare_forward(
         longest=int(real_after.max(initial=0)),
         num_new_blocks=num_new,
         has_workspace=num_chunks > 0,
-        num_parts=manager.num_parts,
+        num_layer_writes=manager.config.num_layer_writes,
         captures=captures,
     )
-    manager.start_plan(plan)
+    manager.forward.start(plan)
     return plan
 
 
@@ -91,7 +89,7 @@ def _as_ints(name: str, values: Ints) -> Int64Array:
         try:  # twice as fast as numpy's own conversion
             return np.frombuffer(array_of_ints("q", values), dtype=np.int64)
         except (TypeError, OverflowError):
-            pass  # refused below, with what it holds
+            pass  # refused below, with its contents
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"Invalid shape of {name}: expected one axis, got {list(array.shape)}")
@@ -117,22 +115,22 @@ def _check_rows(
     after: Int64Array,
     counts: Int64Array,
 ) -> slice | NDArray[np.bool_]:
-    """Refuse rows that contradict the requests; return the index of those that aren't padding."""
-    max_requests = manager.capacity.max_requests
+    """Refuse rows that contradict the requests; return the index of real rows."""
+    requests, max_requests = manager.books.requests, manager.capacity.max_requests
     smallest, largest = (slots.min(), slots.max()) if slots.size else (0, 0)
     if smallest < -1 or largest >= max_requests:
         raise ValueError(
             f"Invalid request_slots: expected -1 to {max_requests - 1}, got {smallest} to {largest}"
         )
     real = slots >= 0 if smallest < 0 else slice(None)
-    mine, lengths = slots[real], manager.lengths[slots[real]]
-    if not manager.is_open[mine].all():
-        slot = mine[~manager.is_open[mine]][0]
+    mine, lengths = slots[real], requests.lengths[slots[real]]
+    if not requests.is_open[mine].all():
+        slot = mine[~requests.is_open[mine]][0]
         raise ValueError(f"Invalid request_slots: slot {slot} is not open")
     if np.bincount(mine, minlength=1).max() > 1:
         slot = int(np.bincount(mine).argmax())
         raise ValueError(f"Invalid request_slots: slot {slot} is named more than once")
-    manager.check_whole(mine)
+    manager.forward.check_whole(mine)
     is_wrong = before[real] != lengths
     if is_wrong.any():
         row = int(is_wrong.argmax())
@@ -166,35 +164,35 @@ def _acquire_blocks(
     manager: KVCacheManager, slots: Int64Array, before: Int64Array, after: Int64Array
 ) -> int:
     """Give each request the blocks that its flushes will need; all or nothing."""
-    need, have = manager.blocks_for(after), manager.num_slot_blocks[slots]
+    books = manager.books
+    need, have = blocks_for(manager.config, after), books.requests.num_blocks[slots]
     grows = np.flatnonzero(need > have)
     copies = grows[:0]
-    if manager.allocator.num_shares:
+    if books.allocator.num_shares:
         copies = _find_copies(manager, slots, before, after, have)
     if not grows.size and not copies.size:
         return 0
     missing = need[grows] - have[grows]
     num_missing = int(missing.sum())
     try:
-        ids = manager.acquire_blocks(num_missing + len(copies))
+        ids = books.acquire_blocks(num_missing + len(copies))
     except OutOfBlocksError as error:
         raise OutOfBlocksError(
             f"{error}; in this forward {len(grows)} of {len(slots)} requests grow into new blocks, "
             f"{len(copies)} copy one that they share"
         ) from None
-    first = np.cumsum(missing) - missing
-    columns = np.arange(num_missing) + np.repeat(have[grows] - first, missing)
-    manager.set_blocks(np.repeat(slots[grows], missing), columns, ids[:num_missing])
-    manager.num_slot_blocks[slots[grows]] = need[grows]
+    books.requests.append_blocks(slots[grows], missing, ids[:num_missing])
     if copies.size:
-        manager.replace_blocks(
-            slots[copies], _first_written(manager, before[copies]), ids[num_missing:]
+        targets = ids[num_missing:]
+        sources = books.replace_blocks(
+            slots[copies], _first_written(manager, before[copies]), targets
         )
+        manager.device_memory.plan_buffers.note_copies(sources, targets)
     return len(ids)
 
 
 def _first_written(manager: KVCacheManager, before: Int64Array) -> Int64Array:
-    """Column of the first block that requests of these lengths write to when an entry closes.
+    """Return the column of the first block that requests of these lengths will write to.
 
     The blocks after it are new ones.
     """
@@ -208,13 +206,13 @@ def _find_copies(
     after: Int64Array,
     have: Int64Array,
 ) -> NDArray[np.intp]:
-    """Rows of requests that write to a block which has another owner.
+    """Find the rows of requests that write to a block with another owner.
 
     If all owners of a block write to it in this forward, the last of them keeps it.
     """
     ratio, columns = manager.config.smallest_ratio, _first_written(manager, before)
     rows = np.flatnonzero((before // ratio < after // ratio) & (columns < have))
-    ids = manager.host_block_table[slots[rows], columns[rows]]
+    ids = manager.books.requests.block_table[slots[rows], columns[rows]]
     order = np.argsort(ids, kind="stable")
     rows, ids = rows[order], ids[order]
     num_before = np.arange(len(ids)) - np.searchsorted(ids, ids)  # writers of the same block
@@ -224,7 +222,7 @@ def _find_copies(
 def _workspace_starts(
     manager: KVCacheManager, slots: Int64Array, counts: Int64Array
 ) -> Int64Array | None:
-    """First workspace row of each request whose chunk is longer than its ring can replay.
+    """Return the first workspace row of each request whose chunk its ring cannot read back.
 
     None if no chunk is.
     """
@@ -242,7 +240,7 @@ def _plan_captures(
     after: Int64Array,
     workspace_starts: Int64Array | None,
 ) -> CapturePoints | None:
-    """The block boundaries inside chunks that the layers of this forward checkpoint."""
+    """Choose the block boundaries inside chunks that this forward checkpoints."""
     if manager.prefix is None or workspace_starts is None:
         return None
     chunk_slots = np.where(workspace_starts >= 0, slots, -1)
@@ -251,7 +249,8 @@ def _plan_captures(
     )
     if not points:
         return None
-    return CapturePoints(manager.plan_buffers.note_captures(points), manager.checkpoints.storage)
+    memory = manager.device_memory
+    return CapturePoints(memory.plan_buffers.note_captures(points), memory.checkpoints.storage)
 
 
 def _fill_buffers(
@@ -263,8 +262,8 @@ def _fill_buffers(
     workspace_starts: Int64Array | None,
     num_tokens: int,
 ) -> int:
-    """Write the plan's arrays and bring them to the device; returns the number of chunks."""
-    buffers, batch = manager.plan_buffers, len(slots)
+    """Write the plan's arrays, queue their upload, and return the number of chunks."""
+    buffers, batch = manager.device_memory.plan_buffers, len(slots)
     host = buffers.host
     host["request_slots"][:batch] = slots
     host["positions_before"][:batch] = before
@@ -288,5 +287,6 @@ def _fill_buffers(
         host["request_ids"][:num_tokens] = ids
         host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
     buffers.pad(batch, num_tokens)
-    buffers.upload()
+    buffers.upload(*manager.books.requests.changed_blocks())
+    manager.books.requests.forget_changes()
     return num_chunks

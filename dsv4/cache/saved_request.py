@@ -1,7 +1,7 @@
 """`SavedRequest`: one request as a safetensors file.
 
-The file holds what the request's length needs and zeros elsewhere, in the layout of a slot and of
-blocks, and refuses to be read by a cache that would give the bytes another meaning.
+The file has the layout of a slot and of blocks. It holds the rows that the request's length needs,
+and zeros elsewhere. A cache that would give the bytes another meaning refuses it.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.memory.capacity import blocks_for
-from dsv4.cache.memory.layout import block_layout, slot_layout
+from dsv4.cache.memory.layout import RunLayout, block_layout, slot_layout
 from dsv4.cache.memory.paged_cache import PagedKVPool
 from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
 from dsv4.cache.memory.state_cache import StateCachePool
@@ -35,7 +35,7 @@ class SavedRequest:
 
     Attributes:
         length: Tokens of the request.
-        rollback_floor: How far it can be truncated: not below what the rows here allow.
+        rollback_floor: The shortest length, beside 0, that the stored rows allow.
         slot: `[slot_bytes]` uint8, its fixed state.
         blocks: `[num_blocks, block_bytes]` uint8, its blocks in order.
     """
@@ -60,7 +60,7 @@ def copy_request(
     blocks: Tensor,
     length: int,
 ) -> SavedRequest:
-    """What `length` tokens need of a slot and of its blocks; nothing of who was there before.
+    """Copy the rows that `length` tokens need, and none of an earlier request.
 
     Args:
         blocks: `[num_blocks]` int64, the request's blocks in order.
@@ -127,7 +127,7 @@ def _copy_entries(
 
 
 def write_saved(path: str | os.PathLike[str], saved: SavedRequest, config: CacheConfig) -> None:
-    """Write a request; a crash leaves the old file or none."""
+    """Write a request to a file; a crash leaves the old file or none."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -160,7 +160,7 @@ def read_saved(
         description = _read_description(path, file.metadata() or {})
         _check_meaning(path, description, config)
         saved = _read_request(path, description, file)
-    _check_sizes(path, saved, slot_bytes=state.layout.num_bytes, block_bytes=paged.layout.num_bytes)
+    _check_sizes(path, saved, config, state.layout, paged.layout)
     return saved
 
 
@@ -175,10 +175,7 @@ def read_any(path: str | os.PathLike[str]) -> tuple[CacheConfig, SavedRequest]:
     slots, blocks = (
         layout(schemas, page_align=config.page_align) for layout in (slot_layout, block_layout)
     )
-    _check_sizes(path, saved, slot_bytes=slots.num_bytes, block_bytes=blocks.num_bytes)
-    num_blocks = int(blocks_for(config, np.array([saved.length]))[0])
-    if len(saved.blocks) != num_blocks:
-        raise _refusal(path, f"expected {num_blocks} blocks, got {len(saved.blocks)}")
+    _check_sizes(path, saved, config, slots, blocks)
     return config, saved
 
 
@@ -209,13 +206,24 @@ def _read_request(
 
 
 def _check_sizes(
-    path: str | os.PathLike[str], saved: SavedRequest, *, slot_bytes: int, block_bytes: int
+    path: str | os.PathLike[str],
+    saved: SavedRequest,
+    config: CacheConfig,
+    slots: RunLayout,
+    blocks: RunLayout,
 ) -> None:
-    if saved.slot.shape != (slot_bytes,) or saved.blocks.shape[1:] != (block_bytes,):
+    if saved.slot.shape != (slots.num_bytes,) or saved.blocks.shape[1:] != (blocks.num_bytes,):
         raise _refusal(
             path,
-            f"expected a slot of {slot_bytes} and blocks of {block_bytes} bytes, "
+            f"expected a slot of {slots.num_bytes} and blocks of {blocks.num_bytes} bytes, "
             f"got {list(saved.slot.shape)} and {list(saved.blocks.shape)}",
+        )
+    num_blocks = int(blocks_for(config, np.array([saved.length]))[0])
+    if not 0 <= saved.rollback_floor <= saved.length or len(saved.blocks) != num_blocks:
+        raise _refusal(
+            path,
+            f"expected {num_blocks} blocks and a floor from 0 to {saved.length}, "
+            f"got {len(saved.blocks)} and {saved.rollback_floor}",
         )
 
 
@@ -229,7 +237,7 @@ def _describe(saved: SavedRequest, config: CacheConfig) -> dict[str, str]:
 
 
 def _meaning(config: CacheConfig) -> dict[str, str]:
-    """What file and cache must agree on; the fingerprint covers all of it and more."""
+    """Name the choices that file and cache must share; the fingerprint covers these and more."""
     return {
         "format": FORMAT,
         "kv_format": config.kv_format,
@@ -284,7 +292,7 @@ def _checksum(description: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
 
 
 def _sync(path: str | os.PathLike[str]) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

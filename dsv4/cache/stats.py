@@ -1,10 +1,9 @@
-"""`CacheStats`: how full a manager is, and what its prefix cache was good for."""
+"""`CacheStats`: blocks in use, and hits and evictions of the prefix cache."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.books import CacheBooks
+from dsv4.cache.memory.device_memory import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -12,18 +11,18 @@ class CacheStats:
     """Counts of one manager; those of the prefix cache are 0 where there is none.
 
     Attributes:
-        num_free_blocks, num_evictable_blocks: Blocks that nobody owns, and those that only the
-            prefix cache does.
+        num_free_blocks, num_evictable_blocks: Blocks without owner, and those that only the prefix
+            cache owns.
         num_prefix_blocks, num_prefix_host_blocks: Published blocks on the device and on the host.
         num_prefix_checkpoints: Published checkpoints.
         prefix_bytes, prefix_host_bytes: Their bytes on the device and on the host.
-        num_lookups, num_hits: Calls of `resume_request`, and those that found something.
-        num_asked_tokens, num_hit_tokens: Tokens of their prompts, and those that were there.
-        num_evicted_blocks, num_evicted_checkpoints: What left the device to make room.
-        num_lost_blocks: Of the evicted blocks, and those on the host, what is nowhere any more.
+        num_lookups, num_hits: Calls of `resume_request`, and those that found a beginning.
+        num_asked_tokens, num_hit_tokens: Tokens of their prompts, and those that were found.
+        num_evicted_blocks, num_evicted_checkpoints: Those that left the device to make room.
+        num_lost_blocks: Published blocks that left device and host.
         num_skipped_checkpoints: Boundaries that the policy chose when no checkpoint was left.
         num_swapped_requests: Requests that wait on the host.
-        bytes_to_host, bytes_from_host: What was copied, for swaps and evictions.
+        bytes_to_host, bytes_from_host: Bytes copied for swaps and evictions.
     """
 
     num_free_blocks: int
@@ -47,24 +46,24 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """The share of all prompts' tokens that was already there."""
+        """The share of all prompts' tokens that was found."""
         return self.num_hit_tokens / self.num_asked_tokens if self.num_asked_tokens else 0.0
 
 
-def collect_stats(manager: "KVCacheManager") -> CacheStats:
-    """The counts of a manager as they are now."""
-    host, prefix = manager.host, manager.prefix
+def collect_stats(books: CacheBooks, memory: DeviceMemory) -> CacheStats:
+    """Collect the counts of the books as they are now."""
+    prefix = books.prefix
     common = {
-        "num_free_blocks": manager.allocator.num_free,
-        "num_swapped_requests": len(manager.waiting_places),
-        "bytes_to_host": host.num_bytes_out,
-        "bytes_from_host": host.num_bytes_in,
+        "num_free_blocks": books.allocator.num_free,
+        "num_swapped_requests": len(books.swapped),
+        "bytes_to_host": books.host.num_bytes_out,
+        "bytes_from_host": books.host.num_bytes_in,
     }
     if prefix is None:
         return CacheStats(**common)
     tree = prefix.tree
-    block_bytes = manager.paged.layout.num_bytes
-    checkpoint_bytes = manager.checkpoints.storage.shape[1]
+    block_bytes = memory.paged.layout.num_bytes
+    checkpoint_bytes = memory.checkpoints.storage.shape[1]
     return CacheStats(
         **common,
         num_evictable_blocks=tree.num_evictable,

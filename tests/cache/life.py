@@ -93,9 +93,10 @@ class World:
 
     def _oracle_of(self, tokens):
         config, manager = self.config, self.fresh
+        ropes = manager.device_memory.rope_tables
         layers = [
             dense_layer(
-                layer.attention_type, inputs, weights, manager.rope_tables[layer.rope_base], config
+                layer.attention_type, inputs, weights, ropes[layer.rope_base], config
             )
             for layer, inputs, weights in zip(
                 config.schedule, self.projections_of(tokens), self.weights, strict=True
@@ -188,10 +189,10 @@ def run_layers(manager, weights, rows):
 def books(manager):
     return (
         manager.lengths.tolist(), manager.rollback_floor.tolist(), manager.is_open.tolist(),
-        manager.host_block_table.tolist(), manager.allocator.num_owners.tolist(),
-        manager.is_torn.tolist(), manager.host.block_owners.num_owners.tolist(),
-        manager.host.slot_owners.num_owners.tolist(),
-        manager.checkpoints.owners.num_owners.tolist(),
+        manager.books.requests.block_table.tolist(), manager.allocator.num_owners.tolist(),
+        manager.is_torn.tolist(), manager.books.host.block_owners.num_owners.tolist(),
+        manager.books.host.slot_owners.num_owners.tolist(),
+        manager.device_memory.checkpoints.owners.num_owners.tolist(),
     )  # fmt: skip
 
 
@@ -221,8 +222,8 @@ class Life(RuleBasedStateMachine):
             checkpoint_policy=CheckpointPolicy(every_blocks=every_blocks),
         )  # fmt: skip
         poison(self.manager)
-        for storage in (self.manager.checkpoints.storage, self.manager.host.blocks,
-                        self.manager.host.slots):  # fmt: skip
+        host = self.manager.books.host
+        for storage in (self.manager.device_memory.checkpoints.storage, host.blocks, host.slots):
             storage.fill_(0xFF)
         self.tokens, self.floors, self.known = {}, {}, {}
         self.waiting, self.seen, self.saved = [], [], []
@@ -251,7 +252,7 @@ class Life(RuleBasedStateMachine):
                 len(self.tokens[slot]), len(new))
             for slot, new in grown.items()
         ]  # fmt: skip
-        manager.settle()
+        manager.forward.settle()
         before = books(manager)
         try:
             results = run_layers(manager, self.world.weights, rows)
@@ -368,7 +369,7 @@ class Life(RuleBasedStateMachine):
 
     def shorten(self, slot, length):
         manager, floor = self.manager, self.floors[slot]
-        manager.settle()
+        manager.forward.settle()
         lengths = manager.prefix.checkpointed_lengths(slot)
         if 0 < length < floor and length not in lengths:
             below = max([0, *(each for each in lengths if each < length)])
@@ -417,7 +418,7 @@ class Life(RuleBasedStateMachine):
     @rule(choice=choices)
     def swap_out(self, choice):
         slot = self.slot(choice)
-        self.manager.settle()
+        self.manager.forward.settle()
         before = books(self.manager)
         try:
             swapped = self.manager.swap_out(slot)
@@ -460,7 +461,7 @@ class Life(RuleBasedStateMachine):
             self.add(slot, tokens, len(tokens), None)
 
     def open_another(self, make):
-        self.manager.settle()
+        self.manager.forward.settle()
         before = books(self.manager)
         try:
             slot = make()
@@ -496,7 +497,11 @@ class Life(RuleBasedStateMachine):
         assert not tree.nodes
         assert manager.allocator.num_free == self.world.num_blocks
         assert manager.allocator.num_shares == 0
-        owners = (manager.checkpoints.owners, manager.host.block_owners, manager.host.slot_owners)
+        owners = (
+            manager.device_memory.checkpoints.owners,
+            manager.books.host.block_owners,
+            manager.books.host.slot_owners,
+        )
         assert all(each.num_free == each.num_blocks for each in owners)
         self.folder.cleanup()
 

@@ -36,7 +36,7 @@ def live_bytes(manager, slot):
             continue
         tails = (state.tail, state.index_tail)
         parts += [tail[slot, live.tail % schema.tail_rows] for tail in tails if tail is not None]
-        blocks = manager.host_block_table[slot, live.entries // schema.entries_per_block]
+        blocks = manager.books.requests.block_table[slot, live.entries // schema.entries_per_block]
         rows = live.entries % schema.entries_per_block
         parts += _stored(pages.entries, blocks, rows)
         if pages.index_keys is not None:

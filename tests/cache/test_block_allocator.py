@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsv4.cache.memory import block_allocator
+from dsv4 import checks
+from dsv4.cache.memory import arrays, block_allocator
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.errors import IntegrityError, OutOfBlocksError
 
@@ -61,11 +62,11 @@ def test_an_empty_allocator_gives_nothing():
 
 
 def test_negative_counts_are_refused():
-    with pytest.raises(ValueError, match="Invalid num_blocks: expected >= 0, got -1"):
+    with pytest.raises(ValueError, match="Invalid num_blocks: expected an integer >= 0, got -1"):
         BlockAllocator(-1)
     allocator = BlockAllocator(3)
     before = books(allocator)
-    with pytest.raises(ValueError, match="Invalid num_blocks: expected >= 0, got -2"):
+    with pytest.raises(ValueError, match="Invalid num_blocks: expected an integer >= 0, got -2"):
         allocator.acquire(-2)
     assert books(allocator) == before
 
@@ -221,9 +222,9 @@ def test_owners_are_read_only_and_live():
     assert owners.tolist() == [1, 1, 0]
 
 
-def test_the_allocator_imports_no_tensor_library():
-    tree = ast.parse(Path(block_allocator.__file__).read_text())
-    modules = {
+def imports_of(module):
+    tree = ast.parse(Path(module.__file__).read_text())
+    names = {
         name.split(".")[0] if not name.startswith("dsv4") else name
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
@@ -231,7 +232,13 @@ def test_the_allocator_imports_no_tensor_library():
             [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
         )
     }
-    assert modules - set(sys.stdlib_module_names) == {"numpy", "dsv4.errors"}
+    return names - set(sys.stdlib_module_names)
+
+
+def test_the_allocator_imports_no_tensor_library():
+    own = {"numpy", "dsv4.errors", "dsv4.checks", "dsv4.cache.memory.arrays"}
+    assert imports_of(block_allocator) == own
+    assert imports_of(arrays) == {"numpy"} and not imports_of(checks)
 
 
 def test_only_owned_blocks_are_shared():

@@ -302,8 +302,8 @@ def test_allocated_bytes_are_those_of_the_tensors(seed):
     config, sizes = random_case(seed)
     memory, manager = Capacity(config, **sizes).memory(), KVCacheManager(config, **sizes)
     host = manager.host_memory()
-    assert host["host_blocks"].allocated == manager.host.blocks.nbytes
-    assert host["host_slots"].allocated == manager.host.slots.nbytes
+    assert host["host_blocks"].allocated == manager.books.host.blocks.nbytes
+    assert host["host_slots"].allocated == manager.books.host.slots.nbytes
     tensors = manager.tensors()
     assert sum(part.allocated for part in memory.values()) == sum(
         tensor.nbytes for tensor in tensors.values()

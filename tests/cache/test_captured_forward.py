@@ -85,7 +85,7 @@ class Twins:
             batch=batch,
             tokens_per_request=tokens_per_request,
         )
-        self.eager.plan_buffers.reserve(num_tokens)
+        self.eager.device_memory.plan_buffers.reserve(num_tokens)
 
     def open(self, length):
         """A request of the prompt's first tokens, prefilled layer by layer."""
@@ -245,7 +245,7 @@ def state_of(manager):
     stored = {
         name: tensor.clone() for name, tensor in manager.tensors().items() if name != "plan_buffers"
     }
-    books = (manager.lengths, manager.is_open, manager.is_torn, manager.host_block_table)
+    books = (manager.lengths, manager.is_open, manager.is_torn, manager.books.requests.block_table)
     return stored, [book.copy() for book in books], manager.allocator.num_free
 
 

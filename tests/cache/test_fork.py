@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
-from dsv4.cache import manager as manager_module
-from dsv4.cache.staging import Staging
+from dsv4.cache.memory import device_memory
+from dsv4.cache.memory.staging import Staging
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError, TornForwardError
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 
@@ -47,7 +47,7 @@ def stored(manager, slot):
         rows = np.arange(start, length) % schema.tail_rows
         parts += [tail[slot, rows] for tail in (state.tail, state.index_tail) if tail is not None]
         entries = np.arange(length // schema.ratio)
-        blocks = manager.host_block_table[slot, entries // schema.entries_per_block]
+        blocks = manager.books.requests.block_table[slot, entries // schema.entries_per_block]
         rows = entries % schema.entries_per_block
         for page in (pages.entries, pages.index_keys):
             if page is not None:
@@ -89,9 +89,9 @@ def test_a_fork_costs_its_open_block_at_most(length):
     manager = grown_manager(length)
     before, num_full = manager.allocator.num_free, length // CONFIG.block_tokens
     fork = manager.fork(0)
-    has_open = int(manager.num_slot_blocks[0]) - num_full
+    has_open = int(manager.books.requests.num_blocks[0]) - num_full
     assert before - manager.allocator.num_free == has_open <= 1
-    table = manager.host_block_table
+    table = manager.books.requests.block_table
     assert np.array_equal(table[fork, :num_full], table[0, :num_full])
     assert has_open == 0 or table[fork, num_full] != table[0, num_full]
     assert manager.lengths[fork] == length
@@ -125,11 +125,15 @@ def rolled_back_fork(**sizes):
 
 def test_a_shared_block_is_copied_before_it_is_written():
     manager, fork = rolled_back_fork()
-    shared = manager.host_block_table[0, 1]
+    shared = manager.books.requests.block_table[0, 1]
     untouched = stored(manager, 0)
     plan = prepare_forward(manager, [fork], [254], [256])
     assert plan.num_new_blocks == 1
-    assert manager.host_block_table[fork, 1] != shared == manager.host_block_table[0, 1]
+    assert (
+        manager.books.requests.block_table[fork, 1]
+        != shared
+        == manager.books.requests.block_table[0, 1]
+    )
     plan.complete()
     manager.check_integrity()
     assert_stored_equal(stored(manager, 0), untouched)
@@ -174,7 +178,7 @@ def test_several_owners_write_at_once():
 def books(manager):
     return (
         manager.lengths.tolist(), manager.rollback_floor.tolist(), manager.is_open.tolist(),
-        manager.host_block_table.tolist(), manager.allocator.num_owners.tolist(),
+        manager.books.requests.block_table.tolist(), manager.allocator.num_owners.tolist(),
         manager.num_free_slots,
     )  # fmt: skip
 
@@ -239,10 +243,10 @@ def test_layers_without_blocks_fork_too():
 
 
 def test_copies_on_a_device_of_its_own(monkeypatch):
-    monkeypatch.setattr(manager_module, "staging_for", lambda device: Staging)
+    monkeypatch.setattr(device_memory, "staging_for", lambda device: Staging)
     manager, fork = rolled_back_fork()
     feed(manager, {0: TOKENS, fork: OTHERS}, 256)
-    assert torch.equal(manager.block_table, torch.from_numpy(manager.host_block_table))
+    assert torch.equal(manager.block_table, torch.from_numpy(manager.books.requests.block_table))
     feed(manager, {0: TOKENS, fork: OTHERS}, 300)
     manager.check_integrity()
     assert_stored_equal(stored(manager, 0), lone(TOKENS, 300))
@@ -265,7 +269,7 @@ def test_forks_on_a_gpu_wait_for_nothing():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     manager.check_integrity()
-    blocks, table = manager.paged.storage, manager.host_block_table
+    blocks, table = manager.paged.storage, manager.books.requests.block_table
     assert len({int(table[each, 1]) for each in (slot, *forks)}) == 3
     for each in (slot, *forks):
         assert torch.equal(blocks[table[each, 1]], blocks[table[slot, 1]])

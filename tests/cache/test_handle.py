@@ -38,7 +38,7 @@ def make_manager(config=CONFIG, **sizes):
 
 
 def pools_of(manager):
-    return manager.paged.storage, manager.state.storage, manager.workspace_storage
+    return manager.paged.storage, manager.state.storage, manager.device_memory.workspace
 
 
 def pool_bytes(manager):
@@ -495,7 +495,7 @@ def test_block_table_and_lengths_come_in_batch_order():
         manager.open_request()
     grow(manager, [0, 1, 2], [0, 0, 0], [127, 600, 3])
     plan = prepare_forward(manager, [2, -1, 1, 3, 0], [3, 500, 600, 0, 127], [4, 520, 600, 0, 128])
-    table = manager.host_block_table
+    table = manager.books.requests.block_table
     expected = np.stack([table[2], np.full(12, -1), table[1], table[3], table[0]])
     assert (expected >= 0).sum(axis=1).tolist() == [1, 0, 3, 0, 1]
     for layer_idx, lengths in ((SWA, [0] * 5), (CSA, [1, 0, 150, 0, 32]), (HCA, [0, 0, 4, 0, 1])):
@@ -515,7 +515,7 @@ def test_the_block_table_of_a_handle_is_a_copy():
     manager, handle = ready_handle(CSA, write_swa)
     handle.block_table.fill_(7)
     manager.check_integrity()
-    assert manager.host_block_table[0, 0] == 0
+    assert manager.books.requests.block_table[0, 0] == 0
 
 
 @pytest.mark.parametrize("layer_idx, rows", [(CSA, 64), (HCA, 2)], ids=["CSA", "HCA"])
@@ -590,7 +590,7 @@ def first_forward(name):
             oracle = [
                 dense_layer(
                     layer.attention_type, layers[layer.layer_idx], weights[layer.layer_idx],
-                    manager.rope_tables[layer.rope_base], config,
+                    manager.device_memory.rope_tables[layer.rope_base], config,
                 )
                 for layer in manager.schedule[:LAST]
             ]  # fmt: skip

@@ -28,7 +28,7 @@ TestWholeLife.settings = settings(max_examples=20, stateful_step_count=30, **COM
 
 
 def swap_blocks(manager):
-    table = manager.host_block_table
+    table = manager.books.requests.block_table
     table[0, :2] = table[0, [1, 0]]
 
 
@@ -41,7 +41,7 @@ def lose_a_tail_row(manager):
 
 
 def lose_an_entry(manager):
-    manager.paged.layer(2).entries.data[manager.host_block_table[0, 1], 0] = 0
+    manager.paged.layer(2).entries.data[manager.books.requests.block_table[0, 1], 0] = 0
 
 
 def grown_machine(length):
@@ -64,11 +64,13 @@ def test_the_comparison_finds_corruption(corrupt):
 
 
 def lose_a_reference(manager):
-    manager.allocator.release(manager.host_block_table[0, :1])
+    manager.allocator.release(manager.books.requests.block_table[0, :1])
 
 
 def lose_a_checkpoint(manager):
-    manager.checkpoints.owners.release(np.array(manager.prefix.tree.owned_checkpoints()[:1]))
+    manager.device_memory.checkpoints.owners.release(
+        np.array(manager.prefix.tree.owned_checkpoints()[:1])
+    )
 
 
 def publish_another_block(manager):
@@ -90,7 +92,7 @@ def test_the_books_find_corruption(corrupt):
     machine.start()
     machine.open()
     assert machine.grow({0: 1}, seed=0) and machine.grow({0: 29}, seed=0)
-    machine.manager.settle()
+    machine.manager.forward.settle()
     machine.every_request_is_right()
     assert len(machine.manager.prefix.requests[0].nodes) == 3
     assert machine.manager.prefix.tree.num_checkpoints == 3
@@ -112,7 +114,7 @@ def test_a_checkpoint_of_rejected_tokens_is_found(monkeypatch, is_broken):
     machine.open()
     assert machine.grow({0: 14}, seed=0)
     assert machine.grow({0: 1 + DRAFTS}, seed=1)  # passes 16, where it is captured
-    machine.manager.settle()
+    machine.manager.forward.settle()
     rejected = machine.tokens[0][15]
     machine.shorten(0, 15)
     seed = next(
@@ -122,7 +124,7 @@ def test_a_checkpoint_of_rejected_tokens_is_found(monkeypatch, is_broken):
     )
     assert machine.grow({0: 1 + DRAFTS}, seed=seed)
     tokens = machine.tokens[0]
-    machine.manager.settle()
+    machine.manager.forward.settle()
     slot, num_tokens = machine.manager.resume_request(list(tokens[:18]))
     assert num_tokens == 16
     if is_broken:

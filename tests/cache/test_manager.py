@@ -51,24 +51,28 @@ def test_slots_open_in_order_and_start_empty():
 
 def test_no_free_slot_changes_nothing():
     manager = grown_manager(5, 300, max_requests=2)
-    lengths, table = manager.lengths.copy(), manager.host_block_table.copy()
+    lengths, table = manager.lengths.copy(), manager.books.requests.block_table.copy()
     with pytest.raises(NoFreeSlotError, match="all 2 requests are open"):
         manager.open_request()
     assert manager.num_free_slots == 0 and manager.is_open.all()
     assert np.array_equal(manager.lengths, lengths)
-    assert np.array_equal(manager.host_block_table, table)
+    assert np.array_equal(manager.books.requests.block_table, table)
     manager.check_integrity()
 
 
 def test_a_freed_slot_gives_back_its_blocks_and_is_used_again():
     manager = grown_manager(300, 600, 5)
     assert manager.allocator.num_free == 0
-    kept = manager.host_block_table[[0, 2]].copy()
+    kept = manager.books.requests.block_table[[0, 2]].copy()
     manager.free_request(1)
     assert manager.allocator.num_free == 3
-    assert manager.host_block_table[1].tolist() == [-1] * 6
-    assert np.array_equal(manager.host_block_table[[0, 2]], kept)
-    assert (manager.lengths[1], manager.num_slot_blocks[1], manager.is_open[1]) == (0, 0, False)
+    assert manager.books.requests.block_table[1].tolist() == [-1] * 6
+    assert np.array_equal(manager.books.requests.block_table[[0, 2]], kept)
+    assert (manager.lengths[1], manager.books.requests.num_blocks[1], manager.is_open[1]) == (
+        0,
+        0,
+        False,
+    )
     manager.check_integrity()
     assert manager.open_request() == 1
     assert manager.lengths[1] == 0
@@ -78,8 +82,8 @@ def test_a_freed_slot_gives_back_its_blocks_and_is_used_again():
 @pytest.mark.parametrize(
     "slot, match",
     [
-        pytest.param(-1, "Invalid slot: expected 0 to 3, got -1", id="padding"),
-        pytest.param(4, "Invalid slot: expected 0 to 3, got 4", id="too large"),
+        pytest.param(-1, "Invalid slot: expected an integer from 0 to 3, got -1", id="padding"),
+        pytest.param(4, "Invalid slot: expected an integer from 0 to 3, got 4", id="too large"),
         pytest.param(3, "Invalid slot: slot 3 is not open", id="never opened"),
         pytest.param(1, "Invalid slot: slot 1 is not open", id="freed before"),
     ],
@@ -127,7 +131,9 @@ def test_a_plan_is_stale_after_one_of_its_requests_is_freed():
 def test_a_layer_that_is_not_there_is_refused(layer_idx):
     manager = grown_manager(5)
     plan = prepare_forward(manager, [0], [5], [6])
-    with pytest.raises(ValueError, match=f"Invalid layer_idx: expected 0 to 3, got {layer_idx}"):
+    with pytest.raises(
+        ValueError, match=f"Invalid layer_idx: expected an integer from 0 to 3, got {layer_idx}"
+    ):
         manager.acquire(layer_idx, plan)
 
 
@@ -205,53 +211,53 @@ def test_tensors_names_every_tensor(config, sizes):
 
 
 def replace_a_block(manager):
-    manager.host_block_table[0, 1] = manager.host_block_table[1, 0]
+    manager.books.requests.block_table[0, 1] = manager.books.requests.block_table[1, 0]
 
 
 def lose_a_block(manager):
-    manager.host_block_table[0, 1] = -1
+    manager.books.requests.block_table[0, 1] = -1
 
 
 def add_a_block(manager):
-    manager.host_block_table[1, 2] = 5
+    manager.books.requests.block_table[1, 2] = 5
 
 
 def miscount_blocks(manager):
-    manager.num_slot_blocks[0] = 2
+    manager.books.requests.num_blocks[0] = 2
 
 
 def change_a_length(manager):
-    manager.lengths[1] = 100
+    manager.books.requests.lengths[1] = 100
 
 
 def lengthen_a_closed_slot(manager):
-    manager.lengths[3] = 2
+    manager.books.requests.lengths[3] = 2
 
 
 def close_a_slot(manager):
-    manager.is_open[2] = False
+    manager.books.requests.is_open[2] = False
 
 
 def lose_a_free_slot(manager):
-    manager._free_slots.pop()
+    manager.books.requests._free_slots.pop()
 
 
 def repeat_a_free_slot(manager):
-    manager._free_slots.append(3)
+    manager.books.requests._free_slots.append(3)
 
 
 def add_an_owner(manager):
-    manager.allocator.share(manager.host_block_table[0, :1])
+    manager.allocator.share(manager.books.requests.block_table[0, :1])
 
 
 def lose_an_owner(manager):
-    manager.allocator._num_owners[manager.host_block_table[0, 0]] = 0
+    manager.allocator._num_owners[manager.books.requests.block_table[0, 0]] = 0
 
 
 def swap_two_blocks(manager):
-    manager.host_block_table[0, :2] = manager.host_block_table[0, 1::-1]
+    manager.books.requests.block_table[0, :2] = manager.books.requests.block_table[0, 1::-1]
     manager.fork(0)
-    manager.host_block_table[0, :2] = manager.host_block_table[0, 1::-1]
+    manager.books.requests.block_table[0, :2] = manager.books.requests.block_table[0, 1::-1]
 
 
 def change_the_device_table(manager):

@@ -169,7 +169,7 @@ def test_unsigned_slots_do_not_wrap_into_padding(manager):
 
 
 CORRUPTIONS = {
-    "block id too large": lambda m: m.host_block_table.__setitem__((0, 0), 99),
+    "block id too large": lambda m: m.books.requests.block_table.__setitem__((0, 0), 99),
     "negative length": lambda m: m.lengths.__setitem__(1, -1),
     "torn while closed": lambda m: m.is_torn.__setitem__(3, True),
     "free list names no block": lambda m: m.allocator._free.__setitem__(0, 9),
@@ -198,7 +198,7 @@ def test_release_takes_whole_ids_only():
 
 
 def test_reset_slot_refuses_the_padding_slot(manager):
-    with pytest.raises(ValueError, match="expected 0 to 3, got -1"):
+    with pytest.raises(ValueError, match="from 0 to 3, got -1"):
         manager.state.reset_slot(-1)
 
 

@@ -37,7 +37,7 @@ def make_manager(config=PLAIN, *, device="cpu", **sizes):
                 "max_request_tokens": MAX_TOKENS, "num_checkpoints": 4}  # fmt: skip
     manager = KVCacheManager(config, device=device, **{**defaults, **sizes})
     poison(manager)
-    manager.checkpoints.storage.fill_(0xFF)
+    manager.device_memory.checkpoints.storage.fill_(0xFF)
     return manager
 
 
@@ -268,7 +268,7 @@ def test_a_request_that_was_resumed_publishes_more():
     feed(manager, second, 600)
     third, num_tokens = manager.resume_request(IDS[:600])
     assert num_tokens == 512
-    assert manager.allocator.num_owners[manager.host_block_table[third, 0]] == 4
+    assert manager.allocator.num_owners[manager.books.requests.block_table[third, 0]] == 4
     assert_like_a_cold_run(manager, third, after=650)
 
 
@@ -279,7 +279,7 @@ def test_equal_requests_side_by_side_end_up_with_one_copy():
         feed(manager, slot, 300)
     assert manager.stats().num_prefix_blocks == 2
     assert manager.stats().num_free_blocks == 16 - 2 - 2
-    first, second = (manager.host_block_table[slot, :3].tolist() for slot in slots)
+    first, second = (manager.books.requests.block_table[slot, :3].tolist() for slot in slots)
     assert first[:2] == second[:2] and first[2] != second[2]
     for slot in slots:
         assert_like_a_cold_run(manager, slot, after=400)
@@ -399,7 +399,7 @@ def test_a_torn_forward_publishes_nothing():
     assert manager.stats().num_prefix_blocks == 0
     manager.truncate(slot, 0)
     manager.check_integrity()
-    assert manager.checkpoints.owners.num_free == 4
+    assert manager.device_memory.checkpoints.owners.num_free == 4
 
 
 def test_a_forward_that_was_only_declared_complete_has_no_captures():
@@ -407,7 +407,7 @@ def test_a_forward_that_was_only_declared_complete_has_no_captures():
     slot, _ = manager.resume_request(IDS[:300])
     prepare_forward(manager, [slot], [0], [300]).complete()
     assert manager.stats().num_prefix_checkpoints == 0
-    assert manager.checkpoints.owners.num_free == 4
+    assert manager.device_memory.checkpoints.owners.num_free == 4
     manager.check_integrity()
 
 
@@ -434,7 +434,7 @@ def test_a_fork_past_the_ring_has_no_checkpoint():
     slot, _ = manager.resume_request(IDS[:300])
     feed(manager, slot, 257)
     manager.fork(slot)
-    assert manager.checkpoints.owners.num_free == 4
+    assert manager.device_memory.checkpoints.owners.num_free == 4
 
 
 def test_truncate_goes_back_to_a_checkpoint():
@@ -478,7 +478,7 @@ def test_stats_count_hits_in_tokens():
     assert (stats.num_lookups, stats.num_hits) == (2, 1)
     assert (stats.num_asked_tokens, stats.num_hit_tokens) == (800, 256)
     assert stats.hit_rate == 0.32
-    checkpoint_bytes = manager.checkpoints.storage.shape[1]
+    checkpoint_bytes = manager.device_memory.checkpoints.storage.shape[1]
     assert stats.prefix_bytes == 2 * manager.paged.storage.shape[1] + checkpoint_bytes
     assert KVCacheManager(PLAIN, max_requests=1, num_blocks=2).stats().hit_rate == 0.0
 

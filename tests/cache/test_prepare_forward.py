@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
+from dsv4.cache.memory.capacity import blocks_for
 from dsv4.errors import OutOfBlocksError, TornForwardError
 
 WINDOW = 128
@@ -70,12 +71,12 @@ def snapshot(manager, plan):
         "lengths": manager.lengths.tolist(),
         "is_open": manager.is_open.tolist(),
         "is_torn": manager.is_torn.tolist(),
-        "num_slot_blocks": manager.num_slot_blocks.tolist(),
-        "host_block_table": manager.host_block_table.tolist(),
+        "num_slot_blocks": manager.books.requests.num_blocks.tolist(),
+        "host_block_table": manager.books.requests.block_table.tolist(),
         "block_table": manager.block_table.tolist(),
         "free": (allocator.num_free, allocator.num_owners.tolist(), allocator._free.tolist()),
-        "free_slots": (manager.num_free_slots, list(manager._free_slots)),
-        "plan_buffers": manager.plan_buffers.packed.tolist(),
+        "free_slots": (manager.num_free_slots, list(manager.books.requests._free_slots)),
+        "plan_buffers": manager.device_memory.plan_buffers.packed.tolist(),
         "plan": plan_arrays(plan),
         "is_complete": plan.is_complete,
         "is_retired": plan.is_retired,
@@ -142,12 +143,12 @@ def test_contents_of_a_plan(rows, drafts):
 
 def test_rows_left_out_keep_their_length_and_blocks():
     manager, _ = grown_manager(*LENGTHS)
-    table = manager.host_block_table.copy()
+    table = manager.books.requests.block_table.copy()
     grow(manager, [3], [1000])
     assert manager.lengths.tolist() == [0, 5, 130, 1000, 3, 256]
     others = [0, 1, 2, 4, 5]
-    assert np.array_equal(manager.host_block_table[others], table[others])
-    assert np.array_equal(manager.host_block_table[3, :2], table[3, :2])
+    assert np.array_equal(manager.books.requests.block_table[others], table[others])
+    assert np.array_equal(manager.books.requests.block_table[3, :2], table[3, :2])
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
@@ -189,8 +190,8 @@ def test_blocks_for_a_prefill(model, length, num_blocks):
     manager = make_manager(MODELS[model])
     slot = manager.open_request()
     plan = prepare_forward(manager, [slot], [0], [length])
-    assert plan.num_new_blocks == num_blocks == manager.num_slot_blocks[slot]
-    assert (manager.host_block_table[slot] >= 0).sum() == num_blocks
+    assert plan.num_new_blocks == num_blocks == manager.books.requests.num_blocks[slot]
+    assert (manager.books.requests.block_table[slot] >= 0).sum() == num_blocks
     assert manager.allocator.num_free == 12 - num_blocks
     manager.check_integrity()
 
@@ -213,15 +214,15 @@ def test_other_block_sizes(block_tokens):
     manager, _ = grown_manager(
         block_tokens + 3, block_tokens + 4, config=CacheConfig.tiny(block_tokens=block_tokens)
     )
-    assert manager.num_slot_blocks.tolist() == [1, 2, 0, 0, 0, 0]
+    assert manager.books.requests.num_blocks.tolist() == [1, 2, 0, 0, 0, 0]
 
 
 def test_blocks_of_several_requests_go_to_their_own_rows():
     manager, _ = grown_manager(300, 3, 512)
     plan = prepare_forward(manager, [2, -1, 0, 1], [512, 9, 300, 3], [800, 600, 301, 4])
     assert plan.num_new_blocks == 3
-    assert manager.num_slot_blocks.tolist() == [2, 1, 4, 0, 0, 0]
-    used = manager.host_block_table[manager.host_block_table >= 0]
+    assert manager.books.requests.num_blocks.tolist() == [2, 1, 4, 0, 0, 0]
+    used = manager.books.requests.block_table[manager.books.requests.block_table >= 0]
     assert len(set(used.tolist())) == len(used) == 7
     assert (manager.allocator.num_owners[used] == 1).all()
     manager.check_integrity()
@@ -296,7 +297,7 @@ def test_addresses_never_change():
 
     expected = addresses(first)
     assert len(set(expected.values())) == len(expected) == 9
-    storage = manager.plan_buffers.packed
+    storage = manager.device_memory.plan_buffers.packed
     ends = storage.data_ptr() + storage.nbytes
     table = expected.pop("block_table")
     assert all(storage.data_ptr() <= address < ends for address in expected.values())
@@ -537,8 +538,9 @@ def test_random_requests_keep_the_books_right(model, operations):
         manager.check_integrity()
         expected = [lengths.get(slot, 0) for slot in range(3)]
         assert manager.lengths.tolist() == expected
-        assert manager.num_slot_blocks.tolist() == [brute_force_blocks(config, n) for n in expected]
-        assert manager.blocks_for(manager.lengths).tolist() == manager.num_slot_blocks.tolist()
+        num_blocks = manager.books.requests.num_blocks.tolist()
+        assert num_blocks == [brute_force_blocks(config, n) for n in expected]
+        assert blocks_for(config, manager.lengths).tolist() == num_blocks
         assert manager.allocator.num_free == 5 - blocks(lengths)
     for slot in lengths:
         manager.free_request(slot)
@@ -548,7 +550,7 @@ def test_random_requests_keep_the_books_right(model, operations):
 
 def assert_padded(manager, plan, num_tokens):
     """All that the plan leaves over reads as padding, up to `num_tokens` tokens."""
-    batch, host = plan.num_requests, manager.plan_buffers.host
+    batch, host = plan.num_requests, manager.device_memory.plan_buffers.host
     rest = manager.capacity.max_requests + 1 - batch
     expected = {
         "request_slots": -1, "positions_before": 0, "positions_after": 0,
@@ -587,6 +589,6 @@ def test_reserved_tokens_are_padded_before_any_plan_reaches_them():
     manager, _ = grown_manager(5, 6)
     for reserved in (40, 20, 100):
         grow(manager, [0, 1], manager.lengths[:2] + 1)
-        manager.plan_buffers.reserve(reserved)
+        manager.device_memory.plan_buffers.reserve(reserved)
         plan = grow(manager, [0, 1], manager.lengths[:2] + 1)
         assert_padded(manager, plan, max(40, reserved))

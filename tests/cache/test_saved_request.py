@@ -120,7 +120,7 @@ def test_every_format(path, kv_format, index_format):
 def books(manager):
     return (
         manager.lengths.tolist(), manager.rollback_floor.tolist(), manager.is_open.tolist(),
-        manager.host_block_table.tolist(), manager.allocator.num_owners.tolist(),
+        manager.books.requests.block_table.tolist(), manager.allocator.num_owners.tolist(),
         manager.num_free_slots, manager.paged.storage.tolist(), manager.state.storage.tolist(),
     )  # fmt: skip
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig, IntegrityError, KVCacheManager, prepare_forward
-from dsv4.cache import manager as manager_module
-from dsv4.cache.staging import NUM_BUFFERS, PinnedStaging, Staging, staging_for
+from dsv4.cache.memory import device_memory
+from dsv4.cache.memory.staging import NUM_BUFFERS, PinnedStaging, Staging, staging_for
 
 CONFIG = CacheConfig.tiny()
 
@@ -131,14 +131,14 @@ def apart(monkeypatch):
 
     def make(**sizes):
         with monkeypatch.context() as patch:
-            patch.setattr(manager_module, "staging_for", lambda device: CountedStaging)
+            patch.setattr(device_memory, "staging_for", lambda device: CountedStaging)
             return make_manager(**sizes)
 
     return make
 
 
 def num_sent(manager):
-    return manager.plan_buffers._staging.num_sent
+    return manager.device_memory.plan_buffers._staging.num_sent
 
 
 def forward(manager, slots, after):
@@ -155,7 +155,10 @@ def test_a_manager_apart_has_the_sizes_of_any_other(apart):
     assert sum(part.allocated for part in mine.memory().values()) == sum(
         tensor.nbytes for tensor in mine.tensors().values()
     )
-    assert mine.plan_buffers.packed.data_ptr() != mine.plan_buffers._packed.ctypes.data
+    assert (
+        mine.device_memory.plan_buffers.packed.data_ptr()
+        != mine.device_memory.plan_buffers._packed.ctypes.data
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -186,7 +189,7 @@ def test_one_upload_brings_plan_and_blocks(apart):
     slots = [manager.open_request() for _ in range(3)]
     forward(manager, slots, [300, 300, 300])
     assert num_sent(manager) == 1
-    assert torch.equal(manager.block_table, torch.from_numpy(manager.host_block_table))
+    assert torch.equal(manager.block_table, torch.from_numpy(manager.books.requests.block_table))
     forward(manager, slots, [301, 301, 301])
     assert num_sent(manager) == 2
 
@@ -198,11 +201,11 @@ def test_freeing_a_request_only_notes_it(apart):
     on_device = manager.block_table.clone()
     manager.free_request(0)
     assert num_sent(manager) == 1 and torch.equal(manager.block_table, on_device)
-    assert manager.plan_buffers.noted_blocks.tolist() == [0, 1]
+    assert manager.books.requests.changed_blocks()[0].tolist() == [0, 1]
     manager.check_integrity()
     forward(manager, [1], [301])
     assert manager.block_table[0].tolist() == [-1] * manager.block_table.shape[1]
-    assert not manager.plan_buffers.noted_blocks.size
+    assert not manager.books.requests.changed_blocks()[0].size
 
 
 def test_a_block_that_changes_twice_arrives_as_it_is_now(apart):
@@ -212,7 +215,9 @@ def test_a_block_that_changes_twice_arrives_as_it_is_now(apart):
     manager.free_request(0)
     assert manager.open_request() == 0
     forward(manager, [1, 0], [4, 300])
-    assert manager.block_table[:2, :3].tolist() == manager.host_block_table[:2, :3].tolist()
+    assert (
+        manager.block_table[:2, :3].tolist() == manager.books.requests.block_table[:2, :3].tolist()
+    )
     manager.check_integrity()
 
 
@@ -230,7 +235,7 @@ def test_more_changes_than_fit_take_several_uploads(apart):
     slot = manager.open_request()
     plan = prepare_forward(manager, [slot], [0], [300])
     assert num_sent(manager) == before + -(-(3 * 8 + 2) // limit)
-    assert torch.equal(manager.block_table, torch.from_numpy(manager.host_block_table))
+    assert torch.equal(manager.block_table, torch.from_numpy(manager.books.requests.block_table))
     assert plan.tokens.positions.tolist() == list(range(300))
     manager.check_integrity()
 
@@ -251,7 +256,7 @@ def test_a_refused_plan_sends_nothing(apart):
     for after, match in ((900, "tokens in one request"), (200, "positions")):
         with pytest.raises(ValueError, match=match):
             prepare_forward(manager, [slot], [300], [after])
-    assert num_sent(manager) == 1 and not manager.plan_buffers.noted_blocks.size
+    assert num_sent(manager) == 1 and not manager.books.requests.changed_blocks()[0].size
 
 
 @pytest.mark.gpu
@@ -279,5 +284,5 @@ def test_block_tables_on_a_gpu():
         forward(manager, [0, 5], [521, 777])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert np.array_equal(manager.block_table.cpu().numpy(), manager.host_block_table)
+    assert np.array_equal(manager.block_table.cpu().numpy(), manager.books.requests.block_table)
     manager.check_integrity()

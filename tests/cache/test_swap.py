@@ -24,16 +24,17 @@ BLOCKS = 4
 def swap_manager(**sizes):
     defaults = {"num_checkpoints": 0, "num_blocks": BLOCKS, "host_blocks": 8, "host_slots": 2}
     manager = make_manager(VERIFY, **{**defaults, **sizes})
-    manager.host.blocks.fill_(0xFF)
-    manager.host.slots.fill_(0xFF)
+    manager.books.host.blocks.fill_(0xFF)
+    manager.books.host.slots.fill_(0xFF)
     return manager
 
 
 def books(manager):
     return (
-        manager.lengths.tolist(), manager.is_open.tolist(), manager.host_block_table.tolist(),
-        manager.allocator.num_free, manager.host.block_owners.num_free,
-        manager.host.slot_owners.num_free,
+        manager.lengths.tolist(), manager.is_open.tolist(),
+        manager.books.requests.block_table.tolist(),
+        manager.allocator.num_free, manager.books.host.block_owners.num_free,
+        manager.books.host.slot_owners.num_free,
     )  # fmt: skip
 
 
@@ -57,7 +58,10 @@ def test_a_request_comes_back_as_it_was(length, device):
     slot = manager.swap_in(swapped)
     assert_same(live_bytes(manager, slot), before)
     assert_like_a_cold_run(manager, slot, after=length + 20)
-    assert manager.host.block_owners.num_free == 8 and manager.host.slot_owners.num_free == 2
+    assert (
+        manager.books.host.block_owners.num_free == 8
+        and manager.books.host.slot_owners.num_free == 2
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -74,7 +78,7 @@ def test_copies_do_not_disturb_who_comes_next(device):
         first = manager.swap_in(swapped)
         assert_same(live_bytes(manager, first), before)
     if device == "cuda":
-        assert manager.host.blocks.is_pinned() and manager.host.slots.is_pinned()
+        assert manager.books.host.blocks.is_pinned() and manager.books.host.slots.is_pinned()
     block_bytes, slot_bytes = manager.paged.storage.shape[1], manager.state.storage.shape[1]
     stats = manager.stats()
     assert stats.bytes_to_host == stats.bytes_from_host == 3 * (4 * block_bytes + slot_bytes)
@@ -133,7 +137,7 @@ def test_swapped_requests_push_evicted_blocks_from_the_host():
     manager.check_integrity()
     manager.drop_swapped(swapped)
     manager.check_integrity()
-    assert manager.host.block_owners.num_free == 4
+    assert manager.books.host.block_owners.num_free == 4
 
 
 def test_without_room_nothing_changes():
@@ -184,7 +188,7 @@ def test_a_lost_host_block_is_found():
     slot = manager.open_request()
     feed(manager, slot, 130)
     swapped = manager.swap_out(slot)
-    manager.host.block_owners.release(swapped.place.blocks)
+    manager.books.host.block_owners.release(swapped.place.blocks)
     with pytest.raises(RuntimeError, match="host block 0 is used 1 times but has 0 owners"):
         manager.check_integrity()
 

@@ -21,7 +21,7 @@ def oracle(manager: KVCacheManager, weights, sequence) -> list[DenseLayer]:
             layer.attention_type,
             sequence[layer.layer_idx],
             weights[layer.layer_idx],
-            manager.rope_tables[layer.rope_base],
+            manager.device_memory.rope_tables[layer.rope_base],
             manager.config,
         )
         for layer in manager.schedule

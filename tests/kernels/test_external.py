@@ -215,7 +215,7 @@ def test_warm_up_makes_every_call_size(deep_gemm):
     )
     warm_up(manager, model_weights(config, seed=0))
     rows = deepgemm.index_scratch(
-        torch.empty(100, 64, 128), manager.memories[0], max_entries=9
+        torch.empty(100, 64, 128), manager.device_memory.memories[0], max_entries=9
     ).num_rows
     assert {32, 64} <= set(deep_gemm.sizes)
     assert set(deepgemm.call_sizes(rows)) <= {deepgemm.padded_tokens(n) for n in deep_gemm.sizes}

@@ -151,7 +151,7 @@ def test_captures_through_the_ops_are_the_direct_ones():
         for layer_idx in (SWA, CSA, HCA):
             manager.acquire(layer_idx, plan).forward(inputs[layer_idx], WEIGHTS[layer_idx])
         plan.complete()
-        return manager, [manager.checkpoints.storage.clone()]
+        return manager, [manager.device_memory.checkpoints.storage.clone()]
 
     direct = run()
     with SeenOps() as seen:
@@ -315,7 +315,7 @@ def test_schema_and_fake(name):
 @pytest.mark.parametrize("name", ["bf16", "fp32"])
 def test_gathered_values_have_the_rows_dtype(name):
     manager = make_manager(config=CacheConfig.tiny(kv_format=name))
-    memory = manager.memories[CSA]
+    memory = manager.device_memory.memories[CSA]
     rows = torch.zeros(2, 3, dtype=torch.int64)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         gathered = ops.gather_compressed_kv(memory, rows, backend="reference")
@@ -340,7 +340,7 @@ def test_an_unknown_backend_is_refused():
 )
 def test_a_layouts_key_is_the_layout(config):
     manager = make_manager(config=config)
-    for memory, schema in zip(manager.memories, manager.schemas, strict=True):
+    for memory, schema in zip(manager.device_memory.memories, manager.schemas, strict=True):
         layout = LayerLayout.from_key(memory.layout.key)
         assert layout == memory.layout and hash(layout) == hash(memory.layout)
         assert layout.kv_row == schema.kv_row and layout.index_row == schema.index_row
@@ -348,7 +348,7 @@ def test_a_layouts_key_is_the_layout(config):
 
 def test_memory_cuts_the_views_of_the_pools():
     manager = make_manager()
-    for layer_idx, memory in enumerate(manager.memories):
+    for layer_idx, memory in enumerate(manager.device_memory.memories):
         state, pages = manager.state.layer(layer_idx), manager.paged.layer(layer_idx)
         same = [(memory.window.ring.data, state.ring.data), (memory.tail, state.tail),
                 (memory.window.ring.scales, state.ring.scales),

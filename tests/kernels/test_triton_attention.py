@@ -404,7 +404,8 @@ def test_no_tokens():
     manager = KVCacheManager(config, max_requests=1, num_blocks=1, device=DEVICE)
     tokens = prepare_forward(manager, [], [], []).tokens
     query = torch.empty(0, 4, 96, dtype=torch.bfloat16, device=DEVICE)
-    got = triton().attend(query, None, manager.memories[0], None, tokens, max_entries=0)
+    memory = manager.device_memory.memories[0]
+    got = triton().attend(query, None, memory, None, tokens, max_entries=0)
     assert got.output.shape == (0, 4, 96) and got.lse.shape == (0, 4)
 
 

@@ -419,7 +419,7 @@ def test_pools_beyond_two_gigabytes():
     slots = pair.open(max_requests)[-3:]
     for counts in ([700, 130, 3], [1, 1, 1], [5, 300, 128], [1, 1, 1]):
         pair.forward(dict(zip(slots, counts, strict=True)))
-    table = pair.managers[1].host_block_table[slots]
+    table = pair.managers[1].books.requests.block_table[slots]
     first_byte = int(table[table >= 0].min()) * one["blocks"].shape[1]
     assert first_byte >= 2**31 and slots[0] * one["slots"].shape[1] >= 2**31
     pair.compare()

@@ -1,19 +1,19 @@
 """`CapturedForward`: a step of up to `batch` requests, captured once and replayed for any plan.
 
-Between capture and replay only the contents of the plan's buffers change. What a plan does not
-use of them reads as padding, which touches nothing.
+Between capture and replay only the contents of the plan's buffers change. Rows and tokens that a
+plan does not use are padding, which touches nothing.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
+from dsv4.cache.graphs.padding import check_complete, fill_with_padding, padding_plan
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
-from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.checks import check_int
 
 NUM_WARMUP_RUNS = 3
 
@@ -23,14 +23,13 @@ Step = Callable[[Sequence[LayerCacheHandle]], Any]
 class CapturedForward:
     """A CUDA graph of a step: decode, or the verification of drafts.
 
-    The step reads its inputs from tensors of the caller's own whose addresses never change,
-    of `num_tokens` rows each. Token i of a plan is row i of the inputs; the rows after the
-    plan's last token may hold anything, NaN included. It runs a few times before the capture,
-    on padding alone, so that no request notices.
+    The step reads its inputs from the caller's tensors, `num_tokens` rows each, whose addresses
+    never change. Token i of a plan is row i of the inputs; the rows after the plan's last token may
+    hold anything, NaN included. The step runs a few times on padding before the capture, which no
+    request notices.
 
     Args:
-        manager: The cache. A forward of it that is not complete is not given up: the capture
-            is refused.
+        manager: The cache; one whose last forward is not complete is refused.
         step: Called with one handle per layer. It writes every layer, does not wait for the
             device, and returns tensors that each replay fills again.
         batch: The most requests of a replay.
@@ -43,7 +42,7 @@ class CapturedForward:
         num_tokens: Rows that the step's inputs must have: batch × tokens_per_request.
         num_rows: Rows of the plan that the step sees. With several tokens per request there is
             one more than `batch`, to which unused tokens belong.
-        outputs: What the step returned.
+        outputs: The result of the step.
     """
 
     def __init__(
@@ -58,12 +57,17 @@ class CapturedForward:
         capacity = manager.capacity
         if max_length is None:
             max_length = capacity.max_request_tokens
-        _check_size("batch", batch, capacity.max_requests, "max_requests")
-        _check_size(
-            "tokens_per_request", tokens_per_request, capacity.max_step_tokens,
-            "drafts_per_step + 1",
+        batch = check_int(
+            "batch", batch, at_least=1, at_most=capacity.max_requests, limit="max_requests"
+        )
+        tokens_per_request = check_int(
+            "tokens_per_request", tokens_per_request,
+            at_least=1, at_most=capacity.max_step_tokens, limit="drafts_per_step + 1",
         )  # fmt: skip
-        _check_size("max_length", max_length, capacity.max_request_tokens, "max_request_tokens")
+        max_length = check_int(
+            "max_length", max_length,
+            at_least=1, at_most=capacity.max_request_tokens, limit="max_request_tokens",
+        )  # fmt: skip
         self.num_tokens = batch * tokens_per_request
         if self.num_tokens > capacity.max_forward_tokens:
             raise ValueError(
@@ -91,14 +95,15 @@ class CapturedForward:
         return self.outputs
 
     def _capture(self) -> Any:
-        pad_buffers(self.manager, self.num_tokens)
+        check_complete(self.manager, "capture")
+        fill_with_padding(self.manager, self.num_tokens)
         return self._graph.capture(self._run_step)
 
     def _run_step(self) -> Any:
-        """The step over the buffers as they are, through a plan that only it sees."""
+        """Run the step over the buffers as they are, through a plan that only it sees."""
         plan = padding_plan(
-            self.manager, self.num_rows, self.num_tokens,
-            max_step=self.tokens_per_request, max_length=self.max_length,
+            self.manager, self.num_rows, self.num_tokens, 0, self.tokens_per_request,
+            max_length=self.max_length,
         )  # fmt: skip
         try:
             outputs = self._step(
@@ -143,38 +148,6 @@ class CapturedForward:
             )
 
 
-def pad_buffers(manager: KVCacheManager, num_tokens: int) -> None:
-    """Make all that a capture of so many tokens reads padding, from now on wherever unused."""
-    if manager.has_open_forward:
-        raise RuntimeError(
-            "Cannot capture: the manager's last forward is not complete; run all of its "
-            "layers first, or free its requests"
-        )
-    manager.plan_buffers.reserve(num_tokens)
-    prepare_forward(manager, [], [], []).complete()
-
-
-def padding_plan(
-    manager: KVCacheManager, num_rows: int, num_tokens: int, *, max_step: int, max_length: int
-) -> ForwardPlan:
-    """A plan over the buffers as they are, whose sizes are those of the longest requests."""
-    nothing = np.zeros(num_rows, dtype=np.int32)
-    return ForwardPlan(
-        owner=manager,
-        tokens=manager.plan_buffers.token_map(
-            num_rows, num_tokens, 0, max_step, manager.block_table
-        ),
-        request_slots=np.full(num_rows, -1, dtype=np.int32),
-        positions_before=nothing,
-        positions_after=nothing,
-        num_tokens=num_tokens,
-        longest=max_length,
-        num_new_blocks=0,
-        has_workspace=False,
-        num_parts=manager.num_parts,
-    )
-
-
 class Graph(Protocol):
     """A recorded run that can be repeated."""
 
@@ -182,7 +155,7 @@ class Graph(Protocol):
         """Warm up, record one call of `run`, and return its result."""
 
     def replay(self) -> None:
-        """Repeat what was recorded, on the current stream."""
+        """Repeat the recorded run on the current stream."""
 
 
 class CudaGraph:
@@ -212,13 +185,13 @@ class CudaGraph:
 
 
 def new_graph(device: torch.device) -> Graph:
-    """What captures a step on that device."""
+    """Return an empty graph for that device."""
     check_graph_device(device)
     return CudaGraph(device)
 
 
 def new_graphs(device: torch.device, count: int) -> list[Graph]:
-    """Graphs that share their memory: they are replayed in the order of their capture."""
+    """Return graphs that share their memory; they must be replayed in the order of capture."""
     check_graph_device(device)
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
     return [CudaGraph(device, pool=pool, stream=stream) for _ in range(count)]
@@ -228,10 +201,3 @@ def check_graph_device(device: torch.device) -> None:
     """Refuse a device that has no graphs."""
     if device.type != "cuda":
         raise ValueError(f"Invalid device of a captured forward: expected cuda, got {device}")
-
-
-def _check_size(name: str, value: int, limit: int, limit_name: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-        raise ValueError(
-            f"Invalid {name}: expected an integer from 1 to {limit} ({limit_name}), got {value!r}"
-        )

@@ -1,14 +1,15 @@
 """`CapturedLayers`: decode steps of one token a request, each layer a CUDA graph of its own.
 
-For models that the cache's user does not run as one step: what lies between two layers stays
-eager. `CapturedForward` has all layers in one graph.
+It serves models that run layer by layer: the work between two layers stays eager.
+`CapturedForward` has all layers in one graph.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dsv4.cache.graphs.captured_forward import new_graphs, pad_buffers, padding_plan
+from dsv4.cache.graphs.captured_forward import new_graphs
+from dsv4.cache.graphs.padding import check_complete, fill_with_padding, padding_plan
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
@@ -17,15 +18,13 @@ LayerStep = Callable[[LayerCacheHandle], Any]
 
 
 class CapturedLayers:
-    """Every layer's part of a decode step, captured on padding alone and replayed for any plan
-    of that batch.
+    """Graphs of a decode step, one per layer, captured on padding and replayed for any plan.
 
     Args:
-        manager: The cache. A forward of it that is not complete is not given up: the capture
-            is refused.
-        step: Called with a layer's handle, for each layer in turn. It writes all that the layer
-            stores, reads its inputs from tensors whose addresses never change, does not wait for
-            the device, and returns tensors that each replay fills again.
+        manager: The cache; one whose last forward is not complete is refused.
+        step: Called with each layer's handle. It writes all that the layer stores and does not wait
+            for the device. Its inputs are tensors whose addresses never change. It returns tensors
+            that each replay fills again.
         batch: The requests of a replay, one token each.
         max_length: The longest request of a replay.
     """
@@ -36,18 +35,19 @@ class CapturedLayers:
         self.manager = manager
         self.batch = batch
         self.max_length = max_length
-        pad_buffers(manager, batch)
+        check_complete(manager, "capture")
+        fill_with_padding(manager, batch)
         self._graphs = new_graphs(manager.device, len(manager.schedule))
         self._outputs = [
             graph.capture(partial(self._run, step, idx)) for idx, graph in enumerate(self._graphs)
         ]
 
     def fits(self, batch: int, longest: int) -> bool:
-        """Whether a step of so many requests, the longest of that length, can be replayed."""
+        """Tell whether a step of that batch and longest request can be replayed."""
         return batch == self.batch and longest <= self.max_length
 
     def replay(self, layer_idx: int, plan: ForwardPlan) -> Any:
-        """Run a layer for a plan that fits. Returns what its step returned."""
+        """Run a layer for a plan that fits, and return the outputs of its step."""
         is_decode = plan.num_tokens == plan.num_requests and plan.tokens.max_step == 1
         if not is_decode or not self.fits(plan.num_requests, plan.longest):
             raise ValueError(
@@ -62,10 +62,8 @@ class CapturedLayers:
         return self._outputs[layer_idx]
 
     def _run(self, step: LayerStep, layer_idx: int) -> Any:
-        """A layer's step over the buffers as they are, through a plan that only it sees."""
-        plan = padding_plan(
-            self.manager, self.batch, self.batch, max_step=1, max_length=self.max_length
-        )
+        """Run a layer's step over the buffers as they are, through a plan that only it sees."""
+        plan = padding_plan(self.manager, self.batch, self.batch, 0, 1, max_length=self.max_length)
         try:
             return step(self.manager.acquire(layer_idx, plan))
         finally:

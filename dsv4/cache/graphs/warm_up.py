@@ -1,22 +1,20 @@
 """`warm_up`: every kernel variant that serving can launch, compiled before the first request.
 
-Triton compiles a kernel again for other constants and dtypes, for other alignments of what it is
-given and for other launch parameters. Of a manager these follow from a layer's type and weights,
-from what a write stores and from the kind and size of a forward. Layers of one type differ in
-offsets alone, which are all aligned.
+Triton compiles a kernel again for other constants, dtypes, pointer alignments and launch
+parameters. These follow from a layer's type and weights, from the parts that a write stores, and
+from the kind and size of a forward. Layers of one type differ in offsets alone, which are aligned.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
+from dsv4.cache.graphs.padding import check_complete, fill_with_padding, padding_plan
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.layer_checks import INPUT_DTYPES
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
-from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.kernels import ops
 from dsv4.kernels.contracts import CompressorInputs, IndexInputs, LayerProjections, LayerWeights
 from dsv4.layer_schedule import AttentionType
@@ -24,7 +22,7 @@ from dsv4.layer_schedule import AttentionType
 if TYPE_CHECKING:
     from dsv4.kernels.triton.launch import Kind
 
-POINTER_ALIGN = 16  # bytes; what Triton tells pointers apart by
+POINTER_ALIGN = 16  # bytes; Triton compiles apart for pointers that are not aligned so
 
 
 class _Forward(NamedTuple):
@@ -42,15 +40,14 @@ def warm_up(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Compile what the manager's kernels need to write, gather, select and attend, in any forward.
+    """Compile every kernel that writes, gathers, selects or attends, in any forward.
 
-    It runs on padding alone, so that no request notices. The reference has nothing to compile.
+    It runs on padding, which no request notices. The reference has nothing to compile.
 
     Args:
-        manager: The cache. A forward of it that is not complete is not given up: the warm-up is
-            refused.
-        weights: Of every layer, as they will be used.
-        dtype: Of the projections that will be written, and of the queries.
+        manager: The cache; one whose last forward is not complete is refused.
+        weights: Those of every layer, as they will be used.
+        dtype: The dtype of the projections that will be written, and of the queries.
     """
     if len(weights) != len(manager.schedule):
         raise ValueError(
@@ -58,14 +55,10 @@ def warm_up(
         )
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"Invalid dtype: expected float32 or bfloat16, got {dtype}")
-    if manager.has_open_forward:
-        raise RuntimeError(
-            "Cannot warm up: the manager's last forward is not complete; run all of its "
-            "layers first, or free its requests"
-        )
+    check_complete(manager, "warm up")
     if {manager.backend, manager.attention_backend, manager.index_backend} == {"reference"}:
         return
-    prepare_forward(manager, [], [], []).complete()  # padding alone
+    fill_with_padding(manager, num_tokens=0)
     for layer_idx in _distinct_layers(manager, weights):
         for forwards in _forwards(manager, layer_idx, dtype):
             attended = set()
@@ -83,7 +76,7 @@ def warm_up(
 
 
 def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -> list[int]:
-    """One layer of each type, and of each dtype and alignment of its weights."""
+    """Return one layer of each type, and of each dtype and alignment of its weights."""
     first: dict[object, int] = {}
     for layer, layer_weights in zip(manager.schedule, weights, strict=True):
         compressors = (layer_weights.compressor or (), layer_weights.indexer or ())
@@ -97,7 +90,7 @@ def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -
 def _forwards(
     manager: KVCacheManager, layer_idx: int, dtype: torch.dtype
 ) -> Iterator[list[_Forward]]:
-    """For each kind of forward the smallest for every choice of launch parameters."""
+    """Yield, for each kind of forward, the smallest for every choice of launch parameters."""
     capacity = manager.capacity
     most, longest_step = capacity.max_forward_tokens, capacity.max_step_tokens
 
@@ -115,7 +108,7 @@ def _forwards(
 def _launch_sizes(
     manager: KVCacheManager, layer_idx: int, dtype: torch.dtype, kind: "Kind", sizes: range
 ) -> list[int]:
-    """The fewest tokens for each choice of parameters; a window alone is launched as SWA's."""
+    """Return the fewest tokens for each choice of parameters; a window alone runs as SWA."""
     from dsv4.kernels.triton.launch import launch_parameters
 
     first: dict[object, int] = {}
@@ -130,12 +123,12 @@ def _launch_sizes(
 def _is_split(
     manager: KVCacheManager, layer_idx: int, num_tokens: int, dtype: torch.dtype
 ) -> tuple[bool, ...]:
-    """Whether attention is split over rows, of the shortest and of the longest requests."""
+    """Tell whether attention splits over rows, for the shortest and the longest requests."""
     from dsv4.kernels.triton.attention import attend_launch, choose_splits, count_tiles
 
     if manager.batch_invariant:
         return ()  # by the layer alone
-    num_heads, memory = manager.config.num_query_heads, manager.memories[layer_idx]
+    num_heads, memory = manager.config.num_query_heads, manager.device_memory.memories[layer_idx]
     launch = attend_launch(num_heads, dtype, memory)
     numbers = [count_tiles(memory, launch, n) for n in _entry_numbers(manager, layer_idx)]
     return tuple(
@@ -145,7 +138,7 @@ def _is_split(
 
 
 def _entry_numbers(manager: KVCacheManager, layer_idx: int) -> tuple[int, ...]:
-    """The fewest and the most entries that a launch can be told of."""
+    """Return the fewest and the most entries of a launch."""
     ratio, config = manager.schedule[layer_idx].ratio, manager.config
     if ratio == AttentionType.CSA.ratio:
         return (config.index_topk,)
@@ -178,7 +171,7 @@ def _gather(handle: LayerCacheHandle) -> None:
 
 
 def _select_entries(manager: KVCacheManager, handle: LayerCacheHandle, dtype: torch.dtype) -> None:
-    """Choose entries of requests short and long: the fewest for every choice of programs."""
+    """Select entries, at the smallest number of entries for every choice of programs."""
     from dsv4.kernels.triton.topk import distinct_sizes
 
     config = manager.config
@@ -206,7 +199,7 @@ def _score_by_deepgemm(manager: KVCacheManager, dtype: torch.dtype) -> None:
         return
     nothing = torch.zeros((), dtype=dtype, device=manager.device)
     query = nothing.expand(most, config.index_num_heads, config.index_head_dim)
-    memory = manager.memories[layers[0].layer_idx]
+    memory = manager.device_memory.memories[layers[0].layer_idx]
     smallest = config.index_topk + 1  # the fewest entries leave room for the most tokens
     scratch = index_scratch(query, memory, max_entries=smallest)
     for size in call_sizes(scratch.num_rows):
@@ -225,7 +218,7 @@ def _attend(
     sinks: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> None:
-    """With sinks, as given, and without; over short and over long requests."""
+    """Attend with and without sinks, over short and over long requests."""
     config, num_tokens = handle.config, handle.plan.num_tokens
     shape = (num_tokens, config.num_query_heads, config.head_dim)
     query = torch.zeros(shape, dtype=dtype, device=handle.positions.device)
@@ -258,26 +251,14 @@ def _flush_compression(
 
 
 def _padding_plan(manager: KVCacheManager, forward: _Forward) -> ForwardPlan:
-    """A plan over the buffers as they are: every row is padding, so that each token's is."""
-    nothing = np.zeros(forward.num_rows, dtype=np.int32)
-    return ForwardPlan(
-        owner=manager,
-        tokens=manager.plan_buffers.token_map(*forward, manager.block_table),
-        request_slots=nothing - 1,
-        positions_before=nothing,
-        positions_after=nothing,
-        num_tokens=forward.num_tokens,
-        longest=AttentionType.HCA.ratio,  # of every type at least one entry is gathered
-        num_new_blocks=0,
-        has_workspace=forward.num_chunks > 0,
-        num_parts=manager.num_parts,
-    )
+    """Plan padding whose sizes gather at least one entry of every type."""
+    return padding_plan(manager, *forward, max_length=AttentionType.HCA.ratio)
 
 
 def _zero_projections(
     handle: LayerCacheHandle, num_tokens: int, dtype: torch.dtype
 ) -> LayerProjections:
-    """Zeros in the shapes of a layer's projections; what no kernel here reads takes no memory."""
+    """Return zeros in the shapes of a layer's projections; unread ones take no memory."""
     config, kind, device = handle.config, handle.layer.attention_type, handle.positions.device
 
     def unread(*shape: int) -> torch.Tensor:

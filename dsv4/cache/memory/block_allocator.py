@@ -1,8 +1,9 @@
-"""Who owns which block: a free list and reference counts. Knows no tensor."""
+"""`BlockAllocator`: a free list and the number of owners of each block. Knows no tensor."""
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dsv4.cache.memory.arrays import IntArray, read_only
+from dsv4.checks import check_int
 from dsv4.errors import IntegrityError, OutOfBlocksError
 
 
@@ -13,9 +14,7 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 0:
-            raise ValueError(f"Invalid num_blocks: expected >= 0, got {num_blocks}")
-        self.num_blocks = num_blocks
+        self.num_blocks = num_blocks = check_int("num_blocks", num_blocks, at_least=0)
         # A stack: the free ids are _free[:_num_free], the next one to go is the last.
         self._free = np.arange(num_blocks, dtype=np.int32)[::-1].copy()
         self._num_free = num_blocks
@@ -28,21 +27,18 @@ class BlockAllocator:
         return self._num_free
 
     @property
-    def num_owners(self) -> NDArray[np.int32]:
+    def num_owners(self) -> IntArray:
         """Owners of each block, `[num_blocks]`; a read-only view."""
-        view = self._num_owners.view()
-        view.flags.writeable = False
-        return view
+        return read_only(self._num_owners)
 
     @property
     def num_shares(self) -> int:
         """Owners that blocks have beyond their first; 0 if no block is shared."""
         return self._num_shares
 
-    def acquire(self, num_blocks: int) -> NDArray[np.int32]:
+    def acquire(self, num_blocks: int) -> IntArray:
         """Take `num_blocks` blocks, or raise `OutOfBlocksError` and take none."""
-        if num_blocks < 0:
-            raise ValueError(f"Invalid num_blocks: expected >= 0, got {num_blocks}")
+        num_blocks = check_int("num_blocks", num_blocks, at_least=0)
         if num_blocks > self._num_free:
             raise OutOfBlocksError(
                 f"Out of blocks: {num_blocks} needed, {self._num_free} of {self.num_blocks} free"
@@ -53,7 +49,7 @@ class BlockAllocator:
         self._num_owners[ids] = 1
         return ids
 
-    def share(self, ids: NDArray[np.int32]) -> None:
+    def share(self, ids: IntArray) -> None:
         """Add an owner to each block; refused whole if any has none."""
         ids = self._checked(ids)
         unowned = ids[self._num_owners[ids] == 0]
@@ -62,7 +58,7 @@ class BlockAllocator:
         np.add.at(self._num_owners, ids, 1)
         self._num_shares += ids.size
 
-    def release(self, ids: NDArray[np.int32]) -> None:
+    def release(self, ids: IntArray) -> None:
         """Give up one ownership of each block; refused whole if any is not owned."""
         ids = self._checked(ids)
         if ids.size == 0:
@@ -79,7 +75,7 @@ class BlockAllocator:
             self._num_free += freed.size
         self._num_shares -= ids.size - freed.size
 
-    def _checked(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    def _checked(self, ids: IntArray) -> IntArray:
         ids = np.asarray(ids)
         if ids.size == 0:
             return ids.astype(np.int32)

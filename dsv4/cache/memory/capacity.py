@@ -1,13 +1,14 @@
-"""How much a manager can hold, and what that costs, byte for byte, before anything is allocated."""
+"""`Capacity`: the sizes of a manager, and their exact bytes before anything is allocated."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dsv4.cache.memory.arrays import Int64Array
 from dsv4.cache.memory.layout import RunLayout, block_layout, checkpoint_bytes, slot_layout
 from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
+from dsv4.checks import check_int
 from dsv4.config import CacheConfig
 from dsv4.formats import BYTE_ALIGN
 from dsv4.kernels.index_scratch import index_scratch_bytes
@@ -16,23 +17,23 @@ from dsv4.layer_schedule import AttentionType
 INT32_BYTES = 4
 FP32_BYTES = 4
 HEAD_BLOCK = 64  # the most heads that a program of attention takes
-SPLIT_PROGRAMS = 256  # programs that attention is split over, about what one GPU runs at once
+SPLIT_PROGRAMS = 256  # programs that attention is split over, about those one GPU runs at once
 
 
 class ComponentBytes(NamedTuple):
-    """Bytes of one component: what carries data, and what is allocated for it."""
+    """Bytes of one component: those that carry data, and those allocated."""
 
     payload: int
     allocated: int
 
 
-def blocks_for(config: CacheConfig, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Blocks that requests of these lengths need: those holding a closed entry."""
+def blocks_for(config: CacheConfig, lengths: Int64Array) -> Int64Array:
+    """Count the blocks that requests of these lengths need: those with a closed entry."""
     ratio, block_tokens = config.smallest_ratio, config.block_tokens
     if not ratio:
         return np.zeros_like(lengths)
     compressed = lengths & -ratio  # ratios are powers of two
-    blocks: NDArray[np.int64] = (compressed + (block_tokens - 1)) // block_tokens
+    blocks: Int64Array = (compressed + (block_tokens - 1)) // block_tokens
     return blocks
 
 
@@ -46,8 +47,8 @@ class Capacity:
         max_forward_tokens: Tokens of one forward.
         max_request_tokens: Tokens of one request.
         num_checkpoints: Block boundaries at which the prefix cache can resume a request.
-        host_blocks, host_slots: Blocks and slots in host memory, for requests that are swapped out
-            and, the blocks, for what the prefix cache evicts.
+        host_blocks, host_slots: Blocks and slots in host memory, for requests that are swapped
+            out. Blocks that the prefix cache evicts go there too.
     """
 
     config: CacheConfig
@@ -65,9 +66,8 @@ class Capacity:
             ("max_request_tokens", 1), ("num_checkpoints", 0), ("host_blocks", 0),
             ("host_slots", 0),
         ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"Invalid {name}: expected an integer >= {least}, got {value!r}")
+            value = check_int(name, getattr(self, name), at_least=least)
+            object.__setattr__(self, name, value)
         if self.max_request_tokens > self.config.max_position:
             raise ValueError(
                 f"Invalid max_request_tokens: expected at most {self.config.max_position} "
@@ -88,7 +88,7 @@ class Capacity:
 
     @property
     def max_step_tokens(self) -> int:
-        """Tokens of one request in one forward that can be read back from its window ring."""
+        """The most tokens of one request and forward that its window ring can read back."""
         return self.config.drafts_per_step + 1
 
     @property
@@ -107,7 +107,7 @@ class Capacity:
 
     @property
     def index_scratch_bytes(self) -> int:
-        """The workspace of the index; 0 where no token can see more entries than are chosen."""
+        """Bytes of the index's workspace; 0 if no token sees more entries than are selected."""
         config = self.config
         if AttentionType.CSA not in {layer.attention_type for layer in config.schedule}:
             return 0
@@ -122,12 +122,12 @@ class Capacity:
 
     @property
     def attention_partials(self) -> int:
-        """Parts of tokens that attention, split over rows, can leave to be combined."""
+        """Partial results that attention, split over rows, leaves to be combined."""
         return max(1, SPLIT_PROGRAMS // -(-self.config.num_query_heads // HEAD_BLOCK))
 
     @property
     def partial_elements(self) -> int:
-        """fp32 elements of such a part: accumulators, and per head a largest logit and a sum."""
+        """fp32 elements of a partial result: accumulators, largest logits and sums."""
         return self.config.num_query_heads * (self.config.head_dim + 2)
 
     @property
@@ -137,7 +137,7 @@ class Capacity:
 
     @property
     def max_table_updates(self) -> int:
-        """Elements of the block table that one upload of a plan can bring."""
+        """The most elements of the block table that one upload of a plan brings."""
         return self.max_requests + self.max_forward_tokens // self.config.block_tokens + 1
 
     @property
@@ -158,7 +158,7 @@ class Capacity:
         return rows + 2 * self.max_forward_tokens + noted
 
     def memory(self) -> dict[str, ComponentBytes]:
-        """Bytes of every tensor a manager of these sizes owns, by component."""
+        """Count the bytes of every tensor of a manager of these sizes, by component."""
         schemas = build_schemas(self.config)
         align = self.config.page_align
         return {
@@ -169,7 +169,7 @@ class Capacity:
         }
 
     def host_memory(self) -> dict[str, ComponentBytes]:
-        """Bytes that a manager of these sizes keeps in host memory for blocks and slots."""
+        """Count the bytes of blocks and slots in host memory."""
         schemas = build_schemas(self.config)
         align = self.config.page_align
         runs = {
@@ -182,7 +182,7 @@ class Capacity:
         }
 
     def _checkpoints(self, schemas: tuple[LayerCacheSchema, ...]) -> ComponentBytes:
-        """Of a ring or a tail a boundary needs a window of rows; the front of a slot has more."""
+        """Count checkpoints: a boundary needs one window of each ring and tail, a slot has more."""
         window = self.config.sliding_window
         tail_rows = [(s, s.tail_buffer_size_b) for s in schemas if s.tail_buffer_size_b]
         payload = sum(window * s.kv_row.row_bytes for s in schemas) + sum(

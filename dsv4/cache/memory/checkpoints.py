@@ -1,4 +1,4 @@
-"""`CheckpointPool`: the fixed state of requests at block boundaries, and which are kept."""
+"""`CheckpointPool`: the fixed state of requests at block boundaries, and its policy."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,17 @@ from torch import Tensor
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.layout import checkpoint_bytes
 from dsv4.cache.memory.schema import LayerCacheSchema
+from dsv4.checks import check_bool, check_int
 
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """At which block boundaries a request is checkpointed.
+    """The block boundaries at which a request is checkpointed.
 
     Attributes:
-        every_blocks: At every so many blocks; 0 for none of these.
-        at_prompt_end: At the last boundary of the prompt that `resume_request` was given.
-        at_forks: At the last boundary before a fork, if the window ring still holds it.
+        every_blocks: Blocks from one checkpoint to the next; 0 for none of these.
+        at_prompt_end: Checkpoint the last boundary of the prompt that `resume_request` was given.
+        at_forks: Checkpoint the last boundary before a fork, if the window ring still holds it.
     """
 
     every_blocks: int = 0
@@ -25,17 +26,12 @@ class CheckpointPolicy:
     at_forks: bool = True
 
     def __post_init__(self) -> None:
-        value = self.every_blocks
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"Invalid every_blocks: expected an integer >= 0, got {value!r}")
-        for name in ("at_prompt_end", "at_forks"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(
-                    f"Invalid {name}: expected True or False, got {getattr(self, name)!r}"
-                )
+        check_int("every_blocks", self.every_blocks, at_least=0)
+        check_bool("at_prompt_end", self.at_prompt_end)
+        check_bool("at_forks", self.at_forks)
 
     def chosen(self, first: int, last: int, *, prompt_blocks: int) -> list[int]:
-        """The boundaries from `first` to `last`, counted in blocks, that are checkpointed.
+        """Return the boundaries from `first` to `last`, in blocks, that are checkpointed.
 
         Args:
             prompt_blocks: Full blocks of the prompt.
@@ -53,8 +49,8 @@ class CheckpointPool:
     """Checkpoints as one tensor `[num_checkpoints, checkpoint_bytes]`, each the front of a slot.
 
     Attributes:
-        storage: The bytes; rows lie where they lie in a slot.
-        owners: Who owns which checkpoint.
+        storage: The bytes; a row has the same offset as in a slot.
+        owners: Owners of the checkpoints.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """`HostMemory`: blocks and slots outside of the device, and the copies between the two.
 
 On a GPU the host's memory is pinned and copies run on a stream of their own. They start when all
-that was queued before them is done; `finish` lets the current stream wait for them, and the host
-never waits.
+work queued before them is done. `finish` lets the current stream wait for them; the host never
+waits.
 """
 
 from contextlib import nullcontext
@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
-
-IntArray = NDArray[np.int32]
 
 
 class HostMemory:
@@ -22,10 +21,10 @@ class HostMemory:
 
     Args:
         blocks, slots: The device's storages, `[num, bytes]` uint8.
-        num_blocks, num_slots: How many of each the host holds.
+        num_blocks, num_slots: Blocks and slots on the host.
 
     Attributes:
-        block_owners, slot_owners: Who owns which.
+        block_owners, slot_owners: Owners of the host's blocks and slots.
         num_bytes_out, num_bytes_in: Bytes copied to the host and back.
     """
 
@@ -45,7 +44,7 @@ class HostMemory:
         self.num_bytes_out += self._copy(self._device_blocks, sources, self.blocks, targets)
 
     def copy_blocks_in(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy blocks of the host to blocks of the device, for whatever is queued next."""
+        """Copy blocks of the host to blocks of the device, before any work queued next."""
         self.num_bytes_in += self._copy(self.blocks, sources, self._device_blocks, targets)
         self.finish()
 
@@ -55,13 +54,13 @@ class HostMemory:
         self.num_bytes_out += self._copy(self._device_slots, rows[0], self.slots, rows[1])
 
     def copy_slot_in(self, source: int, target: int) -> None:
-        """Copy a slot of the host to one of the device, for whatever is queued next."""
+        """Copy a slot of the host to one of the device, before any work queued next."""
         rows = np.array([source]), np.array([target])
         self.num_bytes_in += self._copy(self.slots, rows[0], self._device_slots, rows[1])
         self.finish()
 
     def finish(self) -> None:
-        """What is queued from here on waits for the copies: before blocks or slots are reused."""
+        """Let work queued from here on wait for the copies; call it before reuse of their rows."""
         if self._is_copying and self._stream is not None:
             torch.cuda.current_stream(self._device_blocks.device).wait_stream(self._stream)
         self._is_copying = False
@@ -73,7 +72,7 @@ class HostMemory:
         target: Tensor,
         target_rows: NDArray[np.integer],
     ) -> int:
-        """Copy rows, those that follow each other on both sides at once; returns the bytes."""
+        """Copy rows, consecutive ones at once, and return their bytes."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device_blocks.device))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -85,13 +84,13 @@ class HostMemory:
 
 
 def _rows_like(storage: Tensor, num_rows: int) -> Tensor:
-    """Host memory for rows of a storage, pinned if that is a GPU's."""
+    """Allocate host memory for rows of a storage, pinned if that is a GPU's."""
     is_pinned = storage.is_cuda and num_rows > 0
     return torch.empty(num_rows, storage.shape[1], dtype=torch.uint8, pin_memory=is_pinned)
 
 
 def _runs(sources: NDArray[np.integer], targets: NDArray[np.integer]) -> list[tuple[int, int]]:
-    """First index and length of the stretches in which both go up one by one."""
+    """Return first index and length of each stretch in which both rise one by one."""
     if not len(sources):
         return []
     is_break = (np.diff(sources) != 1) | (np.diff(targets) != 1)

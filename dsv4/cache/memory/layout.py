@@ -1,15 +1,14 @@
-"""Where each layer's bytes lie inside a block and inside a request's fixed state.
+"""The offsets of each layer's bytes in a block and in a slot, a request's fixed state.
 
     block  | L0 page | L1 page | ... | L0 keys | L2 keys | ... | pad |     × num_blocks
     slot   | rings | CSA tails | index tails | HCA tails | pad |            × max_requests
 
 A block is one run of bytes over all layers, and so is a slot: copying, swapping or sending
-one is a single copy. A layer's pool is a strided view whose stride is the run's size, so the
-run itself is rounded up to `page_align`, as kernels that check the page stride need it.
+one is a single copy. A layer's pool is a strided view whose stride is the run's size. Some kernels
+check that stride, so the run is rounded up to `page_align`.
 
-At a block's end the HCA window is closed and its tail holds nothing that is needed. HCA tails come
-last in a slot, so that all a request needs there beside its blocks, a checkpoint, is the front of
-its slot: one copy too.
+At a block's end the HCA window is closed and its tail is not needed. HCA tails come last in a slot,
+so the state at a block's end, a checkpoint, is the front of the slot: one copy too.
 """
 
 from collections.abc import Iterable
@@ -37,7 +36,7 @@ class RunLayout:
 
 
 def block_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> RunLayout:
-    """Pages of one block: all KV entries, then all index keys."""
+    """Lay out the pages of one block: all KV entries, then all index keys."""
     return _lay_out(
         len(schemas),
         [
@@ -49,7 +48,7 @@ def block_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> R
 
 
 def slot_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> RunLayout:
-    """Fixed state of one request: what a checkpoint holds, then the HCA tails."""
+    """Lay out the fixed state of one request: a checkpoint's parts, then the HCA tails."""
     hca = ((idx, s) for idx, s in enumerate(schemas) if not s.tail_buffer_size_b)
     return _lay_out(
         len(schemas),
@@ -59,7 +58,7 @@ def slot_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> Ru
 
 
 def checkpoint_bytes(schemas: tuple[LayerCacheSchema, ...]) -> int:
-    """Bytes of a checkpoint, the front of a slot: window rings, CSA tails, index tails."""
+    """Count the bytes of a checkpoint: window rings, CSA tails, index tails."""
     return sum(size for _, _, size in _checkpoint_parts(schemas))
 
 
@@ -80,7 +79,7 @@ def layer_layouts(
     *,
     workspace_rows: int,
 ) -> tuple[LayerLayout, ...]:
-    """Each layer's rows in the storages, as kernels are told about them."""
+    """Describe each layer's rows in the storages, for the kernels."""
     return tuple(
         LayerLayout(
             ratio=schema.ratio,

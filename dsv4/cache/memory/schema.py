@@ -1,4 +1,4 @@
-"""`LayerCacheSchema`: what one layer stores. Every byte size derives from it."""
+"""`LayerCacheSchema`: the stored parts of one layer. Every byte size derives from it."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class LayerCacheSchema:
         tail_dtype: dtype of a tail row.
         kv_row: Format of an entry or window row.
         index_row: Format of an index key.
-        page_align: What KV pages and rings are rounded up to.
+        page_align: KV pages and rings are rounded up to it.
     """
 
     attention_type: AttentionType
@@ -80,7 +80,7 @@ class LayerCacheSchema:
 
 
 def build_schema(config: CacheConfig, layer: LayerSpec) -> LayerCacheSchema:
-    """The schema of one layer of the schedule."""
+    """Build the schema of one layer of the schedule."""
     ratio, is_csa = layer.ratio, layer.attention_type is AttentionType.CSA
     tail_b = ratio if is_csa else 0
     return LayerCacheSchema(
@@ -101,5 +101,5 @@ def build_schema(config: CacheConfig, layer: LayerSpec) -> LayerCacheSchema:
 
 
 def build_schemas(config: CacheConfig) -> tuple[LayerCacheSchema, ...]:
-    """One schema per layer."""
+    """Build one schema per layer."""
     return tuple(build_schema(config, layer) for layer in config.schedule)

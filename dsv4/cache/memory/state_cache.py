@@ -1,7 +1,7 @@
-"""`StateCachePool`: what a request keeps whatever its length: window rings and tails.
+"""`StateCachePool`: the fixed state of requests: window rings and compression tails.
 
-Nothing here is rotated, reset or counted: the token at position p lies in row p mod rows, and
-what a length makes visible follows from that length (`kernels.reference.addressing`).
+Nothing here is rotated, reset or counted: the token at position p lies in row p mod rows. The
+visible rows follow from a request's length (`kernels.reference.addressing`).
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4.cache.memory.layout import RunLayout
 from dsv4.cache.memory.schema import LayerCacheSchema
+from dsv4.checks import check_int
 from dsv4.formats import PagedRows, cut_tail
 
 
@@ -113,11 +114,10 @@ class StateCachePool:
     def reset_slot(self, slot: int) -> None:
         """Overwrite a slot with zeros.
 
-        Reuse does not need it, since positions alone decide what is read; it is for owners who
-        must not leave one user's data behind.
+        Reuse does not need it, because positions alone decide which rows are read. It is for owners
+        who must not leave one user's data behind.
         """
-        if not 0 <= slot < len(self.storage):
-            raise ValueError(f"Invalid slot: expected 0 to {len(self.storage) - 1}, got {slot}")
+        check_int("slot", slot, at_least=0, at_most=len(self.storage) - 1)
         self.storage[slot].zero_()
 
     def _view(self, layer_idx: int, schema: LayerCacheSchema) -> LayerState:

@@ -1,8 +1,7 @@
-"""`PrefixCache`: what open requests leave behind for later ones with the same beginning.
+"""`PrefixCache`: the token ids of open requests, and the blocks they publish for later requests.
 
-It knows the token ids of requests as far as it was told, publishes their full blocks once no token
-of them can be rejected any more, and decides where checkpoints are taken. The tree of published
-blocks is `prefix_tree`'s, the bytes are the pools'.
+It publishes a full block once none of its tokens can be rejected, and decides where checkpoints are
+taken. The tree of published blocks is `prefix_tree`'s, the bytes are the pools'.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,28 +12,27 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.checkpoints import CheckpointPolicy
 from dsv4.cache.prefix.prefix_tree import PrefixNode, PrefixTree, hash_blocks, root_digest
 from dsv4.config import CacheConfig
 from dsv4.errors import OutOfBlocksError
 
-IntArray = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
 TokenIds = Sequence[int] | NDArray[np.integer]
 ID_DTYPE = np.dtype("<i4")
 ID_LIMITS = np.iinfo(np.int32)
 
 
 class PrefixHit(NamedTuple):
-    """What `resume_request` found: the slot, and how many tokens are already there."""
+    """A slot opened by `resume_request`, and the number of its tokens that were found."""
 
     slot: int
     num_tokens: int
 
 
 class Prefix(NamedTuple):
-    """Blocks that a request can start with, and the checkpoint at their end; -1 for none."""
+    """The first blocks of a request, and the checkpoint at their end; -1 for none."""
 
     nodes: list[PrefixNode]
     checkpoint: int
@@ -54,11 +52,11 @@ class TrackedRequest:
     """An open request whose token ids are known.
 
     Attributes:
-        root: Where its chain of hashes starts.
+        root: The start of its chain of hashes.
         ids: int32, from position 0 on; the first `num_known` are known.
-        num_prompt_tokens: How many of them were given as its prompt.
+        num_prompt_tokens: Ids that were given as its prompt.
         digests: The hashes of its first blocks, as far as they were needed.
-        nodes: Its published blocks; those of the block table's row are the same.
+        nodes: Its published blocks, the first of its row of the block table.
         pending: Its checkpoints that are not published yet, by boundary.
     """
 
@@ -71,7 +69,7 @@ class TrackedRequest:
     pending: dict[int, int] = field(default_factory=dict)
 
     def new_digests(self, block_tokens: int) -> Iterator[bytes]:
-        """Hash the full blocks that have no hash yet, one by one as they are asked for."""
+        """Hash the full blocks that have no hash yet, lazily."""
         width = block_tokens * ID_DTYPE.itemsize
         known = self.ids[: self.num_known].data.cast("B")
         previous = self.digests[-1] if self.digests else self.root
@@ -90,7 +88,7 @@ class TrackedRequest:
         self.num_known = end
 
     def copy(self) -> "TrackedRequest":
-        """The same for a request that goes its own way from here."""
+        """Copy the record for a fork."""
         return TrackedRequest(
             self.root, self.ids[: self.num_known].copy(), self.num_known, self.num_prompt_tokens,
             list(self.digests), list(self.nodes), dict(self.pending),
@@ -98,11 +96,11 @@ class TrackedRequest:
 
 
 class PrefixCache:
-    """The records of open requests, and what becomes of their blocks and checkpoints.
+    """Records of open requests, and the publication of their blocks and checkpoints.
 
     Args:
         max_requests: Slots of the manager.
-        checkpoints: Who owns which checkpoint.
+        blocks, checkpoints: Their owners.
         block_table: The host's, `[max_requests, max_blocks]`.
         set_blocks: Writes block ids to a row of the block table: slot, columns, ids.
     """
@@ -135,7 +133,7 @@ class PrefixCache:
         self._captures: list[Capture] = []
 
     def new_request(self, token_ids: TokenIds, salt: bytes) -> TrackedRequest:
-        """The record of a prompt."""
+        """Make the record of a prompt."""
         if not isinstance(salt, bytes):
             raise TypeError(f"Invalid salt: expected bytes, got {type(salt).__name__}")
         ids = as_token_ids(token_ids)
@@ -143,12 +141,12 @@ class PrefixCache:
         return TrackedRequest(root, ids, len(ids), len(ids))
 
     def track(self, slot: int, request: TrackedRequest) -> None:
-        """A slot is, from now on, that request."""
+        """Track a request in a slot."""
         self.requests[slot] = request
         self._update(slot)
 
     def note_tokens(self, slot: int, token_ids: TokenIds, start: int) -> None:
-        """Extend the known ids of a slot; a slot that was not tracked is, without salt."""
+        """Extend the known ids of a slot; start to track one that was not, without salt."""
         ids = as_token_ids(token_ids)
         request = self.requests.get(slot)
         num_known = 0 if request is None else request.num_known
@@ -163,13 +161,13 @@ class PrefixCache:
         self._update(slot)
 
     def find(self, request: TrackedRequest, acquire: Callable[[int], IntArray]) -> Prefix:
-        """The longest beginning of a prompt with a checkpoint, its blocks shared and on the device.
+        """Find the longest beginning of a prompt with a checkpoint; share its blocks on the device.
 
         One token at least is left to run.
 
         Args:
-            acquire: Gives blocks for what has to come back from the host, or raises
-                `OutOfBlocksError`; then a shorter beginning is taken.
+            acquire: Takes blocks for those that must come back from the host. If it raises
+                `OutOfBlocksError`, a shorter beginning is taken.
         """
         path = self._known_path(request)
         while path and path[-1].checkpoint < 0:
@@ -190,10 +188,10 @@ class PrefixCache:
     def plan_captures(
         self, slots: Int64Array, before: Int64Array, after: Int64Array, *, max_captures: int
     ) -> list[tuple[int, int, int]]:
-        """Boundaries that this forward's chunks checkpoint: row, boundary, checkpoint.
+        """Choose the boundaries that this forward's chunks checkpoint: row, boundary, checkpoint.
 
         Args:
-            slots, before, after: Of all rows; those without a chunk have slot -1.
+            slots, before, after: Slots and lengths of all rows; a row without a chunk has slot -1.
         """
         first, last = before // self._config.block_tokens + 1, after // self._config.block_tokens
         for row in np.flatnonzero((slots >= 0) & (first <= last)).tolist():
@@ -221,7 +219,7 @@ class PrefixCache:
     def passed_boundaries(
         self, slots: IntArray, before: IntArray, after: IntArray
     ) -> list[tuple[int, int]]:
-        """Slots of a forward without chunks, and the boundaries that they are to be saved at."""
+        """Choose the boundaries that a forward without chunks has passed: slot, boundary."""
         first, last = before // self._config.block_tokens + 1, after // self._config.block_tokens
         rows = np.flatnonzero((slots >= 0) & (first <= last)).tolist()
         return [
@@ -231,7 +229,7 @@ class PrefixCache:
         ]
 
     def take_pending(self, slot: int, boundary: int) -> int | None:
-        """A checkpoint for a boundary of a slot; None if it has one or there is none."""
+        """Take a checkpoint for a boundary of a slot; None if it has one or none is left."""
         request = self.requests[slot]
         if self.checkpoint_at(slot, boundary) is not None:
             return None
@@ -242,7 +240,7 @@ class PrefixCache:
             request.pending[boundary] = checkpoint
         return checkpoint
 
-    def publish(self, lengths: Int64Array, is_torn: NDArray[np.bool_]) -> None:
+    def publish(self, lengths: Int64Array, is_torn: BoolArray) -> None:
         """Publish every full block that is `drafts_per_step` tokens behind its request's end."""
         final = np.minimum(lengths - self._config.drafts_per_step, self._num_known)
         num_final = final // self._config.block_tokens
@@ -250,7 +248,7 @@ class PrefixCache:
             self._publish(slot, int(num_final[slot]))
 
     def checkpoint_at(self, slot: int, boundary: int) -> int | None:
-        """The checkpoint of a boundary of a request; None if there is none."""
+        """Return the checkpoint of a request's boundary; None if there is none."""
         request = self.requests.get(slot)
         if request is None or boundary % self._config.block_tokens:
             return None
@@ -263,7 +261,7 @@ class PrefixCache:
         return self.tree.use_checkpoint(node) if node.checkpoint >= 0 else None
 
     def checkpointed_lengths(self, slot: int) -> list[int]:
-        """The boundaries of a request that have a checkpoint."""
+        """Return the boundaries of a request that have a checkpoint."""
         request = self.requests.get(slot)
         if request is None:
             return []
@@ -275,12 +273,12 @@ class PrefixCache:
         return sorted({*published, *request.pending})
 
     def pending_checkpoints(self) -> list[int]:
-        """The checkpoints that requests and the current forward own."""
+        """Return the checkpoints that requests and the current forward own."""
         pending = [each for request in self.requests.values() for each in request.pending.values()]
         return pending + [capture.checkpoint for capture in self._captures]
 
     def cut(self, slot: int, length: int) -> None:
-        """Forget a request's ids from `length` on, and all that was made of them."""
+        """Forget a request's ids from `length` on, with their hashes, nodes and checkpoints."""
         request = self.requests.get(slot)
         if request is None:
             return
@@ -292,7 +290,7 @@ class PrefixCache:
         self._update(slot)
 
     def copy(self, slot: int, fork: int) -> None:
-        """A fork has the same ids, blocks and pending checkpoints."""
+        """Track a fork with the same ids, blocks and pending checkpoints."""
         request = self.requests.get(slot)
         if request is None:
             return
@@ -300,7 +298,7 @@ class PrefixCache:
         self.track(fork, request.copy())
 
     def forget(self, slot: int) -> TrackedRequest | None:
-        """A slot is no longer tracked; returns what is known of its tokens alone."""
+        """Stop tracking a slot; return the record of its tokens alone."""
         request = self.requests.pop(slot, None)
         self._num_known[slot] = self._num_published[slot] = 0
         if request is not None:
@@ -308,7 +306,7 @@ class PrefixCache:
         return request
 
     def _known_path(self, request: TrackedRequest) -> list[PrefixNode]:
-        """The nodes of a prompt's first blocks, one token of the prompt left over."""
+        """Return the nodes of a prompt's first blocks; at least one token is left over."""
         path, block_tokens = [], self._config.block_tokens
         num_blocks = max(0, (request.num_known - 1) // block_tokens)
         for digest in islice(request.new_digests(block_tokens), num_blocks):
@@ -319,7 +317,7 @@ class PrefixCache:
         return path
 
     def _bring(self, path: list[PrefixNode], acquire: Callable[[int], IntArray]) -> bool:
-        """Share the blocks of a path, after those on the host are back; False if they can't be."""
+        """Restore the blocks of a path from the host and share all; False if there is no room."""
         on_device = [node for node in path if node.block >= 0]
         on_host = path[len(on_device) :]
         blocks = np.array([node.block for node in on_device], dtype=np.int32)
@@ -363,7 +361,7 @@ class PrefixCache:
             self.tree.give_checkpoint(node, request.pending.pop(boundary))
 
     def _adopt(self, slot: int, columns: Int64Array, mine: IntArray, known: IntArray) -> None:
-        """Where the same tokens were published before, use those blocks and give up the own."""
+        """Replace own blocks by those that were published before with the same tokens."""
         is_other = mine != known
         if is_other.any():
             self._blocks.share(known[is_other])
@@ -386,7 +384,7 @@ class PrefixCache:
 
 
 def as_token_ids(values: TokenIds) -> IntArray:
-    """Token ids as they are hashed, little-endian int32, in memory of their own."""
+    """Copy token ids to little-endian int32, as they are hashed."""
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"Invalid shape of token ids: expected one axis, got {list(array.shape)}")

@@ -1,8 +1,8 @@
-"""`PrefixTree`: which full blocks hold which tokens, and which of them can go. Knows no tensor.
+"""`PrefixTree`: published blocks by the hash of their tokens, and their eviction. Knows no tensor.
 
 A node is one full block, known by a hash of all tokens up to its end. Its entries lie either on the
-device or on the host. The ancestors of a node on the device are on the device too, and whoever uses
-a block uses all before it: so what nobody uses can always be evicted from the leaves up.
+device or on the host. The ancestors of a node on the device are on the device too. A request that
+uses a block uses all before it, so unused blocks can always be evicted from the leaves up.
 """
 
 import hashlib
@@ -12,24 +12,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.errors import IntegrityError, OutOfBlocksError
 
 DIGEST_BYTES = 32
-IntArray = NDArray[np.int32]
 CopyBlocks = Callable[[IntArray, IntArray], None]
 
 
 def root_digest(meaning: str, salt: bytes) -> bytes:
-    """Where the chain of a tenant starts: no block of another salt or format has its hashes."""
+    """Hash salt and format, the start of a chain that no other salt or format shares."""
     text = f"dsv4 prefix {len(salt)} {meaning} ".encode()
     return hashlib.blake2b(text + salt, digest_size=DIGEST_BYTES).digest()
 
 
 def hash_blocks(previous: bytes, token_ids: memoryview, block_bytes: int) -> Iterator[bytes]:
-    """The hashes of full blocks: each of the one before it and its own ids, little-endian int32."""
+    """Yield the hash of each full block: of the hash before it and its ids, little-endian int32."""
     for end in range(block_bytes, len(token_ids) + 1, block_bytes):
         hashed = previous + token_ids[end - block_bytes : end]
         previous = hashlib.blake2b(hashed, digest_size=DIGEST_BYTES).digest()
@@ -43,11 +42,11 @@ class PrefixNode:
     Attributes:
         digest: The hash of all tokens up to its end.
         parent: The block before it; None for a first one.
-        block, host_block: Where its entries are; -1 for none.
-        checkpoint: The fixed state at its end; -1 for none.
-        last_used: When a request last had it, or one after it.
-        num_device_children: How many of its children are on the device.
-        is_pinned: It must stay on the host for now.
+        block, host_block: The block of its entries on device or host; -1 for none.
+        checkpoint: The checkpoint at its end; -1 for none.
+        last_used: Time of the last use, of it or of a block after it.
+        num_device_children: Children on the device.
+        is_pinned: It must stay on the host.
     """
 
     digest: bytes
@@ -73,13 +72,13 @@ class PrefixTree:
     """Published blocks and checkpoints, least recently used first out.
 
     Args:
-        blocks, checkpoints, host_blocks: Who owns what; the tree is one owner of each of its own.
+        blocks, checkpoints, host_blocks: The owners of each; the tree is one of them.
         copy_to_host, copy_to_device: Copy blocks from the first ids to the second.
 
     Attributes:
         nodes: Every node by its digest.
-        num_evicted_blocks, num_evicted_checkpoints: What had to leave the device.
-        num_lost_blocks: Of the blocks, those that are not on the host either.
+        num_evicted_blocks, num_evicted_checkpoints: Those that had to leave the device.
+        num_lost_blocks: Blocks that left device and host.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class PrefixTree:
         self.num_lost_blocks = 0
         self._blocks, self._checkpoints, self._host_blocks = blocks, checkpoints, host_blocks
         self._copy_to_host, self._copy_to_device = copy_to_host, copy_to_device
-        self._is_mine: NDArray[np.bool_] = np.zeros(blocks.num_blocks, dtype=np.bool_)
+        self._is_mine: BoolArray = np.zeros(blocks.num_blocks, dtype=np.bool_)
         self._num_on_host = 0
         self._clock = 0
         self._queue: _Queue = _Queue()
@@ -126,7 +125,7 @@ class PrefixTree:
     def add(
         self, digests: Sequence[bytes], parent: PrefixNode | None, blocks: IntArray
     ) -> list[PrefixNode]:
-        """Nodes of blocks that follow each other; a hash that is known keeps its block.
+        """Add nodes of blocks that follow each other; a known hash keeps its block.
 
         A node whose block is on the host alone takes the one that is given.
         """
@@ -147,7 +146,7 @@ class PrefixTree:
         return nodes
 
     def give_checkpoint(self, node: PrefixNode, checkpoint: int) -> None:
-        """The tree becomes the owner of a checkpoint; it needs no second one of a node."""
+        """Make the tree the owner of a checkpoint, or release a node's second one."""
         if node.checkpoint >= 0:
             self._checkpoints.release(np.array([checkpoint]))
             return
@@ -155,12 +154,12 @@ class PrefixTree:
         self._checkpointed[node] = None
 
     def use_checkpoint(self, node: PrefixNode) -> int:
-        """The checkpoint of a node, from now on the most recently used one."""
+        """Return the checkpoint of a node and make it the most recently used one."""
         self._checkpointed.move_to_end(node)
         return node.checkpoint
 
     def take_checkpoint(self) -> int | None:
-        """A free checkpoint, or that of the least recently used node; None if there is none."""
+        """Take a free checkpoint or the least recently used one; None if there is none."""
         while not self._checkpoints.num_free:
             if not self._checkpointed:
                 return None
@@ -171,7 +170,7 @@ class PrefixTree:
         return int(self._checkpoints.acquire(1)[0])
 
     def touch(self, node: PrefixNode) -> None:
-        """A request has had this block, and those before it, until now."""
+        """Note that a request used this block, and those before it, until now."""
         self._clock += 1
         node.last_used = self._clock
         self._enqueue(node)
@@ -179,7 +178,7 @@ class PrefixTree:
     def evict(self, num_blocks: int) -> None:
         """Free that many blocks which nobody else owns, the least recently used first.
 
-        They go to the host where there is room, and what was there longest makes room.
+        They go to the host. Blocks that were there longest make room.
 
         Raises:
             OutOfBlocksError: There are not so many. Nothing was changed.
@@ -199,7 +198,7 @@ class PrefixTree:
         self._blocks.release(np.array(ids, dtype=np.int32))
 
     def restore(self, nodes: Iterable[PrefixNode], blocks: IntArray) -> None:
-        """Bring nodes that are on the host to blocks, which become the tree's."""
+        """Copy nodes from the host to blocks, which become the tree's."""
         nodes = list(nodes)
         sources = np.array([node.host_block for node in nodes], dtype=np.int32)
         self._copy_to_device(sources, blocks)
@@ -207,13 +206,13 @@ class PrefixTree:
             self._put_on_device(node, block)
 
     def pin(self, nodes: Iterable[PrefixNode], is_pinned: bool = True) -> None:
-        """Keep nodes on the host while others are evicted, or no longer."""
+        """Keep nodes on the host while others are evicted, or let them go."""
         for node in nodes:
             node.is_pinned = is_pinned
             self._enqueue(node)
 
     def make_host_room(self, num_blocks: int) -> None:
-        """Let blocks on the host go until so many are free there.
+        """Drop blocks on the host until so many are free there.
 
         Raises:
             OutOfBlocksError: There would not be so many. Nothing was changed.
@@ -244,23 +243,23 @@ class PrefixTree:
             if (node.checkpoint >= 0) != (node in self._checkpointed):
                 raise IntegrityError("Prefix tree: a node's checkpoint is not in its order")
 
-    def owned_blocks(self) -> NDArray[np.int64]:
-        """The blocks on the device that the tree owns."""
+    def owned_blocks(self) -> Int64Array:
+        """Return the blocks on the device that the tree owns."""
         return np.flatnonzero(self._is_mine)
 
     def owned_host_blocks(self) -> list[int]:
-        """The blocks on the host that the tree owns."""
+        """Return the blocks on the host that the tree owns."""
         return [node.host_block for node in self.nodes.values() if node.host_block >= 0]
 
     def owned_checkpoints(self) -> list[int]:
-        """The checkpoints that the tree owns."""
+        """Return the checkpoints that the tree owns."""
         return [node.checkpoint for node in self._checkpointed]
 
     def _next_victim(self) -> PrefixNode:
-        """The least recently used block that can go; there is one.
+        """Return the least recently used block that can go; there is one.
 
-        A block may have been met while in use, and its last user, such as a fork from before it
-        was published, has not told when it left. If only such blocks remain, all are queued anew.
+        The queue drops a block that it meets in use. Its last user, such as a fork from before it
+        was published, does not queue it again. If only such blocks remain, all are queued anew.
         """
         node = self._queue.pop(self._can_leave_device)
         if node is None:
@@ -292,7 +291,7 @@ class PrefixTree:
             self._enqueue(parent)
 
     def _move_to_host(self, nodes: list[PrefixNode], blocks: list[int]) -> None:
-        """Give evicted nodes a place on the host, later ones rather than earlier ones."""
+        """Give evicted nodes a place on the host; later ones replace earlier ones."""
         for node in nodes:
             if not self._host_blocks.num_free and not self._drop_from_host():
                 self._remove(node)
@@ -310,7 +309,7 @@ class PrefixTree:
             self._copy_to_host(sources, targets)
 
     def _drop_from_host(self) -> bool:
-        """Lose the least recently used leaf that is on the host alone; False if there is none."""
+        """Remove the least recently used leaf that is on the host alone; False if there is none."""
         node = self._host_queue.pop(lambda node: node.is_host_leaf)
         if node is None:
             return False
@@ -346,7 +345,7 @@ class PrefixTree:
 
 
 class _Queue:
-    """Nodes by their last use. One that was used again, or may not go, is left out when met."""
+    """Nodes by their last use. Entries that are stale, or may not go, are dropped when met."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, PrefixNode]] = []
@@ -360,14 +359,14 @@ class _Queue:
             self._forget_old_uses()
 
     def _forget_old_uses(self) -> None:
-        """One entry for each node; not done again before there are twice as many."""
+        """Keep one entry for each node; not again before there are twice as many."""
         last = {node: (used, count, node) for used, count, node in self._heap}
         self._heap = [entry for node, entry in last.items() if entry[0] == node.last_used]
         heapq.heapify(self._heap)
         self._limit = max(64, 2 * len(self._heap))
 
     def pop(self, may_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
-        """The first node that may go; who frees one met before it pushes that again."""
+        """Take the first node that may go; a node dropped here is pushed again once it is freed."""
         while self._heap:
             last_used, _, node = heapq.heappop(self._heap)
             if node.last_used == last_used and may_go(node):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.memory.capacity import ComponentBytes
+from dsv4.cache.memory.capacity import ComponentBytes, blocks_for
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.errors import OutOfBlocksError
@@ -144,8 +144,9 @@ class PagedCache(AttachedCache):
             raise ValueError(
                 f"Too many tokens in one request: expected at most {limit}, got {lengths.max()}"
             )
-        needed = manager.blocks_for(lengths).sum() - manager.num_slot_blocks[self._slots].sum()
-        self._check_blocks(int(needed), manager.allocator.num_free)
+        num_blocks = manager.books.requests.num_blocks[self._slots].sum()
+        needed = int(blocks_for(manager.config, lengths).sum() - num_blocks)
+        self._check_blocks(needed, manager.allocator.num_free)
 
     @contextmanager
     def forward(
@@ -255,7 +256,7 @@ class PagedCache(AttachedCache):
         )
 
     def _rotations(self, plan: ForwardPlan) -> dict[str, Rotation]:
-        tables, positions = self.manager.rope_tables, plan.tokens.positions
+        tables, positions = self.manager.device_memory.rope_tables, plan.tokens.positions
         return {base: rotation_at(table, positions) for base, table in tables.items()}
 
     def _capture(self, batch: int, longest: int) -> CapturedAttention | None:
@@ -268,7 +269,7 @@ class PagedCache(AttachedCache):
         if captured is not None and captured.fits(batch, longest):
             return captured
         too_long = longest > manager.capacity.max_request_tokens
-        if model is None or hidden is None or too_long or manager.has_open_forward:
+        if model is None or hidden is None or too_long or manager.forward.is_incomplete:
             return None
         modules = [layer.self_attn for layer in model.layers]
         with torch.inference_mode(False), torch.no_grad():
@@ -395,7 +396,7 @@ class PagedCache(AttachedCache):
         self._check_room(len(rows))
         copied = [self._slots[row] for number, row in enumerate(rows) if row in rows[:number]]
         dropped = [slot for row, slot in enumerate(self._slots) if row not in set(rows)]
-        manager.check_whole(np.array(copied, dtype=np.int64))
+        manager.forward.check_whole(np.array(copied, dtype=np.int64))
         self._check_copies(copied, dropped)
         _free(manager, dropped)
         slots: list[int] = []
@@ -409,8 +410,8 @@ class PagedCache(AttachedCache):
         """Refuse forks without enough blocks, before any row is dropped."""
         manager = self.manager
         full = manager.lengths[copied] // manager.config.block_tokens
-        needed = int(np.maximum(manager.num_slot_blocks[copied] - full, 0).sum())
-        table = manager.host_block_table[dropped]
+        needed = int(np.maximum(manager.books.requests.num_blocks[copied] - full, 0).sum())
+        table = manager.books.requests.block_table[dropped]
         num_dropped = np.bincount(table[table >= 0], minlength=manager.capacity.num_blocks)
         num_owners = manager.allocator.num_owners
         freed = int(((num_dropped > 0) & (num_dropped == num_owners)).sum())

@@ -123,7 +123,7 @@ def _filled_manager(shape: AttendShape) -> tuple[KVCacheManager, list[int]]:
     manager = manager_for(config, most, shape.length, device=DEVICE)
     # Each case extends its requests by one token.
     slots = open_requests(manager, most, shape.length - len(shape.batches))
-    for memory in manager.memories:
+    for memory in manager.device_memory.memories:
         fill_rows(memory.window.ring)
         fill_rows(memory.entries)
     return manager, slots

@@ -73,7 +73,7 @@ def prefill_case(shape: PrefillShape, *, device: str) -> AttendCase:
     config = CacheConfig.v4_flash(compress_ratios=(shape.ratio,))
     manager = manager_for(config, 1, CONTEXT, device=device, chunk=CHUNK)
     slots = open_requests(manager, 1, CONTEXT - CHUNK)
-    (memory,) = manager.memories
+    (memory,) = manager.device_memory.memories
     for pages in (memory.window.ring, memory.window.workspace, memory.entries):
         fill_rows(pages)
     num_entries = shape.num_selected or CONTEXT // shape.ratio

@@ -107,7 +107,7 @@ def decode_case(
 
 def fill_storages(manager: KVCacheManager) -> None:
     """Fill all slots and blocks with random rows and tails."""
-    for memory in manager.memories:
+    for memory in manager.device_memory.memories:
         _fill_slots(memory)
         _fill_blocks(memory)
     _copy_blocks(manager.paged.storage)

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.memory.capacity import blocks_for
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.tools.bench.environment import environment
@@ -73,7 +74,7 @@ def _filled(config: CacheConfig, num_requests: int) -> KVCacheManager:
 
 def _check(manager: KVCacheManager, before: list[int]) -> None:
     """Refuse to time a plan that is wrong."""
-    positions = manager.plan_buffers.host["positions"][: len(before)]
-    needed = manager.blocks_for(manager.lengths)
-    if positions.tolist() != before or (manager.num_slot_blocks != needed).any():
+    positions = manager.device_memory.plan_buffers.host["positions"][: len(before)]
+    needed = blocks_for(manager.config, manager.lengths)
+    if positions.tolist() != before or (manager.books.requests.num_blocks != needed).any():
         raise RuntimeError("The plan is wrong; its time is not reported")

@@ -44,18 +44,18 @@ def _bench_prefix(num_tokens: int, num_rounds: int, device: str) -> dict[str, An
     )  # fmt: skip
     num_hit_tokens = _publish(manager, ids)
     times: dict[str, list[float]] = {"hit": [], "hit_without_copy": [], "hash_of_a_block": []}
-    load = manager.checkpoints.load
+    load = manager.device_memory.checkpoints.load
     for _ in range(num_rounds):
         times["hit"].append(_time_hit(manager, ids, num_hit_tokens))
-        manager.checkpoints.load = _leave_to_device  # type: ignore[method-assign]
+        manager.device_memory.checkpoints.load = _leave_to_device  # type: ignore[method-assign]
         times["hit_without_copy"].append(_time_hit(manager, ids, num_hit_tokens))
-        manager.checkpoints.load = load  # type: ignore[method-assign]
+        manager.device_memory.checkpoints.load = load  # type: ignore[method-assign]
         times["hash_of_a_block"].append(_time_hash(manager.prefix, ids))
     return {
         "bench": "prefix",
         "num_tokens": num_tokens,
         "num_hit_tokens": num_hit_tokens,
-        "checkpoint_bytes": manager.checkpoints.storage.shape[1],
+        "checkpoint_bytes": manager.device_memory.checkpoints.storage.shape[1],
         "best_us": {name: min(values) for name, values in times.items()},
         **summarize(times),
         "target_us": {"hit_without_copy": HIT_TARGET_US, "hash_of_a_block": HASH_TARGET_US},

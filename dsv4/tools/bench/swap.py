@@ -118,7 +118,7 @@ def _stored(manager: KVCacheManager, slot: int) -> Iterator[Tensor]:
     """Yield all bytes of a request: its slot, then its blocks in order, some at a time."""
     yield manager.state.storage[slot]
     storage = manager.paged.storage
-    blocks = manager.host_block_table[slot, : manager.num_slot_blocks[slot]].astype(np.int64)
+    blocks = manager.books.requests.blocks_of(slot).astype(np.int64)
     for part in torch.from_numpy(blocks).split(COMPARED_AT_ONCE):
         yield storage[part.to(storage.device)]
 

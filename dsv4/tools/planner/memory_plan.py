@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from dsv4.cache.memory.capacity import Capacity, ComponentBytes, blocks_for
+from dsv4.checks import check_int
 from dsv4.config import CacheConfig
 
 TOKEN_COMPONENTS = ("csa_entries", "index_keys", "hca_entries", "block_padding")
@@ -51,9 +52,7 @@ class MemoryPlan:
             ("gpu_bytes", 1), ("weights_bytes", 0), ("reserved_bytes", 0), ("num_ranks", 1),
             ("num_requests", 1), ("context_tokens", 1),
         ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"Invalid {name}: expected an integer >= {least}, got {value!r}")
+            check_int(name, getattr(self, name), at_least=least)
         if self.context_tokens > self.config.max_position:
             raise ValueError(
                 f"Invalid context_tokens: expected at most {self.config.max_position} "

@@ -103,7 +103,7 @@ def test_ranges_are_those_of_the_rows(path, monkeypatch, kv_format, index_format
     manager = save(path, config)
     report = inspect(path)
     gathered = {}
-    plan_rows = manager.host_block_table[1, :3]
+    plan_rows = manager.books.requests.block_table[1, :3]
     for idx in (1, 3):
         pages = manager.paged.layer(idx)
         flat = torch.cat([torch.arange(int(b) * 32, int(b) * 32 + 32) for b in plan_rows])[:67]
@@ -288,5 +288,5 @@ def test_refuses_a_file_with_too_few_blocks(path):
     save(path)
     config, saved = read_any(path)
     write_saved(path, SavedRequest(270, 270, saved.slot, saved.blocks[:2].clone()), config)
-    with pytest.raises(ValueError, match="expected 3 blocks, got 2"):
+    with pytest.raises(ValueError, match="expected 3 blocks and a floor from 0 to 270, got 2 and"):
         read_any(path)

@@ -1,18 +1,17 @@
-"""How a plan travels to a device with memory of its own, without waiting for it."""
+"""`Staging`: carries a plan to a device with memory of its own, without waiting for it."""
 
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-IntArray = NDArray[np.int32]
+from dsv4.cache.memory.arrays import IntArray
+
 NUM_BUFFERS = 4
 
 
 class Event(Protocol):
-    """A mark in a device's queue, as `torch.cuda.Event` is one."""
+    """A mark in a device's queue, like `torch.cuda.Event`."""
 
     def record(self) -> None: ...
 
@@ -28,15 +27,15 @@ class Staging:
         self.target = target
 
     def send(self, values: IntArray) -> None:
-        """Bring `values` to the target, after all that was queued before."""
+        """Copy `values` to the target, after all work queued before."""
         self.target.copy_(torch.from_numpy(values))
 
 
 class PinnedStaging(Staging):
     """Fills a CUDA tensor from pinned buffers in rotation and does not wait.
 
-    A buffer is written again only when the copy out of it is done. That is a wait only if the
-    device is `NUM_BUFFERS` plans behind.
+    A buffer is written again only when the copy out of it is done. The host waits only for a
+    device that is `NUM_BUFFERS` plans behind.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -65,7 +64,7 @@ class PinnedStaging(Staging):
 
 
 class _DeviceEvent:
-    """An event on the current stream of one device, whichever device is current."""
+    """An event on the current stream of one device, even if another device is current."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,7 +81,7 @@ class _DeviceEvent:
 
 
 def staging_for(device: torch.device) -> type[Staging] | None:
-    """What carries plans to a device; None where host and device are the same memory."""
+    """Return the staging of a device; None where host and device are the same memory."""
     if device.type == "cpu":
         return None
     return PinnedStaging if device.type == "cuda" else Staging

@@ -1,0 +1,197 @@
+"""`PlanBuffers`: the arrays of a forward plan, at addresses that never change."""
+
+import numpy as np
+import torch
+
+from dsv4.cache.memory.arrays import Int64Array, IntArray
+from dsv4.cache.memory.staging import Staging
+from dsv4.kernels.contracts import TokenMap
+
+
+class PlanBuffers:
+    """The static buffers of a manager's plans, one packed run of int32 on host and device.
+
+    Rows and tokens that a plan does not use read as padding, so a graph captured with a larger
+    batch can run it. Padding rows have slot -1 and no tokens; padding tokens belong to the first
+    such row. One row more than a plan can use is always padding.
+
+    On the CPU, host and device are the same memory. Elsewhere the changed elements of the block
+    table travel with the plan, as pairs of flat index and value.
+
+    Args:
+        max_requests, max_tokens: The most rows and tokens of a plan.
+        max_table_updates: The most elements of the block table that one upload brings.
+        max_captures: The most block boundaries that one forward checkpoints.
+        block_table: The block table on the device.
+        blocks: The blocks `[num_blocks, block_bytes]`; a plan may copy some.
+        staging: Carries the buffers to the device; None if that is the same memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_tokens: int,
+        max_table_updates: int,
+        max_captures: int,
+        block_table: torch.Tensor,
+        blocks: torch.Tensor,
+        staging: type[Staging] | None,
+    ) -> None:
+        sizes = {  # int64 arrays first, because of their alignment
+            "table_index": 2 * max_table_updates,
+            "copy_rows": 4 * max_requests,
+            "table_value": max_table_updates,
+            "request_slots": max_requests + 1,
+            "positions_before": max_requests + 1,
+            "positions_after": max_requests + 1,
+            "token_starts": max_requests + 1,
+            "workspace_starts": max_requests + 1,
+            "chunk_ids": max_requests,
+            "positions": max_tokens,
+            "request_ids": max_tokens,
+            "captures": 3 * max_captures,
+        }
+        self._packed: IntArray = np.zeros(sum(sizes.values()), dtype=np.int32)
+        host = torch.from_numpy(self._packed)
+        self.packed = host if staging is None else torch.zeros_like(host, device=block_table.device)
+        self._staging = None if staging is None else staging(self.packed)
+        self.host: dict[str, IntArray] = {}
+        self.device: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, size in sizes.items():
+            self.host[name] = self._packed[start : start + size]
+            self.device[name] = self.packed[start : start + size]
+            start += size
+        self._block_table = block_table
+        self._table_updates = _TableUpdates(
+            block_table.view(-1),
+            self.host.pop("table_index").view(np.int64), self.host.pop("table_value"),
+            self.device.pop("table_index").view(torch.int64), self.device.pop("table_value"),
+        )  # fmt: skip
+        self._copies = _BlockCopies(
+            blocks,
+            self.host.pop("copy_rows").view(np.int64).reshape(2, max_requests),
+            self.device.pop("copy_rows").view(torch.int64).view(2, max_requests),
+        )
+        self._host_captures = self.host.pop("captures").reshape(max_captures, 3)
+        self._captures = self.device.pop("captures").view(max_captures, 3)
+        self._padded_to = 0
+        self._padded_sizes = (-1, -1)
+        self.pad(0, 0)
+        self._token_map: TokenMap | None = None
+        self._sizes = (0, 0, 0, 0)
+
+    def token_map(self, batch: int, num_tokens: int, num_chunks: int, max_step: int) -> TokenMap:
+        """Cut the buffers to a forward's size; a forward of the same size reuses the last cut."""
+        sizes = (batch, num_tokens, num_chunks, max_step)
+        if self._token_map is None or self._sizes != sizes:
+            lengths = {"positions": num_tokens, "request_ids": num_tokens, "chunk_ids": num_chunks}
+            self._sizes = sizes
+            self._token_map = TokenMap(
+                **{name: full[: lengths.get(name, batch)] for name, full in self.device.items()},
+                block_table=self._block_table,
+                max_step=max_step,
+            )
+        return self._token_map
+
+    def reserve(self, num_tokens: int) -> None:
+        """Pad at least that many tokens in every later plan: a captured graph reads them."""
+        self._padded_to = max(self._padded_to, num_tokens)
+        self._padded_sizes = (-1, -1)
+
+    def pad(self, batch: int, num_tokens: int) -> None:
+        """Make padding of all rows and tokens that a plan of this size does not use.
+
+        Tokens are padded as far as an earlier plan or a captured graph reaches. A plan of the
+        last one's size finds its padding in place.
+        """
+        if self._padded_sizes == (batch, num_tokens):
+            return
+        host = self.host
+        host["request_slots"][batch:] = -1
+        host["positions_before"][batch:] = 0
+        host["positions_after"][batch:] = 0
+        host["token_starts"][batch:] = num_tokens
+        host["workspace_starts"][batch:] = -1
+        end = self._padded_to = max(self._padded_to, num_tokens)
+        host["positions"][num_tokens:end] = 0
+        host["request_ids"][num_tokens:end] = batch
+        self._padded_sizes = (batch, num_tokens)
+
+    def note_copies(self, sources: IntArray, targets: IntArray) -> None:
+        """Copy whole blocks with the next upload, all at once; at most one per request."""
+        self._copies.note(sources, targets)
+
+    def note_captures(self, points: list[tuple[int, int, int]]) -> torch.Tensor:
+        """Store row, boundary and checkpoint of each capture; return where the device has them."""
+        self._host_captures[: len(points)] = points
+        return self._captures[: len(points)]
+
+    def upload(self, changed: Int64Array, values: IntArray) -> None:
+        """Queue the host's values, the block table's changes and copies of blocks.
+
+        Args:
+            changed: Flat indices of the block table's changed elements.
+            values: Their present values.
+        """
+        if self._staging is not None:
+            limit = self._table_updates.limit
+            for start in range(0, max(len(changed), 1), limit):
+                part = slice(start, start + limit)
+                num_updates = self._table_updates.write(changed[part], values[part])
+                self._staging.send(self._packed)
+                self._table_updates.apply(num_updates)
+        self._copies.apply()
+
+
+class _TableUpdates:
+    """Changes of the block table on their way to the device, as flat indices and values."""
+
+    def __init__(
+        self,
+        table: torch.Tensor,
+        host_index: Int64Array,
+        host_value: IntArray,
+        index: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        self._table = table
+        self._host_index, self._host_value = host_index, host_value
+        self._index, self._value = index, value
+
+    @property
+    def limit(self) -> int:
+        """The most changes of one upload."""
+        return len(self._host_index)
+
+    def write(self, changed: Int64Array, values: IntArray) -> int:
+        """Write changes to the host's buffers and return their number."""
+        self._host_index[: len(changed)] = changed
+        self._host_value[: len(changed)] = values
+        return len(changed)
+
+    def apply(self, num_updates: int) -> None:
+        """Queue the uploaded changes: one launch, or none."""
+        if num_updates:
+            self._table.index_copy_(0, self._index[:num_updates], self._value[:num_updates])
+
+
+class _BlockCopies:
+    """Copies of blocks that a plan makes before its forward: `[2, n]`, sources and targets."""
+
+    def __init__(self, blocks: torch.Tensor, host_rows: Int64Array, rows: torch.Tensor) -> None:
+        self._blocks, self._host_rows, self._rows = blocks, host_rows, rows
+        self._count = 0
+
+    def note(self, sources: IntArray, targets: IntArray) -> None:
+        self._count = len(sources)
+        self._host_rows[0, : self._count] = sources
+        self._host_rows[1, : self._count] = targets
+
+    def apply(self) -> None:
+        """Queue the noted copies, if any."""
+        if self._count:
+            sources, targets = self._rows[:, : self._count]
+            self._blocks.index_copy_(0, targets, self._blocks.index_select(0, sources))
+            self._count = 0
