@@ -279,7 +279,7 @@ class KVCacheManager:
         self._check_whole(slot)
         requests = self.books.requests
         saved = copy_request(
-            self.config, self.schemas, self.state, self.paged, slot=slot,
+            self.device_memory.layout, self.state, self.paged, slot=slot,
             blocks=torch.from_numpy(requests.blocks_of(slot)).long(),
             length=int(requests.lengths[slot]),
         )  # fmt: skip
@@ -294,7 +294,7 @@ class KVCacheManager:
             ValueError: The file is damaged, or of a cache whose bytes mean something else.
             NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
         """
-        saved = read_saved(path, self.config, state=self.state, paged=self.paged)
+        saved = read_saved(path, self.config, self.device_memory.layout)
         if saved.length > self.capacity.max_request_tokens:
             raise ValueError(
                 f"Too many tokens in one request: expected at most "

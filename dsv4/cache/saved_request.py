@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.memory.capacity import blocks_for
-from dsv4.cache.memory.layout import RunLayout, block_layout, slot_layout
-from dsv4.cache.memory.paged_cache import PagedKVPool
-from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
-from dsv4.cache.memory.state_cache import StateCachePool
+from dsv4.cache.memory.layout import CacheLayout, cache_layout
+from dsv4.cache.memory.paged_cache import LayerPages, PagedKVPool
+from dsv4.cache.memory.schema import build_schemas
+from dsv4.cache.memory.state_cache import LayerState, StateCachePool
 from dsv4.config import CacheConfig
+from dsv4.kernels.layer_memory import LayerLayout
 
 FORMAT = "dsv4-request-2"
 METADATA_KEY = "request"
@@ -51,8 +52,7 @@ class SavedRequest:
 
 
 def copy_request(
-    config: CacheConfig,
-    schemas: tuple[LayerCacheSchema, ...],
+    layout: CacheLayout,
     state: StateCachePool,
     paged: PagedKVPool,
     *,
@@ -66,39 +66,28 @@ def copy_request(
         blocks: `[num_blocks]` int64, the request's blocks in order.
     """
     cpu = torch.device("cpu")
-    old_state, new_state = (
-        StateCachePool(schemas, state.layout, max_requests=1, device=cpu) for _ in range(2)
-    )
+    old_state, new_state = (StateCachePool(layout, max_requests=1, device=cpu) for _ in range(2))
     old_paged, new_paged = (
-        PagedKVPool(
-            schemas, paged.layout, num_blocks=len(blocks), index_global_scale=None, device=cpu
-        )
+        PagedKVPool(layout, num_blocks=len(blocks), index_global_scale=None, device=cpu)
         for _ in range(2)
     )
     old_state.storage[0] = state.storage[slot].cpu()
     old_paged.storage[:] = paged.storage[blocks].cpu()
-    for layer_idx, schema in enumerate(schemas):
-        _copy_state(layer_idx, schema, old_state, new_state, length, config.sliding_window)
-        _copy_entries(layer_idx, schema, old_paged, new_paged, length)
+    for layer_idx, layer in enumerate(layout.layers):
+        _copy_state(layer, old_state.layer(layer_idx), new_state.layer(layer_idx), length)
+        _copy_entries(layer, old_paged.layer(layer_idx), new_paged.layer(layer_idx), length)
     return SavedRequest(length, length, new_state.storage[0], new_paged.storage)
 
 
-def _copy_state(
-    layer_idx: int,
-    schema: LayerCacheSchema,
-    old: StateCachePool,
-    new: StateCachePool,
-    length: int,
-    window: int,
-) -> None:
-    source, target = old.layer(layer_idx), new.layer(layer_idx)
-    rows = torch.arange(max(0, length - window), length) % schema.ring_rows
+def _copy_state(layer: LayerLayout, source: LayerState, target: LayerState, length: int) -> None:
+    rows = torch.arange(max(0, length - layer.window), length) % layer.ring_rows
     target.ring.data[0, rows] = source.ring.data[0, rows]
     target.ring.scales[0, rows] = source.ring.scales[0, rows]
-    if not schema.ratio:
+    if not layer.ratio:
         return
-    start = length // schema.ratio * schema.ratio - schema.tail_buffer_size_b
-    rows = torch.arange(max(0, start), length) % schema.tail_rows
+    overlap = layer.ratio * (layer.num_series - 1)  # rows that the next CSA window reads again
+    start = length // layer.ratio * layer.ratio - overlap
+    rows = torch.arange(max(0, start), length) % layer.tail_rows
     for from_tail, to_tail in (
         (source.tail, target.tail),
         (source.index_tail, target.index_tail),
@@ -108,12 +97,11 @@ def _copy_state(
 
 
 def _copy_entries(
-    layer_idx: int, schema: LayerCacheSchema, old: PagedKVPool, new: PagedKVPool, length: int
+    layer: LayerLayout, source: LayerPages | None, target: LayerPages | None, length: int
 ) -> None:
-    source, target = old.layer(layer_idx), new.layer(layer_idx)
     if source is None or target is None:
         return
-    full, rest = divmod(length // schema.ratio, schema.entries_per_block)
+    full, rest = divmod(length // layer.ratio, layer.entries_per_block)
     for from_rows, to_rows in (
         (source.entries, target.entries),
         (source.index_keys, target.index_keys),
@@ -149,18 +137,14 @@ def write_saved(path: str | os.PathLike[str], saved: SavedRequest, config: Cache
 
 
 def read_saved(
-    path: str | os.PathLike[str],
-    config: CacheConfig,
-    *,
-    state: StateCachePool,
-    paged: PagedKVPool,
+    path: str | os.PathLike[str], config: CacheConfig, layout: CacheLayout
 ) -> SavedRequest:
-    """Read a request that these pools can hold with the same meaning; refuse anything else."""
+    """Read a request of a cache with the same meaning; refuse anything else."""
     with _open(path) as file:
         description = _read_description(path, file.metadata() or {})
         _check_meaning(path, description, config)
         saved = _read_request(path, description, file)
-    _check_sizes(path, saved, config, state.layout, paged.layout)
+    _check_sizes(path, saved, config, layout)
     return saved
 
 
@@ -171,11 +155,7 @@ def read_any(path: str | os.PathLike[str]) -> tuple[CacheConfig, SavedRequest]:
         config = _read_config(path, description)
         _check_meaning(path, description, config)
         saved = _read_request(path, description, file)
-    schemas = build_schemas(config)
-    slots, blocks = (
-        layout(schemas, page_align=config.page_align) for layout in (slot_layout, block_layout)
-    )
-    _check_sizes(path, saved, config, slots, blocks)
+    _check_sizes(path, saved, config, cache_layout(config, build_schemas(config)))
     return config, saved
 
 
@@ -206,16 +186,13 @@ def _read_request(
 
 
 def _check_sizes(
-    path: str | os.PathLike[str],
-    saved: SavedRequest,
-    config: CacheConfig,
-    slots: RunLayout,
-    blocks: RunLayout,
+    path: str | os.PathLike[str], saved: SavedRequest, config: CacheConfig, layout: CacheLayout
 ) -> None:
-    if saved.slot.shape != (slots.num_bytes,) or saved.blocks.shape[1:] != (blocks.num_bytes,):
+    slot_bytes, block_bytes = layout.slots.num_bytes, layout.blocks.num_bytes
+    if saved.slot.shape != (slot_bytes,) or saved.blocks.shape[1:] != (block_bytes,):
         raise _refusal(
             path,
-            f"expected a slot of {slots.num_bytes} and blocks of {blocks.num_bytes} bytes, "
+            f"expected a slot of {slot_bytes} and blocks of {block_bytes} bytes, "
             f"got {list(saved.slot.shape)} and {list(saved.blocks.shape)}",
         )
     num_blocks = int(blocks_for(config, np.array([saved.length]))[0])

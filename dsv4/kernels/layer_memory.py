@@ -97,6 +97,37 @@ class LayerLayout:
         """The row of an index key."""
         return index_row(self.index_format, head_dim=self.index_head_dim)
 
+    def cut_ring(self, slots: Tensor) -> PagedRows:
+        """Cut the window ring out of slots `[max_requests, slot_bytes]`, one page each."""
+        return PagedRows(self.kv_row, slots, self.ring_offset, self.ring_rows)
+
+    def cut_entries(self, blocks: Tensor) -> PagedRows | None:
+        """Cut the compressed entries out of blocks `[num_blocks, block_bytes]`; None for SWA."""
+        return self._cut_pages(blocks, self.entries_offset, self.kv_row)
+
+    def cut_index_keys(self, blocks: Tensor) -> PagedRows | None:
+        """Cut the index keys out of blocks; None unless CSA."""
+        return self._cut_pages(blocks, self.index_offset, self.index_row)
+
+    def cut_tail(self, slots: Tensor) -> Tensor | None:
+        """Cut the tails `[max_requests, tail_rows, 2, num_series × head_dim]`; None for SWA."""
+        return self._cut_tail(slots, self.tail_offset, self.head_dim)
+
+    def cut_index_tail(self, slots: Tensor) -> Tensor | None:
+        """Cut the tails of the indexer; None unless CSA."""
+        return self._cut_tail(slots, self.index_tail_offset, self.index_head_dim)
+
+    def _cut_pages(self, blocks: Tensor, offset: int, row: RowFormat) -> PagedRows | None:
+        return None if offset < 0 else PagedRows(row, blocks, offset, self.entries_per_block)
+
+    def _cut_tail(self, slots: Tensor, offset: int, head_dim: int) -> Tensor | None:
+        if offset < 0:
+            return None
+        return cut_tail(
+            slots, offset=offset, num_rows=self.tail_rows,
+            width=self.num_series * head_dim, dtype=getattr(torch, self.tail_dtype),
+        )  # fmt: skip
+
 
 def _read_value(text: str) -> Any:
     """A value of a layout's key: a number, a bool, or else a name."""
@@ -146,7 +177,7 @@ class LayerMemory(LayerStorages):
         """The ring and the workspace."""
         layout = self.layout
         return WindowRows(
-            PagedRows(layout.kv_row, self.slots, layout.ring_offset, layout.ring_rows),
+            layout.cut_ring(self.slots),
             PagedRows(layout.kv_row, self.workspace, 0, layout.workspace_rows),
             layout.window,
         )
@@ -154,24 +185,22 @@ class LayerMemory(LayerStorages):
     @cached_property
     def entries(self) -> PagedRows | None:
         """Pages of compressed entries; None for SWA."""
-        return self._pages(self.layout.entries_offset, self.layout.kv_row)
+        return self.layout.cut_entries(self.blocks)
 
     @cached_property
     def index_keys(self) -> PagedRows | None:
         """Pages of index keys; None unless CSA."""
-        if self.layout.index_offset < 0:
-            return None
-        return self._pages(self.layout.index_offset, self.layout.index_row)
+        return self.layout.cut_index_keys(self.blocks)
 
     @property
     def tail(self) -> Tensor | None:
         """`[max_requests, tail_rows, 2, num_series × head_dim]`; None for SWA."""
-        return self._tail(self.layout.tail_offset, self.layout.head_dim)
+        return self.layout.cut_tail(self.slots)
 
     @property
     def index_tail(self) -> Tensor | None:
         """The same of the indexer; None unless CSA."""
-        return self._tail(self.layout.index_tail_offset, self.layout.index_head_dim)
+        return self.layout.cut_index_tail(self.slots)
 
     @property
     def rope(self) -> RopeTable:
@@ -184,17 +213,3 @@ class LayerMemory(LayerStorages):
         flat, dim = self.partials.view(-1), self.layout.head_dim
         num_accumulators = flat.shape[0] // (dim + 2) * dim
         return flat[:num_accumulators], flat[num_accumulators:]
-
-    def _pages(self, offset: int, row: RowFormat) -> PagedRows | None:
-        if offset < 0:
-            return None
-        return PagedRows(row, self.blocks, offset, self.layout.entries_per_block)
-
-    def _tail(self, offset: int, head_dim: int) -> Tensor | None:
-        layout = self.layout
-        if offset < 0:
-            return None
-        return cut_tail(
-            self.slots, offset=offset, num_rows=layout.tail_rows,
-            width=layout.num_series * head_dim, dtype=getattr(torch, layout.tail_dtype),
-        )  # fmt: skip

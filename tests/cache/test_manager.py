@@ -261,8 +261,8 @@ def swap_two_blocks(manager):
 
 
 def change_the_device_table(manager):
-    manager.block_table = manager.block_table.clone()
-    manager.block_table[1, 1] += 1
+    manager.device_memory.block_table = manager.block_table.clone()
+    manager.device_memory.block_table[1, 1] += 1
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,8 @@ def test_unsigned_slots_do_not_wrap_into_padding(manager):
 
 CORRUPTIONS = {
     "block id too large": lambda m: m.books.requests.block_table.__setitem__((0, 0), 99),
-    "negative length": lambda m: m.lengths.__setitem__(1, -1),
-    "torn while closed": lambda m: m.is_torn.__setitem__(3, True),
+    "negative length": lambda m: m.books.requests.lengths.__setitem__(1, -1),
+    "torn while closed": lambda m: m.books.requests.is_torn.__setitem__(3, True),
     "free list names no block": lambda m: m.allocator._free.__setitem__(0, 9),
     "free list negative": lambda m: m.allocator._free.__setitem__(0, -1),
     "negative owners": lambda m: m.allocator._num_owners.__setitem__(7, -1),

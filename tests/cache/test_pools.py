@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4.cache.memory.layout import block_layout, slot_layout
+from dsv4.cache.memory.layout import cache_layout
 from dsv4.cache.memory.paged_cache import PagedKVPool
 from dsv4.cache.memory.schema import build_schemas
 from dsv4.cache.memory.state_cache import StateCachePool
@@ -34,19 +34,15 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def paged_pool(config):
-    schemas = build_schemas(config)
     return PagedKVPool(
-        schemas, block_layout(schemas, page_align=config.page_align),
-        num_blocks=NUM_BLOCKS,
-        index_global_scale=config.index_global_scale,
-        device=torch.device("cpu"),
+        cache_layout(config, build_schemas(config)), num_blocks=NUM_BLOCKS,
+        index_global_scale=config.index_global_scale, device=torch.device("cpu"),
     )  # fmt: skip
 
 
 def state_pool(config):
-    schemas = build_schemas(config)
-    layout = slot_layout(schemas, page_align=config.page_align)
-    return StateCachePool(schemas, layout, max_requests=MAX_REQUESTS, device=torch.device("cpu"))
+    layout = cache_layout(config, build_schemas(config))
+    return StateCachePool(layout, max_requests=MAX_REQUESTS, device=torch.device("cpu"))
 
 
 def spec(view):

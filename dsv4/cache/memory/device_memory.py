@@ -5,7 +5,7 @@ import torch
 from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.cache.memory.checkpoints import CheckpointPool
-from dsv4.cache.memory.layout import block_layout, layer_layouts, slot_layout
+from dsv4.cache.memory.layout import cache_layout
 from dsv4.cache.memory.paged_cache import PagedKVPool
 from dsv4.cache.memory.plan_buffers import PlanBuffers
 from dsv4.cache.memory.schema import LayerCacheSchema
@@ -25,6 +25,7 @@ class DeviceMemory:
         host_block_table: `[max_requests, max_blocks]`; on the CPU the device's is the same memory.
 
     Attributes:
+        layout: Offsets of every layer's rows.
         paged, state, checkpoints: The pools of blocks, of slots and of checkpoints.
         block_table: `[max_requests, max_blocks]` int32, -1 where there is none.
         plan_buffers: The arrays of the current plan.
@@ -41,17 +42,13 @@ class DeviceMemory:
         host_block_table: IntArray,
         device: torch.device,
     ) -> None:
-        config, align = capacity.config, capacity.config.page_align
+        config, rows = capacity.config, capacity.workspace_rows
+        self.layout = cache_layout(config, schemas, workspace_rows=rows)
         self.paged = PagedKVPool(
-            schemas, block_layout(schemas, page_align=align),
-            num_blocks=capacity.num_blocks,
-            index_global_scale=config.index_global_scale,
-            device=device,
+            self.layout, num_blocks=capacity.num_blocks,
+            index_global_scale=config.index_global_scale, device=device,
         )  # fmt: skip
-        self.state = StateCachePool(
-            schemas, slot_layout(schemas, page_align=align),
-            max_requests=capacity.max_requests, device=device,
-        )  # fmt: skip
+        self.state = StateCachePool(self.layout, max_requests=capacity.max_requests, device=device)
         self.checkpoints = CheckpointPool(
             schemas, num_checkpoints=capacity.num_checkpoints, device=device
         )
@@ -62,7 +59,6 @@ class DeviceMemory:
             max_table_updates=capacity.max_table_updates, max_captures=capacity.max_captures,
             block_table=self.block_table, blocks=self.paged.storage, staging=staging,
         )  # fmt: skip
-        rows = capacity.workspace_rows
         workspace_bytes = config.kv_row.page_bytes(rows, align=BYTE_ALIGN)
         self.workspace = torch.zeros(1, workspace_bytes, dtype=torch.uint8, device=device)
         self.pooled = torch.zeros(capacity.pooling_windows, config.head_dim, device=device)
@@ -83,13 +79,10 @@ class DeviceMemory:
             self.arrivals, self.index_scratch, self.partials,
             self.paged.indexer_global_scale if has_scale else None,
         )  # fmt: skip
-        layouts = layer_layouts(
-            config, schemas, self.state.layout, self.paged.layout, workspace_rows=rows
-        )
         ropes = [self.rope_tables[layer.rope_base] for layer in config.schedule]
         self.memories = tuple(
             LayerMemory(*storages, rope.cos, rope.sin, layout)
-            for rope, layout in zip(ropes, layouts, strict=True)
+            for rope, layout in zip(ropes, self.layout.layers, strict=True)
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

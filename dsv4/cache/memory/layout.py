@@ -35,6 +35,20 @@ class RunLayout:
     padding: int
 
 
+@dataclass(frozen=True)
+class CacheLayout:
+    """The runs of a cache, and each layer's rows in them.
+
+    Attributes:
+        blocks, slots: The parts of one block and of one slot.
+        layers: Offsets, counts and formats of each layer, which cut its rows out of storages.
+    """
+
+    blocks: RunLayout
+    slots: RunLayout
+    layers: tuple[LayerLayout, ...]
+
+
 def block_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> RunLayout:
     """Lay out the pages of one block: all KV entries, then all index keys."""
     return _lay_out(
@@ -71,16 +85,13 @@ def _checkpoint_parts(schemas: tuple[LayerCacheSchema, ...]) -> list[tuple[int, 
     ]
 
 
-def layer_layouts(
-    config: CacheConfig,
-    schemas: tuple[LayerCacheSchema, ...],
-    slots: RunLayout,
-    blocks: RunLayout,
-    *,
-    workspace_rows: int,
-) -> tuple[LayerLayout, ...]:
-    """Describe each layer's rows in the storages, for the kernels."""
-    return tuple(
+def cache_layout(
+    config: CacheConfig, schemas: tuple[LayerCacheSchema, ...], *, workspace_rows: int = 0
+) -> CacheLayout:
+    """Lay out blocks and slots, and describe each layer's rows in them."""
+    blocks = block_layout(schemas, page_align=config.page_align)
+    slots = slot_layout(schemas, page_align=config.page_align)
+    layers = tuple(
         LayerLayout(
             ratio=schema.ratio,
             window=config.sliding_window,
@@ -106,6 +117,7 @@ def layer_layouts(
         )
         for idx, schema in enumerate(schemas)
     )
+    return CacheLayout(blocks, slots, layers)
 
 
 def _lay_out(num_layers: int, parts: Iterable[tuple[int, str, int]], *, align: int) -> RunLayout:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.cache.memory.layout import RunLayout
-from dsv4.cache.memory.schema import LayerCacheSchema
+from dsv4.cache.memory.layout import CacheLayout
 from dsv4.formats import PagedRows
+from dsv4.kernels.layer_memory import LayerLayout
 
 
 @dataclass(frozen=True)
@@ -60,31 +60,26 @@ class PagedKVPool:
 
     def __init__(
         self,
-        schemas: tuple[LayerCacheSchema, ...],
-        layout: RunLayout,
+        layout: CacheLayout,
         *,
         num_blocks: int,
         index_global_scale: float | None,
         device: torch.device,
     ) -> None:
-        self.layout = layout
-        self.storage = torch.zeros(num_blocks, layout.num_bytes, dtype=torch.uint8, device=device)
+        self.layout = layout.blocks
+        self.storage = torch.zeros(
+            num_blocks, self.layout.num_bytes, dtype=torch.uint8, device=device
+        )
         scale = 1.0 if index_global_scale is None else index_global_scale
         self.indexer_global_scale = torch.tensor(scale, dtype=torch.float32, device=device)
-        self._layers = tuple(self._view(idx, schema) for idx, schema in enumerate(schemas))
+        self._layers = tuple(self._cut(layer) for layer in layout.layers)
 
     def layer(self, layer_idx: int) -> LayerPages | None:
-        """The pages of a layer; None for SWA."""
+        """Return the pages of a layer; None for SWA."""
         return self._layers[layer_idx]
 
-    def _view(self, layer_idx: int, schema: LayerCacheSchema) -> LayerPages | None:
-        offsets, rows = self.layout.offsets[layer_idx], schema.entries_per_block
-        if "entries" not in offsets:
+    def _cut(self, layer: LayerLayout) -> LayerPages | None:
+        entries = layer.cut_entries(self.storage)
+        if entries is None:
             return None
-        entries = schema.kv_row.pages(self.storage, offset=offsets["entries"], rows_per_page=rows)
-        keys = None
-        if "index_keys" in offsets:
-            keys = schema.index_row.pages(
-                self.storage, offset=offsets["index_keys"], rows_per_page=rows
-            )
-        return LayerPages(entries, keys, self.indexer_global_scale)
+        return LayerPages(entries, layer.cut_index_keys(self.storage), self.indexer_global_scale)

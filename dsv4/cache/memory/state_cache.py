@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.cache.memory.layout import RunLayout
-from dsv4.cache.memory.schema import LayerCacheSchema
+from dsv4.cache.memory.layout import CacheLayout
 from dsv4.checks import check_int
-from dsv4.formats import PagedRows, cut_tail
+from dsv4.formats import PagedRows
 
 
 @dataclass(frozen=True)
@@ -95,20 +94,22 @@ class LayerState:
 class StateCachePool:
     """All slots as one tensor `[max_requests, slot_bytes]`; a layer's state is a view of it."""
 
-    def __init__(
-        self,
-        schemas: tuple[LayerCacheSchema, ...],
-        layout: RunLayout,
-        *,
-        max_requests: int,
-        device: torch.device,
-    ) -> None:
-        self.layout = layout
-        self.storage = torch.zeros(max_requests, layout.num_bytes, dtype=torch.uint8, device=device)
-        self._layers = tuple(self._view(idx, schema) for idx, schema in enumerate(schemas))
+    def __init__(self, layout: CacheLayout, *, max_requests: int, device: torch.device) -> None:
+        self.layout = layout.slots
+        self.storage = torch.zeros(
+            max_requests, self.layout.num_bytes, dtype=torch.uint8, device=device
+        )
+        self._layers = tuple(
+            LayerState(
+                layer.cut_ring(self.storage),
+                layer.cut_tail(self.storage),
+                layer.cut_index_tail(self.storage),
+            )
+            for layer in layout.layers
+        )
 
     def layer(self, layer_idx: int) -> LayerState:
-        """The fixed state of a layer."""
+        """Return the fixed state of a layer."""
         return self._layers[layer_idx]
 
     def reset_slot(self, slot: int) -> None:
@@ -119,22 +120,3 @@ class StateCachePool:
         """
         check_int("slot", slot, at_least=0, at_most=len(self.storage) - 1)
         self.storage[slot].zero_()
-
-    def _view(self, layer_idx: int, schema: LayerCacheSchema) -> LayerState:
-        offsets = self.layout.offsets[layer_idx]
-        ring = schema.kv_row.pages(
-            self.storage, offset=offsets["ring"], rows_per_page=schema.ring_rows
-        )
-        return LayerState(
-            ring,
-            self._tail(schema, offsets.get("tail"), schema.entry_head_dim),
-            self._tail(schema, offsets.get("index_tail"), schema.indexer_head_dim),
-        )
-
-    def _tail(self, schema: LayerCacheSchema, offset: int | None, head_dim: int) -> Tensor | None:
-        if offset is None:
-            return None
-        return cut_tail(
-            self.storage, offset=offset, num_rows=schema.tail_rows,
-            width=schema.num_series * head_dim, dtype=schema.tail_dtype,
-        )  # fmt: skip
