@@ -40,7 +40,7 @@ class CurrentForward:
             return
         if plan is not None and plan.is_complete and not self._is_settled:
             self._is_settled = True
-            prefix.end_captures(is_done=plan.is_written)
+            prefix.end_checkpoints(is_done=plan.is_written)
             is_step = plan.positions_after - plan.positions_before <= self._max_step_tokens
             slots = np.where(is_step, plan.request_slots, -1)
             for slot, boundary in prefix.passed_boundaries(
@@ -66,7 +66,7 @@ class CurrentForward:
             slots = plan.written_slots
             requests.is_torn[slots] = requests.is_open[slots]
             if self._books.prefix is not None:
-                self._books.prefix.end_captures(is_done=False)
+                self._books.prefix.end_checkpoints(is_done=False)
         plan.retire()
         self._plan = None
 

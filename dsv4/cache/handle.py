@@ -216,7 +216,7 @@ class LayerCacheHandle:
             if index_keys is None:
                 maybe_flush_hca(entries, memory, tokens, backend=backend)
             else:
-                self._capture_tails(LayerWrites(entries=entries, index_keys=index_keys))
+                self._checkpoint_tails(LayerWrites(entries=entries, index_keys=index_keys))
                 maybe_flush_csa(entries, index_keys, memory, tokens, backend=backend)
 
         self.plan.run_write(self.progress, flush, window=False, entries=True)
@@ -326,19 +326,21 @@ class LayerCacheHandle:
         tokens = self.tokens
 
         def write() -> None:
-            self._capture_tails(writes)
+            self._checkpoint_tails(writes)
             ops.write_layer(writes, self.memory, tokens, backend=self.backend)
-            if self.plan.captures is not None:
-                ops.capture_window(self.plan.captures, self.memory, tokens, backend=self.backend)
+            if self.plan.boundaries is not None:
+                ops.checkpoint_window(
+                    self.plan.boundaries, self.memory, tokens, backend=self.backend
+                )
 
         has_entries = writes.entries is not None
         self.plan.run_write(self.progress, write, window=True, entries=has_entries)
 
-    def _capture_tails(self, writes: LayerWrites) -> None:
+    def _checkpoint_tails(self, writes: LayerWrites) -> None:
         """Before the write: it may overwrite rows that a boundary early in a chunk needs."""
-        captures = self.plan.captures
-        if captures is not None and writes.index_keys is not None:
-            ops.capture_tails(captures, self.memory, self.tokens, writes, backend=self.backend)
+        boundaries = self.plan.boundaries
+        if boundaries is not None and writes.index_keys is not None:
+            ops.checkpoint_tails(boundaries, self.memory, self.tokens, writes, backend=self.backend)
 
     @property
     def _checks(self) -> LayerChecks:

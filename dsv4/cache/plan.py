@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dsv4.cache.memory.arrays import IntArray
-from dsv4.kernels.contracts import CapturePoints, TokenMap
+from dsv4.kernels.contracts import CheckpointPoints, TokenMap
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class ForwardPlan:
         num_new_blocks: Blocks this plan allocated, copies of shared ones included.
         has_workspace: Some chunk reads its window from the workspace.
         num_layer_writes: Writes of a whole forward, see `CacheConfig.num_layer_writes`.
-        captures: Block boundaries inside chunks that the layers checkpoint; None if there are none.
+        boundaries: Block boundaries inside chunks that the layers checkpoint; None for none.
     """
 
     owner: object
@@ -38,7 +38,7 @@ class ForwardPlan:
     num_new_blocks: int
     has_workspace: bool
     num_layer_writes: int
-    captures: CapturePoints | None = None
+    boundaries: CheckpointPoints | None = None
     _progress: "_Progress" = field(default_factory=lambda: _Progress())
 
     @property
@@ -60,7 +60,7 @@ class ForwardPlan:
 
     @property
     def is_written(self) -> bool:
-        """Every layer was written by its handle, which also captures."""
+        """Every layer was written by its handle, which also checkpoints."""
         written = self._progress.layers.values()
         num_written = sum(layer.has_window + layer.has_entries for layer in written)
         return not self._progress.has_failed and num_written == self.num_layer_writes

@@ -16,7 +16,7 @@ from dsv4.cache.memory.arrays import Int64Array
 from dsv4.cache.memory.capacity import blocks_for
 from dsv4.cache.plan import ForwardPlan
 from dsv4.errors import OutOfBlocksError
-from dsv4.kernels.contracts import CapturePoints
+from dsv4.kernels.contracts import CheckpointPoints
 
 Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
 
@@ -61,7 +61,7 @@ def prepare_forward(
     manager.forward.end()
     manager.books.requests.advance(real_slots, real_after)
     workspace_starts = _workspace_starts(manager, slots, counts)
-    captures = _plan_captures(manager, slots, before, after, workspace_starts)
+    boundaries = _plan_checkpoints(manager, slots, before, after, workspace_starts)
     num_chunks = _fill_buffers(manager, slots, before, after, counts, workspace_starts, num_tokens)
     buffers = manager.device_memory.plan_buffers
     host = buffers.host
@@ -76,7 +76,7 @@ def prepare_forward(
         num_new_blocks=num_new,
         has_workspace=num_chunks > 0,
         num_layer_writes=manager.config.num_layer_writes,
-        captures=captures,
+        boundaries=boundaries,
     )
     manager.forward.start(plan)
     return plan
@@ -233,24 +233,26 @@ def _workspace_starts(
     return np.where(is_long, np.cumsum(rows) - rows, -1)
 
 
-def _plan_captures(
+def _plan_checkpoints(
     manager: KVCacheManager,
     slots: Int64Array,
     before: Int64Array,
     after: Int64Array,
     workspace_starts: Int64Array | None,
-) -> CapturePoints | None:
+) -> CheckpointPoints | None:
     """Choose the block boundaries inside chunks that this forward checkpoints."""
     if manager.prefix is None or workspace_starts is None:
         return None
     chunk_slots = np.where(workspace_starts >= 0, slots, -1)
-    points = manager.prefix.plan_captures(
-        chunk_slots, before, after, max_captures=manager.capacity.max_captures
+    points = manager.prefix.plan_checkpoints(
+        chunk_slots, before, after, max_checkpoints=manager.capacity.max_forward_checkpoints
     )
     if not points:
         return None
     memory = manager.device_memory
-    return CapturePoints(memory.plan_buffers.note_captures(points), memory.checkpoints.storage)
+    return CheckpointPoints(
+        memory.plan_buffers.note_checkpoints(points), memory.checkpoints.storage
+    )
 
 
 def _fill_buffers(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4.kernels.contracts import (
     AttentionResult,
-    CapturePoints,
+    CheckpointPoints,
     Gathered,
     LayerWrites,
     Selection,
@@ -52,12 +52,16 @@ class Backend(Protocol):
 
     def gather_swa_kv(self, memory: LayerMemory, tokens: TokenMap) -> Gathered: ...
 
-    def capture_window(
-        self, captures: CapturePoints, memory: LayerMemory, tokens: TokenMap
+    def checkpoint_window(
+        self, boundaries: CheckpointPoints, memory: LayerMemory, tokens: TokenMap
     ) -> None: ...
 
-    def capture_tails(
-        self, captures: CapturePoints, memory: LayerMemory, tokens: TokenMap, writes: LayerWrites
+    def checkpoint_tails(
+        self,
+        boundaries: CheckpointPoints,
+        memory: LayerMemory,
+        tokens: TokenMap,
+        writes: LayerWrites,
     ) -> None: ...
 
 

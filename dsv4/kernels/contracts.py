@@ -119,10 +119,10 @@ class LayerWrites(NamedTuple):
         return cls(WindowInputs(inputs.kv, weights.kv_norm), entries, index_keys)
 
 
-class CapturePoints(NamedTuple):
+class CheckpointPoints(NamedTuple):
     """Block boundaries inside chunks, and where a layer's rows at them go.
 
-    points is `[num_captures, 3]` int32: row of the batch, boundary, checkpoint; checkpoints is
+    points is `[num_points, 3]` int32: row of the batch, boundary, checkpoint; checkpoints is
     `[num_checkpoints, checkpoint_bytes]` uint8, each laid out as the front of a slot.
     """
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from dsv4.kernels.backends import load_backend
 from dsv4.kernels.contracts import (
     AttentionResult,
-    CapturePoints,
+    CheckpointPoints,
     CompressorWeights,
     EntryInputs,
     Gathered,
@@ -40,7 +40,7 @@ _WRITTEN = (
     "Tensor cos, Tensor sin, str layout"
 )
 _INDEXED = _READ.replace("Tensor index_scratch", "Tensor(a!) index_scratch")
-_CAPTURED = "Tensor points, Tensor(a!) checkpoints"
+_CHECKPOINTS = "Tensor points, Tensor(a!) checkpoints"
 _TOKENS = "Tensor[] tokens, SymInt max_step"
 
 _library = torch.library.Library("dsv4", "DEF")
@@ -115,15 +115,15 @@ def gather_swa_kv(memory: LayerMemory, tokens: TokenMap, *, backend: str) -> Gat
     return Gathered(*_run("gather_swa_kv", backend, memory=memory, tokens=tokens))
 
 
-def capture_window(
-    captures: CapturePoints, memory: LayerMemory, tokens: TokenMap, *, backend: str
+def checkpoint_window(
+    boundaries: CheckpointPoints, memory: LayerMemory, tokens: TokenMap, *, backend: str
 ) -> None:
     """Copy window rows at block boundaries to checkpoints."""
-    _run("capture_window", backend, captures=captures, memory=memory, tokens=tokens)
+    _run("checkpoint_window", backend, boundaries=boundaries, memory=memory, tokens=tokens)
 
 
-def capture_tails(
-    captures: CapturePoints,
+def checkpoint_tails(
+    boundaries: CheckpointPoints,
     memory: LayerMemory,
     tokens: TokenMap,
     writes: LayerWrites,
@@ -131,7 +131,14 @@ def capture_tails(
     backend: str,
 ) -> None:
     """Store tail rows at block boundaries in checkpoints."""
-    _run("capture_tails", backend, captures=captures, memory=memory, tokens=tokens, writes=writes)
+    _run(
+        "checkpoint_tails",
+        backend,
+        boundaries=boundaries,
+        memory=memory,
+        tokens=tokens,
+        writes=writes,
+    )
 
 
 def _run(name: str, backend: str, **arguments: Any) -> Any:
@@ -172,7 +179,7 @@ def _flat_writes(writes: LayerWrites) -> list[Tensor | None]:
 
 
 _FLATTENERS: dict[str, Callable[[Any], Sequence[Any]]] = {
-    "captures": tuple,
+    "boundaries": tuple,
     "memory": _flat,
     "tokens": _flat_tokens,
     "writes": lambda writes: (_flat_writes(writes),),
@@ -186,7 +193,7 @@ def _structs(flat: dict[str, Any]) -> dict[str, Any]:
     if "tokens" in flat:
         flat["tokens"] = TokenMap._make([*flat["tokens"], flat.pop("max_step")])
     if "points" in flat:
-        flat["captures"] = CapturePoints(flat.pop("points"), flat.pop("checkpoints"))
+        flat["boundaries"] = CheckpointPoints(flat.pop("points"), flat.pop("checkpoints"))
     if "writes" in flat:
         flat["writes"] = _writes(flat["writes"])
     return flat
@@ -282,7 +289,10 @@ _register(
     outputs=2,
 )
 _register("gather_swa_kv", f"{_READ}, {_TOKENS}", _fake_gather_swa, outputs=2)
-_register("capture_window", f"{_CAPTURED}, {_READ}, {_TOKENS}", _fake_write, outputs=0)
+_register("checkpoint_window", f"{_CHECKPOINTS}, {_READ}, {_TOKENS}", _fake_write, outputs=0)
 _register(
-    "capture_tails", f"{_CAPTURED}, {_READ}, {_TOKENS}, Tensor?[] writes", _fake_write, outputs=0
+    "checkpoint_tails",
+    f"{_CHECKPOINTS}, {_READ}, {_TOKENS}, Tensor?[] writes",
+    _fake_write,
+    outputs=0,
 )

@@ -334,8 +334,8 @@ def test_a_checkpoint_of_flash():
 def test_captures_of_a_forward_are_bounded():
     config = CacheConfig.tiny(block_tokens=128)
     sizes = {"max_requests": 3, "max_forward_tokens": 300}
-    assert capacity_of(config, **sizes, num_checkpoints=9).max_captures == 3 + 300 // 128
-    assert capacity_of(config, **sizes, num_checkpoints=2).max_captures == 2
+    assert capacity_of(config, **sizes, num_checkpoints=9).max_forward_checkpoints == 3 + 300 // 128
+    assert capacity_of(config, **sizes, num_checkpoints=2).max_forward_checkpoints == 2
     plain, some = (capacity_of(config, **sizes, num_checkpoints=n) for n in (0, 2))
     assert some.plan_elements == plain.plan_elements + 3 * 2
 

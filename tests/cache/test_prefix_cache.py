@@ -94,7 +94,7 @@ def test_every_boundary_resumes_as_a_cold_run(config, chunks, device):
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("chunks", [[140], [126, 140]], ids=str)
-def test_the_triton_backend_captures_the_same(chunks, device):
+def test_the_triton_backend_checkpoints_the_same(chunks, device):
     config = CacheConfig.tiny(**BASE, compress_ratios=(4, 128), drafts_per_step=1)
     weights, tokens = (
         [move_to(device, layer) for layer in layers]
@@ -402,7 +402,7 @@ def test_a_torn_forward_publishes_nothing():
     assert manager.device_memory.checkpoints.owners.num_free == 4
 
 
-def test_a_forward_that_was_only_declared_complete_has_no_captures():
+def test_a_forward_that_was_only_declared_complete_has_no_checkpoints():
     manager = make_manager()
     slot, _ = manager.resume_request(IDS[:300])
     prepare_forward(manager, [slot], [0], [300]).complete()

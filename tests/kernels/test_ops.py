@@ -147,7 +147,7 @@ def test_captures_through_the_ops_are_the_direct_ones():
         slot, _ = manager.resume_request(ids)
         inputs = model_projections(CONFIG, 300, seed=3)
         plan = prepare_forward(manager, [slot], [0], [300])
-        assert plan.captures is not None
+        assert plan.boundaries is not None
         for layer_idx in (SWA, CSA, HCA):
             manager.acquire(layer_idx, plan).forward(inputs[layer_idx], WEIGHTS[layer_idx])
         plan.complete()
@@ -156,7 +156,7 @@ def test_captures_through_the_ops_are_the_direct_ones():
     direct = run()
     with SeenOps() as seen:
         through_ops = run()
-    assert {"capture_window", "capture_tails"} < seen.names
+    assert {"checkpoint_window", "checkpoint_tails"} < seen.names
     assert_same(through_ops, direct)
 
 
@@ -286,11 +286,11 @@ def op_arguments():
     rows = torch.tensor([[0, -1], [1, 0]]).t()
     writes = ops._flat_writes(LayerWrites.of(inputs, WEIGHTS[CSA]))
     checkpoints = torch.zeros(1, checkpoint_bytes(manager.schemas), dtype=torch.uint8)
-    captures = (torch.tensor([[0, 8, 0]], dtype=torch.int32), checkpoints)
+    boundaries = (torch.tensor([[0, 8, 0]], dtype=torch.int32), checkpoints)
     return {
         "write_layer": (*memory, *tokens, writes),
-        "capture_window": (*captures, *memory, *tokens),
-        "capture_tails": (*captures, *memory, *tokens, writes),
+        "checkpoint_window": (*boundaries, *memory, *tokens),
+        "checkpoint_tails": (*boundaries, *memory, *tokens, writes),
         "select_entries": (*memory, *tokens, index.query, index.head_weights, 2),
         "attend": (*memory, *tokens, inputs.query, WEIGHTS[CSA].sinks, None, 2, False),
         "gather_compressed_kv": (*memory, rows),
@@ -307,8 +307,8 @@ def test_schema_and_fake(name):
     mutated = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
     storages = ["slots", "blocks", "workspace", "pooled", "arrivals"]
     expected = {"write_layer": storages, "select_entries": ["index_scratch"],
-                "attend": ["partials"], "capture_window": ["checkpoints"],
-                "capture_tails": ["checkpoints"]}  # fmt: skip
+                "attend": ["partials"], "checkpoint_window": ["checkpoints"],
+                "checkpoint_tails": ["checkpoints"]}  # fmt: skip
     assert mutated == expected.get(name, [])
 
 

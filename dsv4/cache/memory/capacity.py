@@ -141,7 +141,7 @@ class Capacity:
         return self.max_requests + self.max_forward_tokens // self.config.block_tokens + 1
 
     @property
-    def max_captures(self) -> int:
+    def max_forward_checkpoints(self) -> int:
         """Block boundaries inside chunks that one forward can checkpoint."""
         boundaries = self.max_requests + self.max_forward_tokens // self.config.block_tokens
         return min(self.num_checkpoints, boundaries)
@@ -151,10 +151,10 @@ class Capacity:
         """int32 elements of a plan's buffers.
 
         10 per request, 5 of the row that is always padding, 2 per token, 3 per table update,
-        3 per capture.
+        3 per checkpoint.
         """
         rows = 10 * self.max_requests + 5
-        noted = 3 * (self.max_table_updates + self.max_captures)
+        noted = 3 * (self.max_table_updates + self.max_forward_checkpoints)
         return rows + 2 * self.max_forward_tokens + noted
 
     def memory(self) -> dict[str, ComponentBytes]:

@@ -56,7 +56,8 @@ class DeviceMemory:
         self.block_table = table if staging is None else torch.full_like(table, -1, device=device)
         self.plan_buffers = PlanBuffers(
             max_requests=capacity.max_requests, max_tokens=capacity.max_forward_tokens,
-            max_table_updates=capacity.max_table_updates, max_captures=capacity.max_captures,
+            max_table_updates=capacity.max_table_updates,
+            max_checkpoints=capacity.max_forward_checkpoints,
             block_table=self.block_table, blocks=self.paged.storage, staging=staging,
         )  # fmt: skip
         workspace_bytes = config.kv_row.page_bytes(rows, align=BYTE_ALIGN)

@@ -21,7 +21,7 @@ class PlanBuffers:
     Args:
         max_requests, max_tokens: The most rows and tokens of a plan.
         max_table_updates: The most elements of the block table that one upload brings.
-        max_captures: The most block boundaries that one forward checkpoints.
+        max_checkpoints: The most block boundaries that one forward checkpoints.
         block_table: The block table on the device.
         blocks: The blocks `[num_blocks, block_bytes]`; a plan may copy some.
         staging: Carries the buffers to the device; None if that is the same memory.
@@ -33,7 +33,7 @@ class PlanBuffers:
         max_requests: int,
         max_tokens: int,
         max_table_updates: int,
-        max_captures: int,
+        max_checkpoints: int,
         block_table: torch.Tensor,
         blocks: torch.Tensor,
         staging: type[Staging] | None,
@@ -50,7 +50,7 @@ class PlanBuffers:
             "chunk_ids": max_requests,
             "positions": max_tokens,
             "request_ids": max_tokens,
-            "captures": 3 * max_captures,
+            "checkpoint_points": 3 * max_checkpoints,
         }
         self._packed: IntArray = np.zeros(sum(sizes.values()), dtype=np.int32)
         host = torch.from_numpy(self._packed)
@@ -74,8 +74,8 @@ class PlanBuffers:
             self.host.pop("copy_rows").view(np.int64).reshape(2, max_requests),
             self.device.pop("copy_rows").view(torch.int64).view(2, max_requests),
         )
-        self._host_captures = self.host.pop("captures").reshape(max_captures, 3)
-        self._captures = self.device.pop("captures").view(max_captures, 3)
+        self._host_points = self.host.pop("checkpoint_points").reshape(max_checkpoints, 3)
+        self._points = self.device.pop("checkpoint_points").view(max_checkpoints, 3)
         self._padded_to = 0
         self._padded_sizes = (-1, -1)
         self.pad(0, 0)
@@ -123,10 +123,10 @@ class PlanBuffers:
         """Copy whole blocks with the next upload, all at once; at most one per request."""
         self._copies.note(sources, targets)
 
-    def note_captures(self, points: list[tuple[int, int, int]]) -> torch.Tensor:
-        """Store row, boundary and checkpoint of each capture; return where the device has them."""
-        self._host_captures[: len(points)] = points
-        return self._captures[: len(points)]
+    def note_checkpoints(self, points: list[tuple[int, int, int]]) -> torch.Tensor:
+        """Store row, boundary and checkpoint of each point; return where the device has them."""
+        self._host_points[: len(points)] = points
+        return self._points[: len(points)]
 
     def upload(self, changed: Int64Array, values: IntArray) -> None:
         """Queue the host's values, the block table's changes and copies of blocks.

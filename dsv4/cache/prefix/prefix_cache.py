@@ -38,7 +38,7 @@ class Prefix(NamedTuple):
     checkpoint: int
 
 
-class Capture(NamedTuple):
+class PlannedCheckpoint(NamedTuple):
     """A boundary inside a chunk that a forward checkpoints."""
 
     row: int
@@ -130,7 +130,7 @@ class PrefixCache:
         self._block_table, self._set_blocks = block_table, set_blocks
         self._num_known: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self._num_published: Int64Array = np.zeros(max_requests, dtype=np.int64)
-        self._captures: list[Capture] = []
+        self._planned: list[PlannedCheckpoint] = []
 
     def new_request(self, token_ids: TokenIds, salt: bytes) -> TrackedRequest:
         """Make the record of a prompt."""
@@ -185,8 +185,13 @@ class PrefixCache:
                 path.pop()
         return Prefix([], -1)
 
-    def plan_captures(
-        self, slots: Int64Array, before: Int64Array, after: Int64Array, *, max_captures: int
+    def plan_checkpoints(
+        self,
+        slots: Int64Array,
+        before: Int64Array,
+        after: Int64Array,
+        *,
+        max_checkpoints: int,
     ) -> list[tuple[int, int, int]]:
         """Choose the boundaries that this forward's chunks checkpoint: row, boundary, checkpoint.
 
@@ -198,23 +203,23 @@ class PrefixCache:
             slot = int(slots[row])
             for block in reversed(self._chosen(slot, int(first[row]), int(last[row]))):
                 checkpoint = None
-                if len(self._captures) < max_captures:
+                if len(self._planned) < max_checkpoints:
                     checkpoint = self.tree.take_checkpoint()
                 if checkpoint is None:
                     self.num_skipped_checkpoints += 1
                     continue
                 boundary = block * self._config.block_tokens
-                self._captures.append(Capture(row, slot, boundary, checkpoint))
-        return [(each.row, each.boundary, each.checkpoint) for each in self._captures]
+                self._planned.append(PlannedCheckpoint(row, slot, boundary, checkpoint))
+        return [(each.row, each.boundary, each.checkpoint) for each in self._planned]
 
-    def end_captures(self, *, is_done: bool) -> None:
+    def end_checkpoints(self, *, is_done: bool) -> None:
         """The forward that was to take them is over: they are pending, or were not taken."""
-        for capture in self._captures:
+        for planned in self._planned:
             if is_done:
-                self.requests[capture.slot].pending[capture.boundary] = capture.checkpoint
+                self.requests[planned.slot].pending[planned.boundary] = planned.checkpoint
             else:
-                self._checkpoints.release(np.array([capture.checkpoint]))
-        self._captures.clear()
+                self._checkpoints.release(np.array([planned.checkpoint]))
+        self._planned.clear()
 
     def passed_boundaries(
         self, slots: IntArray, before: IntArray, after: IntArray
@@ -275,7 +280,7 @@ class PrefixCache:
     def pending_checkpoints(self) -> list[int]:
         """Return the checkpoints that requests and the current forward own."""
         pending = [each for request in self.requests.values() for each in request.pending.values()]
-        return pending + [capture.checkpoint for capture in self._captures]
+        return pending + [planned.checkpoint for planned in self._planned]
 
     def cut(self, slot: int, length: int) -> None:
         """Forget a request's ids from `length` on, with their hashes, nodes and checkpoints."""

@@ -2,7 +2,7 @@
 
 from dsv4.kernels.reference.append import append_swa
 from dsv4.kernels.reference.attention import attend
-from dsv4.kernels.reference.capture import capture_tails, capture_window
+from dsv4.kernels.reference.checkpoint import checkpoint_tails, checkpoint_window
 from dsv4.kernels.reference.compressor import csa_compress_tail, hca_compress_tail
 from dsv4.kernels.reference.flush_write import flush_write_csa, flush_write_hca, write_layer
 from dsv4.kernels.reference.gather import (
@@ -15,8 +15,8 @@ from dsv4.kernels.reference.indexer import select_entries
 __all__ = [
     "append_swa",
     "attend",
-    "capture_tails",
-    "capture_window",
+    "checkpoint_tails",
+    "checkpoint_window",
     "csa_compress_tail",
     "flush_write_csa",
     "flush_write_hca",

@@ -1,62 +1,55 @@
-"""Capture: what a request needs at a block boundary inside a chunk, copied while it is there.
+"""Checkpoints inside a chunk: rows that a request needs at a block boundary, copied in time.
 
-A checkpoint has the layout of a slot's front, so its rows are found as a slot's are. Both
-functions read what `write_layer` of any backend is given and leaves, and none waits for the device.
+A checkpoint has the layout of a slot's front, so its rows are cut as a slot's are. Both functions
+read the inputs and results of `write_layer`, of any backend. Neither waits for the device.
 """
 
 import torch
 from torch import Tensor
 
-from dsv4.formats import PagedRows, cut_tail
-from dsv4.kernels.contracts import CapturePoints, EntryInputs, LayerWrites, TokenMap
+from dsv4.kernels.contracts import CheckpointPoints, EntryInputs, LayerWrites, TokenMap
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.reference.append import tail_rows
 
 
-def capture_window(captures: CapturePoints, memory: LayerMemory, tokens: TokenMap) -> None:
+def checkpoint_window(boundaries: CheckpointPoints, memory: LayerMemory, tokens: TokenMap) -> None:
     """Copy the window before each boundary from the workspace, after the layer has written it.
 
-    The workspace starts `window - 1` rows before the chunk, and a boundary lies inside the chunk,
-    so that all rows are there.
+    The workspace starts `window - 1` rows before the chunk, and a boundary lies inside the chunk:
+    it holds all rows.
     """
     workspace, window = memory.window.workspace, memory.layout.window
-    row, boundary, checkpoint = captures.points.long().unbind(1)
+    row, boundary, checkpoint = boundaries.points.long().unbind(1)
     positions = _positions_before(boundary, window)
     start = tokens.workspace_starts.long()[row] + (window - 1) - tokens.positions_before.long()[row]
     source = start[:, None] + positions
-    ring_rows = memory.layout.ring_rows
-    ring = PagedRows(
-        memory.layout.kv_row, captures.checkpoints, memory.layout.ring_offset, ring_rows
-    )
-    target = (checkpoint[:, None], positions % ring_rows)
+    ring = memory.layout.cut_ring(boundaries.checkpoints)
+    target = (checkpoint[:, None], positions % memory.layout.ring_rows)
     ring.data[target] = workspace.data[0, source]
     ring.scales[target] = workspace.scales[0, source]
 
 
-def capture_tails(
-    captures: CapturePoints, memory: LayerMemory, tokens: TokenMap, writes: LayerWrites
+def checkpoint_tails(
+    boundaries: CheckpointPoints, memory: LayerMemory, tokens: TokenMap, writes: LayerWrites
 ) -> None:
     """Store the tail rows that the window after each boundary reads, before the layer is written.
 
     Rows older than the chunk come from the tails, which the write may overwrite, the others from
-    the projections. Layers without a series for the next window have none.
+    the projections. Layers without a series for the next window have no such rows.
     """
     layout = memory.layout
     if layout.num_series < 2:
         return
-    for inputs, tail, offset, head_dim in (
-        (writes.entries, memory.tail, layout.tail_offset, layout.head_dim),
-        (writes.index_keys, memory.index_tail, layout.index_tail_offset, layout.index_head_dim),
+    points, checkpoints = boundaries.points.long(), boundaries.checkpoints
+    for inputs, tail, target in (
+        (writes.entries, memory.tail, layout.cut_tail(checkpoints)),
+        (writes.index_keys, memory.index_tail, layout.cut_index_tail(checkpoints)),
     ):
-        if inputs is not None and tail is not None:
-            target = cut_tail(
-                captures.checkpoints, offset=offset, num_rows=layout.tail_rows,
-                width=layout.num_series * head_dim, dtype=tail.dtype,
-            )  # fmt: skip
-            _capture_tail(captures.points.long(), inputs, tail, target, tokens, layout.ratio)
+        if inputs is not None and tail is not None and target is not None:
+            _checkpoint_tail(points, inputs, tail, target, tokens, layout.ratio)
 
 
-def _capture_tail(
+def _checkpoint_tail(
     points: Tensor, inputs: EntryInputs, tail: Tensor, target: Tensor, tokens: TokenMap, ratio: int
 ) -> None:
     row, boundary, checkpoint = points.unbind(1)
@@ -78,5 +71,5 @@ def _capture_tail(
 
 
 def _positions_before(boundary: Tensor, count: int) -> Tensor:
-    """`[n, count]`: the last positions before each boundary."""
+    """Return `[n, count]`, the last positions before each boundary."""
     return boundary[:, None] - torch.arange(count, 0, -1, device=boundary.device)
