@@ -11,6 +11,7 @@ from dsv4.errors import IntegrityError, NoFreeSlotError, TornForwardError
 from dsv4.kernels import reference
 from dsv4.kernels.backends import BACKENDS, default_backend
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
+from tests.handles import finish
 
 CONFIG = CacheConfig.tiny()
 WEIGHTS = model_weights(CONFIG, seed=0)
@@ -22,14 +23,6 @@ SWA, CSA, HCA, LAST = range(4)
 def make_manager(config=CONFIG, **sizes):
     defaults = {"max_requests": 4, "num_blocks": 6, "max_forward_tokens": 1024}
     return KVCacheManager(config, **{**defaults, **sizes})
-
-
-def finish(manager, plan):
-    """Mark all that a forward writes as written, with no kernel run."""
-    for layer in manager.schedule:
-        plan.run_write(
-            plan.layer(layer.layer_idx), lambda: None, window=True, entries=layer.ratio > 0
-        )
 
 
 def grown_manager(*lengths, **sizes):

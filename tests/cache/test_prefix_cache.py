@@ -48,6 +48,13 @@ def feed(manager, slot, after):
     return run_forward(manager, weights, [Row(slot, tokens, int(manager.lengths[slot]), after)])
 
 
+def run_prompt(manager, length):
+    """Resume a prompt, run what was not found, and return its slot."""
+    slot, _ = manager.resume_request(IDS[:length])
+    feed(manager, slot, length)
+    return slot
+
+
 def assert_like_a_cold_run(manager, slot, *, after):
     """The request holds, and goes on as, what a fresh one of its length would."""
     fresh = make_manager(manager.config, device=manager.device, backend=manager.backend)
@@ -162,8 +169,7 @@ def test_a_compiled_layer_captures_too():
 
 def test_the_last_boundary_of_a_prompt_is_the_default():
     manager = make_manager()
-    slot, _ = manager.resume_request(IDS[:300])
-    feed(manager, slot, 300)
+    slot = run_prompt(manager, 300)
     manager.note_tokens(slot, IDS[300:400], start=300)
     feed(manager, slot, 400)
     manager.free_request(slot)
@@ -174,8 +180,7 @@ def test_the_last_boundary_of_a_prompt_is_the_default():
 
 def test_a_whole_prompt_leaves_one_token_to_run():
     manager = make_manager()
-    slot, _ = manager.resume_request(IDS[:256])
-    feed(manager, slot, 256)
+    run_prompt(manager, 256)
     assert manager.resume_request(IDS[:256]).num_tokens == 0
     assert manager.resume_request(IDS[:257]).num_tokens == 256
 
@@ -209,8 +214,7 @@ def test_hashes_are_a_chain_of_blake2b():
 @pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint32, list])
 def test_ids_of_any_integer_type_are_the_same(dtype):
     manager = make_manager()
-    slot, _ = manager.resume_request(IDS[:300])
-    feed(manager, slot, 300)
+    run_prompt(manager, 300)
     ids = IDS[:300].tolist() if dtype is list else IDS[:300].astype(dtype)
     assert manager.resume_request(ids).num_tokens == 256
 
@@ -231,8 +235,7 @@ def test_nothing_that_can_be_rejected_is_published():
 def test_rejected_tokens_are_not_in_a_checkpoint():
     wrong = model_projections(VERIFY, MAX_TOKENS, seed=99)
     manager = make_manager(VERIFY, checkpoint_policy=CheckpointPolicy(every_blocks=1))
-    slot, _ = manager.resume_request(IDS[:126])
-    feed(manager, slot, 126)
+    slot = run_prompt(manager, 126)
     manager.note_tokens(slot, [5, 5, 5, 5], start=126)
     run_forward(manager, WEIGHTS, [Row(slot, wrong, 126, 130)])
     manager.truncate(slot, 127)  # the token at 126 stays, three drafts go
@@ -261,8 +264,7 @@ def mixed(layer, wrong, position):
 
 def test_a_request_that_was_resumed_publishes_more():
     manager = make_manager()
-    slot, _ = manager.resume_request(IDS[:300])
-    feed(manager, slot, 300)
+    run_prompt(manager, 300)
     second, num_tokens = manager.resume_request(IDS[:600])
     assert num_tokens == 256
     feed(manager, second, 600)
@@ -304,8 +306,7 @@ def test_memory_that_only_the_prefix_cache_holds_is_evicted_oldest_first():
 
 def test_a_chain_is_evicted_from_its_end():
     manager = make_manager(num_blocks=4, checkpoint_policy=CheckpointPolicy(every_blocks=1))
-    slot, _ = manager.resume_request(IDS[:400])
-    feed(manager, slot, 400)
+    slot = run_prompt(manager, 400)
     manager.free_request(slot)
     slot = manager.open_request()
     feed(manager, slot, 140)  # 2 blocks, of which one is free
@@ -316,8 +317,7 @@ def test_a_chain_is_evicted_from_its_end():
 
 def test_a_block_in_use_is_never_evicted():
     manager = make_manager(num_blocks=4)
-    slot, _ = manager.resume_request(IDS[:400])
-    feed(manager, slot, 400)
+    slot = run_prompt(manager, 400)
     other = manager.open_request()
     before = manager.stats()
     with pytest.raises(OutOfBlocksError, match="1 needed, 0 of 4 free and 0 of the prefix cache"):
@@ -354,8 +354,7 @@ def test_a_checkpoint_that_does_not_fit_is_skipped():
 
 def test_evicted_blocks_come_back_from_the_host():
     manager = make_manager(num_blocks=4, host_blocks=8)
-    slot, _ = manager.resume_request(IDS[:400])
-    feed(manager, slot, 400)
+    slot = run_prompt(manager, 400)
     manager.free_request(slot)
     other = manager.open_request()
     feed(manager, other, 512)
@@ -439,8 +438,7 @@ def test_a_fork_past_the_ring_has_no_checkpoint():
 
 def test_truncate_goes_back_to_a_checkpoint():
     manager = make_manager(checkpoint_policy=CheckpointPolicy(every_blocks=1))
-    slot, _ = manager.resume_request(IDS[:400])
-    feed(manager, slot, 400)
+    slot = run_prompt(manager, 400)
     with pytest.raises(ValueError, match=r"nearest possible lengths are 128 and 256$"):
         manager.truncate(slot, 200)
     with pytest.raises(ValueError, match=r"nearest possible lengths are 384 and 400$"):
@@ -457,8 +455,7 @@ def test_truncate_goes_back_to_a_checkpoint():
 
 def test_after_going_back_other_tokens_are_other_blocks():
     manager = make_manager(checkpoint_policy=CheckpointPolicy(every_blocks=1))
-    slot, _ = manager.resume_request(IDS[:300])
-    feed(manager, slot, 300)
+    slot = run_prompt(manager, 300)
     manager.truncate(slot, 128)
     other = model_projections(PLAIN, 300, seed=77)
     manager.note_tokens(slot, IDS[128:300] + 1, start=128)
@@ -471,8 +468,7 @@ def test_after_going_back_other_tokens_are_other_blocks():
 
 def test_stats_count_hits_in_tokens():
     manager = make_manager()
-    slot, _ = manager.resume_request(IDS[:300])
-    feed(manager, slot, 300)
+    run_prompt(manager, 300)
     manager.resume_request(IDS[:500])
     stats = manager.stats()
     assert (stats.num_lookups, stats.num_hits) == (2, 1)

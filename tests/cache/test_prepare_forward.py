@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.cache.memory.capacity import blocks_for
 from dsv4.errors import OutOfBlocksError, TornForwardError
+from tests.handles import finish
 
 WINDOW = 128
 MODELS = {
@@ -26,14 +27,6 @@ def tensor_fields(tokens):
 def make_manager(config=MODELS["mixed"], **sizes):
     defaults = {"max_requests": 6, "num_blocks": 12, "max_forward_tokens": 2048}
     return KVCacheManager(config, **{**defaults, **sizes})
-
-
-def finish(manager, plan):
-    """Mark all that a forward writes as written, with no kernel run."""
-    for layer in manager.schedule:
-        plan.run_write(
-            plan.layer(layer.layer_idx), lambda: None, window=True, entries=layer.ratio > 0
-        )
 
 
 def grow(manager, slots, after):

@@ -16,6 +16,7 @@ from tests.cache.test_prefix_cache import (
     feed,
     live_bytes,
     make_manager,
+    run_prompt,
 )
 
 BLOCKS = 4
@@ -86,8 +87,7 @@ def test_copies_do_not_disturb_who_comes_next(device):
 
 def test_the_floor_and_the_tokens_come_back_too():
     manager = swap_manager(num_checkpoints=2, num_blocks=8)
-    slot, _ = manager.resume_request(IDS[:200])
-    feed(manager, slot, 200)
+    slot = run_prompt(manager, 200)
     swapped = manager.swap_out(slot)
     assert manager.stats().num_swapped_requests == 1
     slot = manager.swap_in(swapped)
@@ -103,8 +103,7 @@ def test_the_floor_and_the_tokens_come_back_too():
 
 def test_a_request_that_comes_back_shares_again():
     manager = swap_manager(num_checkpoints=2, num_blocks=8)
-    slot, _ = manager.resume_request(IDS[:300])
-    feed(manager, slot, 300)
+    slot = run_prompt(manager, 300)
     swapped = manager.swap_out(slot)
     assert manager.stats().num_prefix_blocks == 2
     slot = manager.swap_in(swapped)
@@ -126,8 +125,7 @@ def test_a_fork_keeps_what_was_shared():
 
 def test_swapped_requests_push_evicted_blocks_from_the_host():
     manager = swap_manager(num_checkpoints=2, host_blocks=4)
-    slot, _ = manager.resume_request(IDS[:300])
-    feed(manager, slot, 300)
+    slot = run_prompt(manager, 300)
     manager.free_request(slot)
     slot = manager.open_request()
     feed(manager, slot, 400)
