@@ -94,6 +94,23 @@ class CacheBooks:
         self.allocator.release(dropped)
         return dropped
 
+    def find_checkpoint(self, slot: int, length: int) -> int:
+        """Return the checkpoint of a length below the floor; refuse one that has none."""
+        prefix, requests = self.prefix, self.requests
+        checkpoint = None if prefix is None else prefix.checkpoint_at(slot, length)
+        if checkpoint is not None:
+            return checkpoint
+        floor = int(requests.rollback_floor[slot])
+        known = [] if prefix is None else prefix.checkpointed_lengths(slot)
+        below = max([0, *(each for each in known if each < length)])
+        above = min([floor, *(each for each in known if each > length)])
+        exact = ", ".join(map(str, [0, *known]))
+        raise ValueError(
+            f"Invalid length: slot {slot} can have {exact} or {floor} to {requests.lengths[slot]}, "
+            f"got {length}: rows it needs may be overwritten; the nearest possible lengths are "
+            f"{below} and {above}"
+        )
+
     def shorten(self, slot: int, length: int) -> None:
         """Forget a request's tokens from `length` on, and release the blocks of those alone."""
         self.allocator.release(self.requests.shorten(slot, length))

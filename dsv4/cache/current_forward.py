@@ -17,6 +17,7 @@ class CurrentForward:
         self._books = books
         self._memory = memory
         self._max_step_tokens = capacity.max_step_tokens
+        self._block_tokens = capacity.config.block_tokens
         self._all_slots = np.arange(capacity.max_requests)
         self._plan: ForwardPlan | None = None
         self._is_settled = True
@@ -55,6 +56,16 @@ class CurrentForward:
         checkpoint = None if prefix is None else prefix.take_pending(slot, boundary)
         if checkpoint is not None:
             self._memory.checkpoints.save(checkpoint, self._memory.state.storage, slot)
+
+    def checkpoint_fork(self, slot: int) -> None:
+        """Checkpoint the last boundary, if the policy says so and no row was overwritten."""
+        prefix, requests = self._books.prefix, self._books.requests
+        boundary = int(requests.lengths[slot]) // self._block_tokens * self._block_tokens
+        is_held = boundary >= requests.rollback_floor[slot]  # rejected tokens overwrite rows too
+        if prefix is None or not prefix.policy.at_forks or slot not in prefix.requests:
+            return
+        if boundary and is_held:
+            self.save_checkpoint(slot, boundary)
 
     def end(self) -> None:
         """End the plan; if it is not complete, its requests are torn."""

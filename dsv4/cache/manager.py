@@ -219,17 +219,9 @@ class KVCacheManager:
         for source, target in zip(copied, copies, strict=True):
             self.paged.storage[target].copy_(self.paged.storage[source])
         if books.prefix is not None:
-            self._checkpoint_fork(slot, books.prefix)
+            self.forward.checkpoint_fork(slot)
             books.prefix.copy(slot, fork)
         return fork
-
-    def _checkpoint_fork(self, slot: int, prefix: PrefixCache) -> None:
-        """Save the last boundary, if the policy says so and no row of it was overwritten."""
-        requests, block_tokens = self.books.requests, self.config.block_tokens
-        boundary = int(requests.lengths[slot]) // block_tokens * block_tokens
-        is_held = boundary >= requests.rollback_floor[slot]  # rejected tokens overwrite rows too
-        if prefix.policy.at_forks and boundary and is_held and slot in prefix.requests:
-            self.forward.save_checkpoint(slot, boundary)
 
     def swap_out(self, slot: int) -> SwappedRequest:
         """Move a request to host memory, close its slot and free its blocks.
@@ -335,7 +327,7 @@ class KVCacheManager:
         if length:
             self._check_whole(slot)
         self.forward.settle()
-        checkpoint = self._checkpoint_for(slot, length) if 0 < length < floor else None
+        checkpoint = self.books.find_checkpoint(slot, length) if 0 < length < floor else None
         if length < longest:
             self.forward.end_for(slot)
             self.books.shorten(slot, length)
@@ -344,23 +336,6 @@ class KVCacheManager:
         if checkpoint is not None:
             self.device_memory.checkpoints.load(checkpoint, self.state.storage, slot)
             requests.rollback_floor[slot] = length
-
-    def _checkpoint_for(self, slot: int, length: int) -> int:
-        """Return the checkpoint of a length below the floor; refuse one that has none."""
-        prefix, requests = self.prefix, self.books.requests
-        checkpoint = None if prefix is None else prefix.checkpoint_at(slot, length)
-        if checkpoint is not None:
-            return checkpoint
-        floor = int(requests.rollback_floor[slot])
-        known = [] if prefix is None else prefix.checkpointed_lengths(slot)
-        below = max([0, *(each for each in known if each < length)])
-        above = min([floor, *(each for each in known if each > length)])
-        exact = ", ".join(map(str, [0, *known]))
-        raise ValueError(
-            f"Invalid length: slot {slot} can have {exact} or {floor} to {requests.lengths[slot]}, "
-            f"got {length}: rows it needs may be overwritten; the nearest possible lengths are "
-            f"{below} and {above}"
-        )
 
     def _check_whole(self, slot: int) -> None:
         self.books.requests.check_open(slot)

@@ -132,13 +132,9 @@ def checkpoint_tails(
 ) -> None:
     """Store tail rows at block boundaries in checkpoints."""
     _run(
-        "checkpoint_tails",
-        backend,
-        boundaries=boundaries,
-        memory=memory,
-        tokens=tokens,
-        writes=writes,
-    )
+        "checkpoint_tails", backend,
+        boundaries=boundaries, memory=memory, tokens=tokens, writes=writes,
+    )  # fmt: skip
 
 
 def _run(name: str, backend: str, **arguments: Any) -> Any:
@@ -291,8 +287,6 @@ _register(
 _register("gather_swa_kv", f"{_READ}, {_TOKENS}", _fake_gather_swa, outputs=2)
 _register("checkpoint_window", f"{_CHECKPOINTS}, {_READ}, {_TOKENS}", _fake_write, outputs=0)
 _register(
-    "checkpoint_tails",
-    f"{_CHECKPOINTS}, {_READ}, {_TOKENS}, Tensor?[] writes",
-    _fake_write,
-    outputs=0,
-)
+    "checkpoint_tails", f"{_CHECKPOINTS}, {_READ}, {_TOKENS}, Tensor?[] writes",
+    _fake_write, outputs=0,
+)  # fmt: skip

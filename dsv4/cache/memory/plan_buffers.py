@@ -64,11 +64,10 @@ class PlanBuffers:
             self.device[name] = self.packed[start : start + size]
             start += size
         self._block_table = block_table
-        self._table_updates = _TableUpdates(
-            block_table.view(-1),
-            self.host.pop("table_index").view(np.int64), self.host.pop("table_value"),
-            self.device.pop("table_index").view(torch.int64), self.device.pop("table_value"),
-        )  # fmt: skip
+        self._max_updates = max_table_updates
+        self._host_index = self.host.pop("table_index").view(np.int64)
+        self._index = self.device.pop("table_index").view(torch.int64)
+        self._host_value, self._value = self.host.pop("table_value"), self.device.pop("table_value")
         self._copies = _BlockCopies(
             blocks,
             self.host.pop("copy_rows").view(np.int64).reshape(2, max_requests),
@@ -136,45 +135,17 @@ class PlanBuffers:
             values: Their present values.
         """
         if self._staging is not None:
-            limit = self._table_updates.limit
-            for start in range(0, max(len(changed), 1), limit):
-                part = slice(start, start + limit)
-                num_updates = self._table_updates.write(changed[part], values[part])
-                self._staging.send(self._packed)
-                self._table_updates.apply(num_updates)
+            for start in range(0, max(len(changed), 1), self._max_updates):
+                end = min(start + self._max_updates, len(changed))
+                self._send(self._staging, changed[start:end], values[start:end])
         self._copies.apply()
 
-
-class _TableUpdates:
-    """Changes of the block table on their way to the device, as flat indices and values."""
-
-    def __init__(
-        self,
-        table: torch.Tensor,
-        host_index: Int64Array,
-        host_value: IntArray,
-        index: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
-        self._table = table
-        self._host_index, self._host_value = host_index, host_value
-        self._index, self._value = index, value
-
-    @property
-    def limit(self) -> int:
-        """The most changes of one upload."""
-        return len(self._host_index)
-
-    def write(self, changed: Int64Array, values: IntArray) -> int:
-        """Write changes to the host's buffers and return their number."""
-        self._host_index[: len(changed)] = changed
-        self._host_value[: len(changed)] = values
-        return len(changed)
-
-    def apply(self, num_updates: int) -> None:
-        """Queue the uploaded changes: one launch, or none."""
-        if num_updates:
-            self._table.index_copy_(0, self._index[:num_updates], self._value[:num_updates])
+    def _send(self, staging: Staging, changed: Int64Array, values: IntArray) -> None:
+        count = len(changed)
+        self._host_index[:count], self._host_value[:count] = changed, values
+        staging.send(self._packed)
+        if count:
+            self._block_table.view(-1).index_copy_(0, self._index[:count], self._value[:count])
 
 
 class _BlockCopies:
