@@ -207,7 +207,7 @@ def test_a_fork_that_does_not_fit_changes_nothing():
     before = books(manager)
     with pytest.raises(NoFreeSlotError, match="all 1 requests are open"):
         manager.fork(0)
-    with pytest.raises(ValueError, match="expected 0 to 0, got 1"):
+    with pytest.raises(ValueError, match="from 0 to 0, got 1"):
         manager.fork(1)
     assert books(manager) == before
     manager.check_integrity()
