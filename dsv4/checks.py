@@ -12,15 +12,19 @@ def check_int(
     Args:
         limit: The meaning of `at_most`, for the error text.
     """
-    try:
-        number = at_least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = at_least - 1
-    if number >= at_least and (at_most is None or number <= at_most):
+    number = value if type(value) is int else _as_int(value)
+    if number is not None and number >= at_least and (at_most is None or number <= at_most):
         return number
     expected = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
     note = f" ({limit})" if limit else ""
     raise ValueError(f"Invalid {name}: expected an integer {expected}{note}, got {value!r}")
+
+
+def _as_int(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def check_bool(name: str, value: Any) -> None:

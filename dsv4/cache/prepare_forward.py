@@ -289,6 +289,6 @@ def _fill_buffers(
         host["request_ids"][:num_tokens] = ids
         host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
     buffers.pad(batch, num_tokens)
-    buffers.upload(*manager.books.requests.changed_blocks())
+    buffers.upload(manager.books.requests.changed_blocks)
     manager.books.requests.forget_changes()
     return num_chunks

@@ -7,8 +7,6 @@ from dsv4.cache.memory.capacity import Capacity, blocks_for
 from dsv4.checks import check_int
 from dsv4.errors import NoFreeSlotError
 
-_NO_CHANGES: tuple[Int64Array, IntArray] = (np.empty(0, np.int64), np.empty(0, np.int32))
-
 
 class RequestTable:
     """The books of all request slots, one row each.
@@ -67,10 +65,10 @@ class RequestTable:
 
     def append_blocks(self, slots: Int64Array, counts: Int64Array, blocks: IntArray) -> None:
         """Give each slot `counts` more blocks; `blocks` holds those of the first slot first."""
-        first = np.cumsum(counts) - counts
-        columns = np.arange(len(blocks)) + np.repeat(self.num_blocks[slots] - first, counts)
+        have, first = self.num_blocks[slots], np.cumsum(counts) - counts
+        columns = np.arange(len(blocks)) + np.repeat(have - first, counts)
         self.set_blocks(np.repeat(slots, counts), columns, blocks)
-        self.num_blocks[slots] += counts
+        self.num_blocks[slots] = have + counts
 
     def advance(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Give slots their lengths after a forward."""
@@ -105,9 +103,7 @@ class RequestTable:
 
         An element that changed twice is there twice, both times with its present value.
         """
-        if not self._changed:
-            return _NO_CHANGES
-        index = np.concatenate(self._changed)
+        index = np.concatenate([np.empty(0, np.int64), *self._changed])
         return index, self.block_table.reshape(-1)[index]
 
     def forget_changes(self) -> None:

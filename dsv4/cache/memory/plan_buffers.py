@@ -1,5 +1,7 @@
 """`PlanBuffers`: the arrays of a forward plan, at addresses that never change."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -127,14 +129,15 @@ class PlanBuffers:
         self._host_points[: len(points)] = points
         return self._points[: len(points)]
 
-    def upload(self, changed: Int64Array, values: IntArray) -> None:
+    def upload(self, changed_blocks: Callable[[], tuple[Int64Array, IntArray]]) -> None:
         """Queue the host's values, the block table's changes and copies of blocks.
 
         Args:
-            changed: Flat indices of the block table's changed elements.
-            values: Their present values.
+            changed_blocks: Returns flat indices and present values of the block table's changed
+                elements; called only if the device has a table of its own.
         """
         if self._staging is not None:
+            changed, values = changed_blocks()
             for start in range(0, max(len(changed), 1), self._max_updates):
                 end = min(start + self._max_updates, len(changed))
                 self._send(self._staging, changed[start:end], values[start:end])
