@@ -1,7 +1,7 @@
-"""Capture: what a request needs at a block boundary inside a chunk, copied while it is there.
+"""Capture: rows that a request needs at a block boundary inside a chunk, copied to a checkpoint.
 
-A checkpoint has the layout of a slot's front, so its rows are found as a slot's are. Both
-functions read what `write_layer` of any backend is given and leaves, and none waits for the device.
+A checkpoint has the layout of a slot's front, so its rows are found as a slot's are. The functions
+read inputs and results of any backend's `write_layer`. Neither waits for the device.
 """
 
 import torch
@@ -16,8 +16,8 @@ from dsv4.kernels.reference.append import tail_rows
 def capture_window(captures: CapturePoints, memory: LayerMemory, tokens: TokenMap) -> None:
     """Copy the window before each boundary from the workspace, after the layer has written it.
 
-    The workspace starts `window - 1` rows before the chunk, and a boundary lies inside the chunk,
-    so that all rows are there.
+    The workspace starts `window - 1` rows before the chunk, and a boundary lies inside the chunk.
+    So the workspace holds all of these rows.
     """
     workspace, window = memory.window.workspace, memory.layout.window
     row, boundary, checkpoint = captures.points.long().unbind(1)
@@ -38,8 +38,8 @@ def capture_tails(
 ) -> None:
     """Store the tail rows that the window after each boundary reads, before the layer is written.
 
-    Rows older than the chunk come from the tails, which the write may overwrite, the others from
-    the projections. Layers without a series for the next window have none.
+    Rows older than the chunk come from the tails, which the write may overwrite. The others come
+    from the projections. Layers without a series for the next window have no such rows.
     """
     layout = memory.layout
     if layout.num_series < 2:
@@ -71,12 +71,12 @@ def _capture_tail(
         tail.dtype,
     )  # fmt: skip
     tail_row = positions % tail.shape[1]
-    for part, values in enumerate(new):
-        old = tail[slot, tail_row, part]
+    for index, values in enumerate(new):
+        old = tail[slot, tail_row, index]
         rows = torch.where(is_new[:, :, None], values.view_as(old), old)
-        target[checkpoint[:, None], tail_row, part] = rows
+        target[checkpoint[:, None], tail_row, index] = rows
 
 
 def _positions_before(boundary: Tensor, count: int) -> Tensor:
-    """`[n, count]`: the last positions before each boundary."""
+    """Last positions before each boundary: `[n, count]`."""
     return boundary[:, None] - torch.arange(count, 0, -1, device=boundary.device)
