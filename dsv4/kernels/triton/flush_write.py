@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.formats import RowFormat, next_power_of_two
+from dsv4.formats import next_power_of_two
 from dsv4.kernels.contracts import EntryInputs, LayerWrites, TokenMap, WindowInputs
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton.append import (
@@ -44,15 +44,16 @@ from dsv4.kernels.triton.operands import (
     CompressorSpec,
     PagePtrs,
     Place,
-    RowSpec,
     TokenPtrs,
     WindowPtrs,
     WindowSpec,
+    row_spec,
 )
 from dsv4.kernels.triton.primitives import (
     encode_rows,
     finish_rows,
     hadamard,
+    load_global_scale,
     load_norm,
     load_rope,
     store_rows,
@@ -300,9 +301,7 @@ def _write_kernel(
                                    1.0, MAIN, IS_DECODE)  # fmt: skip
         program -= num_segments
     if HAS_INDEX:
-        global_scale = 1.0
-        if HAS_GLOBAL_SCALE:
-            global_scale = tl.load(global_scale_ptr)
+        global_scale = load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE)
         compressor = CompressorPtrs(index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr,
                                     index_norm_ptr, slots_ptr, slot_bytes,
                                     index_tail_offset)  # fmt: skip
@@ -368,9 +367,7 @@ def _edge_kernel(
             compress_csa_token(token, place, ~is_chunk, compressor, rope, pages, eps, 1.0, MAIN,
                                False)  # fmt: skip
         else:
-            global_scale = 1.0
-            if HAS_GLOBAL_SCALE:
-                global_scale = tl.load(global_scale_ptr)
+            global_scale = load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE)
             compressor = CompressorPtrs(index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr,
                                         index_norm_ptr, slots_ptr, slot_bytes,
                                         index_tail_offset)  # fmt: skip
@@ -472,12 +469,12 @@ def _arguments(
     layout = memory.layout
     scale = memory.global_scale
     main = CompressorSpec(
-        _row_spec("kv", layout.kv_row, layout.rope_dim), ratio or 1,
+        row_spec("kv", layout.kv_row, layout.rope_dim), ratio or 1,
         layout.num_series * layout.head_dim, layout.tail_rows, layout.tail_dtype == "bfloat16",
         layout.entries_per_block, 0,
     )  # fmt: skip
     index = main._replace(
-        ROW=_row_spec("index", layout.index_row, layout.rope_dim),
+        ROW=row_spec("index", layout.index_row, layout.rope_dim),
         WIDTH=layout.num_series * layout.index_head_dim,
         HADAMARD_STEPS=layout.index_head_dim.bit_length() - 1 if layout.has_hadamard else 0,
     )
@@ -500,12 +497,6 @@ def _arguments(
     }  # fmt: skip
 
 
-def _row_spec(prefix: str, row: RowFormat, rotated: int) -> RowSpec:
-    block = next_power_of_two(row.dim)
-    name = f"{prefix}_{row.name}"
-    return RowSpec(row.dim, block, rotated, row.rope_dim, name, row.data_bytes, row.scale_bytes)
-
-
 def _window_arguments(
     window: WindowInputs | None, memory: LayerMemory, tokens: TokenMap
 ) -> dict[str, Any]:
@@ -520,7 +511,7 @@ def _window_arguments(
         "workspace_ptr": memory.workspace,
         "workspace_rows": layout.workspace_rows,
         "WINDOW": WindowSpec(
-            _row_spec("kv", layout.kv_row, layout.rope_dim), layout.window, layout.ring_rows
+            row_spec("kv", layout.kv_row, layout.rope_dim), layout.window, layout.ring_rows
         ),
     }
 

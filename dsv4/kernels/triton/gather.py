@@ -21,6 +21,7 @@ from dsv4.kernels.triton.decode import (
     store_channels,
 )
 from dsv4.kernels.triton.launch import GatherLaunch, gather_launch
+from dsv4.kernels.triton.operands import row_spec
 from dsv4.kernels.triton.primitives import bf16_bits
 
 
@@ -73,14 +74,15 @@ def workspace_row(
 
 @triton.jit
 def gather_records(
-    data_ptr, scale_ptr, values_ptr, out_row, is_present, is_output,
-    FORMAT: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-):  # fmt: skip
+    data_ptr, scale_ptr, values_ptr, out_row, is_present, is_output, ROW: tl.constexpr
+):
     """Decode the records at data_ptr and scale_ptr `[TILE]` into dense rows.
 
     Every load comes before the first store: the compiler would move none across it.
     """
-    NOPE: tl.constexpr = DIM - ROPE
+    FORMAT: tl.constexpr = ROW.FORMAT
+    DIM: tl.constexpr = ROW.DIM
+    NOPE: tl.constexpr = DIM - ROW.ROPE
     if FORMAT == "kv_fp32":
         values = load_channels(data_ptr.to(tl.pointer_type(tl.int32)), is_present, DIM)
         to_ptr = values_ptr.to(tl.pointer_type(tl.int32)) + out_row * DIM
@@ -94,10 +96,10 @@ def gather_records(
             codes = load_channels(data_ptr, is_present, NOPE)
             scales = load_scales(scale_ptr, is_present, FORMAT, NOPE)
             rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16))
-            rope_bits = load_channels(rope_ptr, is_present, ROPE)
+            rope_bits = load_channels(rope_ptr, is_present, ROW.ROPE)
             restored = bf16_bits(e4m3_values(codes) * scales)  # [groups, TILE, 64]
             store_channels(to_ptr, restored, is_output, NOPE)
-            store_channels(to_ptr + NOPE, rope_bits, is_output, ROPE)
+            store_channels(to_ptr + NOPE, rope_bits, is_output, ROW.ROPE)
 
 
 @triton.jit(
@@ -112,9 +114,8 @@ def _gather_kernel(
     rows_ptr, outer_stride, inner_stride,
     positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
     block_table_ptr, table_stride, workspace_ptr, workspace_scales_ptr,
-    SOURCE: tl.constexpr, FORMAT: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, ROWS_PER_PAGE: tl.constexpr,
-    RATIO: tl.constexpr, WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    SOURCE: tl.constexpr, ROW: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, RATIO: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Gather TILE of the num_inner output rows of a token or request.
 
@@ -137,16 +138,15 @@ def _gather_kernel(
                                             request_ids_ptr, request_slots_ptr, ROWS_PER_PAGE,
                                             WINDOW)  # fmt: skip
     page_start = page.to(tl.int64) * page_stride
-    data_ptr = data_ptr + (page_start + row.to(tl.int64) * DATA_BYTES)
-    scale_ptr = scales_ptr + (page_start + row.to(tl.int64) * SCALE_BYTES)
+    data_ptr = data_ptr + (page_start + row.to(tl.int64) * ROW.DATA_BYTES)
+    scale_ptr = scales_ptr + (page_start + row.to(tl.int64) * ROW.SCALE_BYTES)
     if HAS_CHUNKS:
         row = workspace_row(outer, inner, positions_ptr, request_ids_ptr, before_ptr,
                             starts_ptr, WINDOW)  # fmt: skip
-        data_ptr = tl.where(row >= 0, workspace_ptr + row * DATA_BYTES, data_ptr)
-        scale_ptr = tl.where(row >= 0, workspace_scales_ptr + row * SCALE_BYTES, scale_ptr)
+        data_ptr = tl.where(row >= 0, workspace_ptr + row * ROW.DATA_BYTES, data_ptr)
+        scale_ptr = tl.where(row >= 0, workspace_scales_ptr + row * ROW.SCALE_BYTES, scale_ptr)
     out_row = outer.to(tl.int64) * num_inner + inner
-    gather_records(data_ptr, scale_ptr, values_ptr, out_row, is_present, is_output, FORMAT, DIM,
-                   ROPE)  # fmt: skip
+    gather_records(data_ptr, scale_ptr, values_ptr, out_row, is_present, is_output, ROW)
     tl.store(present_ptr + out_row, is_present.to(tl.uint8), mask=is_output)
 
 
@@ -245,9 +245,8 @@ def _launch(
         values_ptr=values, present_ptr=is_present.view(torch.uint8), num_inner=shape[-1],
         num_tiles=num_tiles, data_ptr=pages.data, scales_ptr=pages.scales,
         page_stride=pages.data.stride(0), **arguments,
-        FORMAT=f"kv_{row.name}", DIM=row.dim, ROPE=row.rope_dim, DATA_BYTES=row.data_bytes,
-        SCALE_BYTES=row.scale_bytes, ROWS_PER_PAGE=pages.rows_per_page, TILE=launch.tile,
-        num_warps=launch.num_warps, enable_fp_fusion=False,
+        ROW=row_spec("kv", row, row.rope_dim), ROWS_PER_PAGE=pages.rows_per_page,
+        TILE=launch.tile, num_warps=launch.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return Gathered(values, is_present)
 

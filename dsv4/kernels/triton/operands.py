@@ -1,4 +1,4 @@
-"""Operands of the write kernels by name: pointers, and constants of rows and compressors.
+"""Operands of kernels by name: pointers, and constants of rows and compressors.
 
 A kernel takes pointers flat and groups them in its head, which emits no code. The constants are
 kernel arguments themselves. They have no derived properties: Triton would not see a change of one.
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from dsv4.formats import RowFormat, next_power_of_two
 from dsv4.layer_schedule import AttentionType
 
 CSA_RATIO = tl.constexpr(AttentionType.CSA.ratio)
@@ -90,6 +91,12 @@ class RowSpec(NamedTuple):
     FORMAT: str
     DATA_BYTES: int
     SCALE_BYTES: int
+
+
+def row_spec(prefix: str, row: RowFormat, rotated: int) -> RowSpec:
+    """Constants of a row format; prefix is kv or index, rotated the channels of RoPE."""
+    block, name = next_power_of_two(row.dim), f"{prefix}_{row.name}"
+    return RowSpec(row.dim, block, rotated, row.rope_dim, name, row.data_bytes, row.scale_bytes)
 
 
 class WindowSpec(NamedTuple):

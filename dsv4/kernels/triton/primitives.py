@@ -46,7 +46,7 @@ def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
 
 @triton.jit
 def loop_bound(x):
-    """An integer as the bound of a loop; the interpreter takes only Python's own."""
+    """An integer as the bound of a loop; the interpreter needs a Python int."""
     if INTERPRETED:
         return (x + tl.zeros((1,), tl.int32)).handle.data.item()
     else:
@@ -142,6 +142,15 @@ def reciprocal_root(x):
     if tl.max(is_hard.to(tl.int32), axis=0) > 0:
         refined = 1.0 / tl.sqrt(x)
     return refined.to(tl.float32)
+
+
+@triton.jit
+def load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE: tl.constexpr):
+    """Load NVFP4's global scale of index keys; 1 where there is none."""
+    scale = 1.0
+    if HAS_GLOBAL_SCALE:
+        scale = tl.load(global_scale_ptr)
+    return scale
 
 
 @triton.jit
@@ -299,7 +308,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def group_amax(x, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Values `[ROWS, BLOCK / GROUP, GROUP]`, largest magnitudes `[ROWS, BLOCK / GROUP]` but NaN."""
+    """Group values, `[ROWS, BLOCK / GROUP, GROUP]`, with each group's amax; NaN is ignored."""
     groups = tl.reshape(x, (ROWS, BLOCK // GROUP, GROUP))
     return groups, tl.minimum(tl.maximum(tl.max(magnitude(groups), axis=2), 0.0), BF16_MAX)
 
