@@ -1,7 +1,7 @@
-"""`Backend`: the functions that a backend has, and the choice of one.
+"""`Backend`: the functions of a backend, and the choice of one.
 
-`reference` defines the meaning of each function; the others store the same bytes and select the
-same entries. A backend that is asked for runs or raises; nothing falls back in silence.
+`reference` defines each function. The other backends store the same bytes and select the same
+entries. A backend that a caller names runs or raises: no other replaces it in silence.
 """
 
 import importlib
@@ -23,11 +23,11 @@ from dsv4.kernels.contracts import (
 from dsv4.kernels.layer_memory import LayerMemory
 
 BACKENDS = ("reference", "triton")
-EXTERNAL = ("flashmla", "deepgemm")  # of one function each: attend, select_entries
+EXTERNAL = ("flashmla", "deepgemm")  # each replaces one function: attend, select_entries
 
 
 class Backend(Protocol):
-    """The functions a backend has; `kernels.reference` documents each."""
+    """Functions of a backend; `kernels.reference` documents each."""
 
     def write_layer(
         self, writes: LayerWrites, memory: LayerMemory, tokens: TokenMap,
@@ -66,7 +66,7 @@ class Backend(Protocol):
 
 
 def default_backend(device: torch.device) -> str:
-    """The backend for tensors on `device` where none is asked for."""
+    """Backend for tensors on `device` if the caller names none."""
     return "triton" if device.type == "cuda" else "reference"
 
 

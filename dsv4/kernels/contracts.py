@@ -1,6 +1,6 @@
 """Inputs and results of the cache's steps: plain structs of tensors, the same for all backends.
 
--1 is the only sentinel: a slot of a padding row, a block or row that does not exist.
+-1 is the only sentinel: the slot of a padding row, or a block or row that does not exist.
 """
 
 from typing import NamedTuple
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class TokenMap(NamedTuple):
-    """The device side of a plan: whose tokens these are and where their rows go. All int32.
+    """Device tensors of a plan: the requests of its tokens and where their rows go. All int32.
 
     Attributes:
         request_slots: `[batch]`; -1 is a padding row, which touches nothing.
         positions_before, positions_after: `[batch]`, lengths around this forward.
         token_starts: `[batch]`, index of a request's first token.
         positions, request_ids: `[num_tokens]`, position of a token and its row of the batch.
-        workspace_starts: `[batch]`, first window-workspace row of a request whose chunk is too
-            long to be read back from its ring; -1 where the ring is enough.
+        workspace_starts: `[batch]`, first window-workspace row of a request whose chunk does not
+            fit its ring; -1 for other requests.
         chunk_ids: `[num_chunks]`, the rows of the batch that have a workspace start.
         block_table: `[max_requests, max_blocks]`, by slot; -1 where there is no block.
-        max_step: The most tokens of one request; a number, known on the host.
+        max_step: Largest number of tokens of one request, known on the host.
     """
 
     request_slots: Tensor
@@ -64,7 +64,7 @@ class IndexInputs(NamedTuple):
 
 
 class LayerProjections(NamedTuple):
-    """What a layer hands to the cache in one forward, fp32 or bf16.
+    """A layer's inputs to the cache in one forward, fp32 or bf16.
 
     query is `[num_tokens, heads, head_dim]`, normed and rotated; kv `[num_tokens, head_dim]`,
     before its norm. compressor is None for SWA, indexer None unless CSA.
@@ -77,7 +77,7 @@ class LayerProjections(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The learned tensors that the cache applies itself: kv_norm `[head_dim]`, sinks `[heads]`."""
+    """Learned tensors that the cache applies itself: kv_norm `[head_dim]`, sinks `[heads]`."""
 
     kv_norm: Tensor
     sinks: Tensor | None
@@ -86,7 +86,7 @@ class LayerWeights(NamedTuple):
 
 
 class WindowInputs(NamedTuple):
-    """kv `[num_tokens, head_dim]` before its norm, and norm_weight `[head_dim]`."""
+    """Inputs of window rows: kv `[num_tokens, head_dim]` before its norm, and the norm's weight."""
 
     kv: Tensor
     norm_weight: Tensor
@@ -101,7 +101,7 @@ class EntryInputs(NamedTuple):
 
 
 class LayerWrites(NamedTuple):
-    """What one write stores: window rows, entries, index keys; a part that is None is left out."""
+    """Inputs of one write: window rows, entries, index keys; a part that is None is not written."""
 
     window: WindowInputs | None = None
     entries: EntryInputs | None = None
@@ -109,7 +109,7 @@ class LayerWrites(NamedTuple):
 
     @classmethod
     def of(cls, inputs: LayerProjections, weights: LayerWeights) -> "LayerWrites":
-        """Everything that a layer stores in one forward."""
+        """Inputs of everything that a layer stores in one forward."""
         entries = index_keys = None
         if inputs.compressor is not None and weights.compressor is not None:
             compressor = inputs.compressor
@@ -131,10 +131,10 @@ class CheckpointPoints(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Entries chosen per token, in ascending entry index, then -1.
+    """Entries selected per token, in ascending entry index, then -1.
 
-    entry_idx is `[num_tokens, topk]` int32, index of the entry in its request; rows is
-    `[num_tokens, topk]` int64, flat row in the layer's pages; counts is `[num_tokens]` int32.
+    entry_idx is `[num_tokens, topk]` int32, the entry's index in its request. rows is
+    `[num_tokens, topk]` int64, the flat row in the layer's pages. counts is `[num_tokens]` int32.
     """
 
     entry_idx: Tensor
@@ -143,7 +143,7 @@ class Selection(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Dense rows and which of them exist.
+    """Dense rows, and whether each exists.
 
     values is `[..., rows, dim]` in the format's value dtype, zero where is_present
     `[..., rows]` is False.
@@ -154,7 +154,7 @@ class Gathered(NamedTuple):
 
 
 class AttentionResult(NamedTuple):
-    """output `[num_tokens, heads, dim]`, and lse `[num_tokens, heads]` fp32 without the sink."""
+    """Attention output `[num_tokens, heads, dim]`; lse `[num_tokens, heads]` fp32 without sinks."""
 
     output: Tensor
     lse: Tensor

@@ -1,4 +1,4 @@
-"""`LayerMemory`: the storages of one layer, and where its rows lie in them."""
+"""`LayerMemory`: the storages of one layer, and the places of its rows in them."""
 
 import ast
 from dataclasses import astuple, dataclass, field, fields
@@ -21,10 +21,10 @@ from dsv4.rope import RopeTable
 
 
 class WindowRows(NamedTuple):
-    """Where the rows of the sliding window lie.
+    """Rows of the sliding window.
 
-    ring has one page per slot; workspace is one page that holds, for each request with a
-    `workspace_start`, its last `window - 1` rows from before the chunk and then the chunk's own.
+    ring has one page per slot. workspace is one page for the requests with a `workspace_start`:
+    the last `window - 1` rows from before the chunk, then the chunk's own.
     """
 
     ring: PagedRows
@@ -34,7 +34,7 @@ class WindowRows(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """Where a layer's rows lie in the raw storages, as plain numbers and names.
+    """Places of a layer's rows in the raw storages, and its constants, as numbers and names.
 
     Attributes:
         ratio: Tokens per entry; 0 for SWA.
@@ -83,18 +83,18 @@ class LayerLayout:
     @staticmethod
     @cache
     def from_key(key: str) -> "LayerLayout":
-        """The layout of that key."""
+        """Layout whose `key` this is."""
         names = [field.name for field in fields(LayerLayout) if field.init]
         return LayerLayout(**dict(zip(names, map(_read_value, key.split(" ")), strict=True)))
 
     @cached_property
     def kv_row(self) -> RowFormat:
-        """The row of a window token or compressed entry."""
+        """Row format of a window token or compressed entry."""
         return kv_row(self.kv_format, head_dim=self.head_dim, rope_dim=self.rope_dim)
 
     @cached_property
     def index_row(self) -> RowFormat:
-        """The row of an index key."""
+        """Row format of an index key."""
         return index_row(self.index_format, head_dim=self.index_head_dim)
 
     def cut_ring(self, slots: Tensor) -> PagedRows:
@@ -130,7 +130,7 @@ class LayerLayout:
 
 
 def _read_value(text: str) -> Any:
-    """A value of a layout's key: a number, a bool, or else a name."""
+    """Value in a layout's key: a number, a bool, or else a name."""
     try:
         return ast.literal_eval(text)
     except ValueError:
@@ -138,18 +138,18 @@ def _read_value(text: str) -> Any:
 
 
 class LayerStorages(NamedTuple):
-    """The raw storages, and where one layer's rows lie in them.
+    """Raw storages, and the layout of one layer in them.
 
     Attributes:
         slots: `[max_requests, slot_bytes]` uint8, the fixed state of requests.
         blocks: `[num_blocks, block_bytes]` uint8, the pages of all layers.
         workspace: `[1, bytes]` uint8, window rows of chunks.
-        pooled: `[windows, head_dim]` fp32, pooled channels of HCA windows whose programs share one.
-            A forward closes at most one window every 128 tokens and one more for each request;
-            the window that a token closes is number request + token // 128.
-        arrivals: `[windows]` int32, programs that have left their channels; 0 between launches.
-        index_scratch: `[bytes]` uint8, which `index_scratch` cuts up.
-        partials: `[num_partials, heads × (head_dim + 2)]` fp32, one split of a token each:
+        pooled: `[windows, head_dim]` fp32, channels of HCA windows that several programs pool.
+            A forward closes at most one window every 128 tokens and one more for each request.
+            The window that a token closes is number request + token // 128.
+        arrivals: `[windows]` int32, programs that have stored their channels; 0 between launches.
+        index_scratch: `[bytes]` uint8, divided by the module `index_scratch`.
+        partials: `[num_partials, heads × (head_dim + 2)]` fp32. A row is one split of a token:
             accumulators, then largest logits and sums.
         global_scale: `[]` fp32, NVFP4's; None for other formats.
         cos, sin: `[num_positions, rope_dim / 2]` fp32, the layer's RoPE table.
@@ -170,7 +170,7 @@ class LayerStorages(NamedTuple):
 
 
 class LayerMemory(LayerStorages):
-    """A layer's storages, and the rows that are cut out of them, once."""
+    """Storages of a layer, and views of its rows in them, each made once."""
 
     @cached_property
     def window(self) -> WindowRows:
@@ -209,7 +209,7 @@ class LayerMemory(LayerStorages):
 
     @cached_property
     def cut_partials(self) -> tuple[Tensor, Tensor]:
-        """All accumulators, then all largest logits and sums, each flat."""
+        """Two flat views of partials: all accumulators; all largest logits and sums."""
         flat, dim = self.partials.view(-1), self.layout.head_dim
         num_accumulators = flat.shape[0] // (dim + 2) * dim
         return flat[:num_accumulators], flat[num_accumulators:]

@@ -1,9 +1,9 @@
 """The backends' functions as PyTorch ops: `torch.ops.dsv4.*`.
 
-A schema holds the fields of the contracts' structs side by side and says what is mutated; a fake
-gives the results' shapes and dtypes. The functions below take the structs themselves. They call
-the op where something looks at ops, such as `torch.compile` or a profiler; elsewhere the backend,
-with the same meaning, which saves tens of microseconds a call.
+A schema lists the fields of the contracts' structs and marks the mutated ones. A fake gives the
+results' shapes and dtypes. The functions below take the structs themselves. They call the op if
+`torch.compile`, a dispatch mode or a profiler has to see it. Otherwise they call the backend
+directly, with the same result, which saves tens of microseconds a call.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def write_layer(
     *,
     backend: str,
 ) -> None:
-    """Store what is given of a layer."""
+    """Store a layer's rows."""
     _run("write_layer", backend, memory=memory, tokens=tokens, writes=writes)
 
 
@@ -86,7 +86,7 @@ def attend(
     batch_invariant: bool,
     backend: str,
 ) -> AttentionResult:
-    """Attention of each token over its window and entries."""
+    """Attend over each token's window and entries."""
     attended = _run(
         "attend", backend,
         memory=memory, tokens=tokens, query=query, sinks=sinks, selected_rows=selected_rows,
@@ -96,14 +96,14 @@ def attend(
 
 
 def gather_compressed_kv(memory: LayerMemory, rows: Tensor, *, backend: str) -> Gathered:
-    """The entries at flat rows."""
+    """Gather the entries at flat rows."""
     return Gathered(*_run("gather_compressed_kv", backend, memory=memory, rows=rows))
 
 
 def gather_all_compressed_kv(
     memory: LayerMemory, tokens: TokenMap, *, max_entries: int, backend: str
 ) -> Gathered:
-    """All closed entries of each request."""
+    """Gather all closed entries of each request."""
     gathered = _run(
         "gather_all_compressed_kv", backend, memory=memory, tokens=tokens, max_entries=max_entries
     )
@@ -111,7 +111,7 @@ def gather_all_compressed_kv(
 
 
 def gather_swa_kv(memory: LayerMemory, tokens: TokenMap, *, backend: str) -> Gathered:
-    """The window of each token."""
+    """Gather the window of each token."""
     return Gathered(*_run("gather_swa_kv", backend, memory=memory, tokens=tokens))
 
 
@@ -138,7 +138,7 @@ def checkpoint_tails(
 
 
 def _run(name: str, backend: str, **arguments: Any) -> Any:
-    """Call a backend's function; its arguments are in the order of the op's schema."""
+    """Call a backend's function or its op; the arguments have the order of the op's schema."""
     if not _is_watched():
         with torch.no_grad():  # an op has no gradient either
             return getattr(load_backend(backend), name)(**arguments)
@@ -167,7 +167,7 @@ def _flat_tokens(tokens: TokenMap) -> tuple[tuple[Any, ...], int]:
 
 
 def _flat_writes(writes: LayerWrites) -> list[Tensor | None]:
-    """Ten tensors: the window's two, the entries' four, the index keys' four."""
+    """List ten tensors: the window's two, the entries' four, the index keys' four."""
     flat: list[Tensor | None] = [None, None] if writes.window is None else [*writes.window]
     for part in (writes.entries, writes.index_keys):
         flat += [None] * 4 if part is None else [part.kv, part.gate, *part.weights]
@@ -183,7 +183,7 @@ _FLATTENERS: dict[str, Callable[[Any], Sequence[Any]]] = {
 
 
 def _structs(flat: dict[str, Any]) -> dict[str, Any]:
-    """An op's arguments as those of a backend's function."""
+    """Turn an op's arguments into those of a backend's function."""
     flat["layout"] = LayerLayout.from_key(flat["layout"])
     flat["memory"] = LayerMemory._make([flat.pop(name) for name in LayerMemory._fields])
     if "tokens" in flat:
@@ -245,7 +245,7 @@ def _fake_gathered(like: Tensor, shape: Sequence[int], layout: str) -> tuple[Ten
 
 
 def _register(name: str, arguments: str, fake: Callable[..., Any], *, outputs: int) -> None:
-    """Define the op that calls the function of that name in the backend it is given."""
+    """Define the op that calls the function `name` of the backend that it is given."""
     results = ", ".join(["Tensor"] * outputs)
     _library.define(f"{name}(str backend, {arguments}) -> ({results})")
     schema = getattr(torch.ops.dsv4, name).default._schema

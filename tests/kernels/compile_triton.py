@@ -34,7 +34,7 @@ TYPES = {
 
 
 class AttentionCase(NamedTuple):
-    """A layer's type, its heads and its rows."""
+    """A layer's ratio, its heads, its row format, and whether a chunk or one token attends."""
 
     ratio: int
     heads: int
@@ -53,7 +53,7 @@ ATTENTION = [
 
 
 class Recorder:
-    """Stands in for a kernel and keeps its launches."""
+    """Replacement of a kernel that records its launches."""
 
     def __init__(self, kernel, launches: list) -> None:
         self.kernel, self.launches = kernel, launches
@@ -63,7 +63,7 @@ class Recorder:
 
 
 def record(ratio: int, kind: str, launch: Launch) -> list:
-    """The launches of one layer's write at V4-Flash's width."""
+    """Record the launches of one layer's write at V4-Flash's width."""
     launches: list = []
     names = ("_edge_kernel", "_write_kernel")
     kernels = {name: getattr(flush_write, name) for name in names}
@@ -85,7 +85,7 @@ def record(ratio: int, kind: str, launch: Launch) -> list:
 
 
 def record_gathers(kv_format: str) -> list:
-    """The launches of a layer's gathers: listed rows, all entries, windows of steps and chunks."""
+    """Record the launches of a layer's gathers: windows of steps and chunks, rows, entries."""
     launches: list = []
     kernel = gather._gather_kernel
     gather._gather_kernel = Recorder(kernel, launches)
@@ -103,7 +103,7 @@ def record_gathers(kv_format: str) -> list:
 
 
 def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list:
-    """The launches that choose entries of a request of that length, at V4-Flash's width."""
+    """Record the launches that select entries of a request of that length, at V4-Flash's width."""
     launches: list = []
     owners = {"_query_kernel": indexer, "_score_kernel": indexer, "_group_kernel": topk,
               "_topk_kernel": topk}  # fmt: skip
@@ -130,7 +130,7 @@ def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list
 
 
 def record_attention(case: AttentionCase, arch: int) -> list:
-    """The launches of one token, which are split, or of a chunk, which is not."""
+    """Record the launches of one token, which is split over programs, or of a chunk."""
     launches: list = []
     owners = [(attention, "_attend_kernel"), (attention, "_combine_kernel"),
               (hopper, "_attend_kernel"), (chunk, "_attend_chunk_kernel")]  # fmt: skip
@@ -157,7 +157,7 @@ def record_attention(case: AttentionCase, arch: int) -> list:
 
 
 def compile_launch(kernel, arguments: dict, arch: int):
-    """Compile as the launcher would: pointers and multiples of 16 are known to be such."""
+    """Compile as the launcher would, with its hints of what is a multiple of 16."""
     signature, constants, attributes = {}, {}, {}
     for position, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
         value = arguments[name]

@@ -21,7 +21,7 @@ BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 
 class LaunchKeys:
-    """Stands in for a kernel and keeps, by its launches, what Triton would compile them by."""
+    """Replacement of a kernel that records its launches by the key under which Triton compiles."""
 
     def __init__(self, kernel: JITFunction, keys: dict[str, dict]) -> None:
         self.name = kernel.__name__
@@ -44,7 +44,7 @@ class LaunchKeys:
 
 
 def record_kernels() -> dict[str, dict]:
-    """Replace every kernel; the result fills with the keys of its launches."""
+    """Replace every kernel; their launches fill the returned dict."""
     keys: dict[str, dict] = {}
     for module in (attention, chunk, flush_write, gather, hopper, indexer, topk):
         kernels = {n: k for n, k in vars(module).items() if isinstance(k, JITFunction)}
@@ -55,15 +55,15 @@ def record_kernels() -> dict[str, dict]:
 
 
 def new_keys(keys: dict[str, dict], warmed: set[str]) -> list[dict]:
-    """The launches that were not warmed up, each as its difference from the nearest that was."""
-    found = []
+    """Launches that were not warmed up, each as its difference from the nearest that was."""
+    nearest = []
     for key in keys.keys() - warmed:
         differences = [
             {n: (v, keys[w].get(n)) for n, v in keys[key].items() if keys[w].get(n) != v}
             for w in warmed
         ]
-        found.append(min(differences, key=len))
-    return found
+        nearest.append(min(differences, key=len))
+    return nearest
 
 
 def serve_one_layer_per_type(keys: dict[str, dict], **sizes: int) -> dict:
@@ -77,7 +77,7 @@ def serve_one_layer_per_type(keys: dict[str, dict], **sizes: int) -> dict:
 
 
 def serve_all_layers(keys: dict[str, dict]) -> dict:
-    """A step of every layer of the model: those that were not warmed up look alike."""
+    """Run every layer of the model: one that was not warmed up launches as another that was."""
     keys.clear()
     config = CacheConfig.v4_flash(num_query_heads=1, index_num_heads=1)
     manager = KVCacheManager(config, max_requests=1, num_blocks=1)

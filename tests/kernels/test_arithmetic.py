@@ -38,7 +38,7 @@ LOWEST_EXP = -125 * math.log(2)  # below it exp is 2^-125
 
 
 def relative_bound(x: torch.Tensor) -> torch.Tensor:
-    """The most that exp_of_nonpositive(x) may be off, relative, by adding up its roundings.
+    """Bound of the relative error of exp_of_nonpositive(x), as the sum of its roundings.
 
     - The exponent x log2(e) has a relative error of 2^-24 by its rounding and 1.34e-8 by that of
       log2(e), together 7.3e-8. An exponent off by a factor 1 + d changes the result by x d.

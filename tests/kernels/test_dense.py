@@ -1,4 +1,4 @@
-"""What the cache stores, selects and gives equals the uncached oracle, however tokens arrive."""
+"""Stored rows, selections and outputs equal the uncached oracle's, however tokens arrive."""
 
 import random
 
@@ -68,7 +68,7 @@ def check_stored(manager: KVCacheManager, slot: int, length: int, layers: list[D
 
 
 def run_randomly(config: CacheConfig, *, seed: int, dtype=torch.float32, tolerance=2e-6) -> None:
-    """All sequences through few slots in random chunks, checked after every forward."""
+    """Run all sequences through few slots in random chunks; check after every forward."""
     rng = random.Random(seed)
     manager = KVCacheManager(config, max_requests=3, num_blocks=24)
     poison(manager)

@@ -1,4 +1,4 @@
-"""The ops declare what they change and give; layers compile whole, and once for all steps."""
+"""Ops declare their mutations and results; layers compile whole, and once for all steps."""
 
 import shutil
 
@@ -50,7 +50,7 @@ def make_manager(backend="reference", device="cpu", config=CONFIG):
 
 
 def run_layers(layer_step, *, backend="reference", device="cpu", layers=(SWA, CSA, HCA)):
-    """The steps of two requests, with a padding row, through `layer_step`."""
+    """Run the steps of two requests, with a padding row, through `layer_step`."""
     manager = make_manager(backend, device)
     slots, lengths, results = [manager.open_request() for _ in range(2)], [0, 0], []
     weights = [move_to(device, layer) for layer in WEIGHTS]

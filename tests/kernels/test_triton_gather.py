@@ -65,7 +65,7 @@ def filled(
     device: str = DEVICE,
     max_forward_tokens: int = 2048,
 ):
-    """The handle of a layer after a forward; a padding row follows the first request."""
+    """Handle of a layer after a forward; a padding row follows the first request."""
     num_blocks = sum(-(-length // config.block_tokens) for length in after) + len(before) + 2
     manager = KVCacheManager(
         config, max_requests=len(before) + 3, num_blocks=num_blocks, device=device,
@@ -127,7 +127,7 @@ def random_pages(
 
 
 def assert_same(got: Gathered, expected: Gathered) -> None:
-    """Equal bit for bit. A NaN's bits don't count: torch's own conversions differ in them."""
+    """Compare bit for bit. A NaN's bits don't count: torch's conversions differ in them."""
     assert got.values.dtype == expected.values.dtype
     assert got.values.shape == expected.values.shape
     assert torch.equal(got.is_present, expected.is_present)

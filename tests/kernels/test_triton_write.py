@@ -22,7 +22,7 @@ from dsv4.testing import (
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWA, CSA, HCA = (0,), (4,), (128,)
-# Each step is rows of (sequence, tokens): chunks, single tokens and several at once.
+# A step is a list of (sequence, tokens): chunks, single tokens and several at once.
 SHORT = [[(0, 5), (1, 1)], [(1, 3), (0, 1)], [(0, 2), (1, 1)]]
 TO_28 = [[(0, 22), (1, 3)], [(0, 1), (1, 1)], [(0, 1), (1, 4)], [(0, 4)]]
 ONE_WINDOW = [[(0, 126), (1, 127)], [(0, 1), (1, 1)], [(0, 1)]]
@@ -30,13 +30,13 @@ NONE_OF_ONE = [
     [(0, 126), (1, 0)], [(0, 0), (1, 127)], [(2, 3), (0, 0), (1, 7)], [(1, 9), (2, 2), (0, 0)],
 ]  # fmt: skip
 OVER_THE_WINDOW = [[(0, 127), (1, 2)], [(0, 1), (1, 1)], [(1, 126), (0, 1)]]
-# Windows in turn: some gates of -inf; NaN; nothing; all of a channel's gates -inf; kv of +-inf.
+# Special values of one window after another. "no gate": all of a channel's gates are -inf.
 SPECIALS = ("few gates", "nan", "clean", "clean", "no gate", "infinite kv")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule, its choices, the steps to take and what the inputs are like."""
+    """A schedule, its choices, its steps, and its inputs' dtype, scale and special values."""
 
     name: str
     ratios: tuple[int, ...]
@@ -80,7 +80,7 @@ CASES = [
 
 
 def run(case: Case, *, backend: str, device: str, in_parts: bool = False) -> KVCacheManager:
-    """All steps of a case; padding rows of NaN between the real ones."""
+    """Run all steps of a case, with padding rows of NaN between the real ones."""
     config = CacheConfig.tiny(compress_ratios=case.ratios, **case.choices)
     manager = KVCacheManager(
         config, max_requests=4, num_blocks=6, max_forward_tokens=256, device=device,
@@ -141,7 +141,7 @@ def spoil(sequences: list) -> list:
 
 
 def with_specials(layer, shift: int):
-    """Projections whose windows have, in turn, what SPECIALS says; shift is the first one's."""
+    """Projections whose windows have SPECIALS one after another, from number `shift` on."""
     choose = random.Random(shift)
     ratio = 1 if layer.compressor is None else 128 if layer.indexer is None else 4
 
@@ -185,7 +185,7 @@ def spoil_window(kind: str, kv: torch.Tensor, gate: torch.Tensor, choose: random
 
 
 def assert_same_bytes(got: KVCacheManager, expected: KVCacheManager) -> None:
-    """Equal in all that is kept; `arrivals` is back at zero.
+    """Compare every byte that is kept; `arrivals` must be zero again.
 
     `pooled`, `index_scratch` and `partials` are scratch, and `plan_buffers` also carries changes of
     the block table to a GPU.
@@ -328,7 +328,7 @@ def test_reruns_are_bitwise_equal():
 
 
 class Pair:
-    """Two managers on a GPU that see the same forwards: the reference's and Triton's."""
+    """Two managers on a GPU that run the same forwards: the reference's and Triton's."""
 
     def __init__(self, config: CacheConfig, **sizes: int) -> None:
         self.managers = [
@@ -355,7 +355,7 @@ class Pair:
                 manager.free_request(slot)
 
     def forward(self, counts: dict[int, int]) -> None:
-        """Both go on by the same tokens, drawn from the pool."""
+        """Run the same tokens, drawn from the pool, in both."""
         slots, num_tokens = list(counts), sum(counts.values())
         tokens = torch.randint(2048, (num_tokens,), generator=self.generator, device="cuda")
         inputs = [take_rows(layer, tokens) for layer in self.pool]

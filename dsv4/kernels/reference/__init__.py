@@ -1,4 +1,4 @@
-"""The reference backend: plain PyTorch, vectorised, any device. It defines the meaning."""
+"""The reference backend: plain PyTorch, vectorised, on any device. It defines every result."""
 
 from dsv4.kernels.reference.append import append_swa
 from dsv4.kernels.reference.attention import attend

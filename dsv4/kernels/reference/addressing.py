@@ -1,6 +1,6 @@
-"""Everything that follows from a position: rows, windows, entries, visibility.
+"""Addresses that follow from a position: rows, windows, entries, visibility.
 
-No counter is kept anywhere; a rollback is a shorter length, a reset is position 0.
+Nothing keeps a counter: a rollback is a shorter length, a reset is position 0.
 """
 
 import torch
@@ -10,7 +10,7 @@ from dsv4.kernels.contracts import TokenMap
 
 
 def token_slots(tokens: TokenMap) -> Tensor:
-    """`[num_tokens]` int64: the request slot of each token, -1 for padding."""
+    """Request slot of each token, `[num_tokens]` int64; -1 for padding."""
     return tokens.request_slots.long()[tokens.request_ids.long()]
 
 
@@ -21,33 +21,33 @@ def ring_rows(slots: Tensor, positions: Tensor, rows_per_slot: int) -> Tensor:
 
 
 def is_kept(tokens: TokenMap, num_rows: int) -> Tensor:
-    """`[num_tokens]` bool: tokens still in a ring of `num_rows` rows when the chunk is done."""
+    """Whether a ring of `num_rows` rows keeps a token to the chunk's end: `[num_tokens]` bool."""
     after = tokens.positions_after.long()[tokens.request_ids.long()]
     return tokens.positions >= after - num_rows
 
 
 def window_positions(positions: Tensor, window: int) -> Tensor:
-    """`[num_tokens, window]`: the positions a query sees raw, itself last; < 0 is none."""
+    """Positions in each query's window, itself last: `[num_tokens, window]`; < 0 is none."""
     return positions[:, None] - torch.arange(window - 1, -1, -1, device=positions.device)
 
 
 def closes_window(positions: Tensor, ratio: int) -> Tensor:
-    """True where a token is the last of its compression window."""
+    """Whether a token is the last of its compression window."""
     return (positions + 1) % ratio == 0
 
 
 def closed_entry(positions: Tensor, ratio: int) -> Tensor:
-    """The entry that the window of a token becomes."""
+    """Entry that the window of a token becomes."""
     return positions // ratio
 
 
 def entry_rope_position(positions: Tensor, ratio: int) -> Tensor:
-    """Where the entry closed at `positions` is rotated: its window's first token."""
+    """Position at which the entry closed at `positions` is rotated: its window's first token."""
     return positions + 1 - ratio
 
 
 def visible_entries(positions: Tensor, ratio: int) -> Tensor:
-    """How many entries a query sees: the closed ones, its own included if it closes it."""
+    """Number of entries that a query sees: all closed ones, also one that the query closes."""
     return (positions + 1) // ratio
 
 
@@ -62,7 +62,7 @@ def entry_rows(
     """
     slots, entry_idx = torch.broadcast_tensors(slots, entry_idx)
     is_real = (slots >= 0) & (entry_idx >= 0)
-    safe = torch.where(is_real, entry_idx, 0)
-    blocks = block_table[torch.where(is_real, slots, 0), safe // entries_per_block].long()
-    rows = blocks * entries_per_block + safe % entries_per_block
+    real_idx = torch.where(is_real, entry_idx, 0)
+    blocks = block_table[torch.where(is_real, slots, 0), real_idx // entries_per_block].long()
+    rows = blocks * entries_per_block + real_idx % entries_per_block
     return torch.where(is_real & (blocks >= 0), rows, -1)

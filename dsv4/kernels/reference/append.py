@@ -31,8 +31,8 @@ def append_swa(
 ) -> None:
     """Norm, rotate and store each token's KV in its request's ring.
 
-    A request with a workspace start first gets there the rows that its early queries need and
-    that the ring is about to lose, and then the chunk's own rows.
+    A request with a workspace start has its chunk's rows in the workspace as well. Before them
+    come the older rows that its first queries see and that the ring is about to lose.
 
     Args:
         kv: `[num_tokens, head_dim]` fp32 or bf16, before the norm.
@@ -49,7 +49,7 @@ def append_swa(
 def window_values(
     kv: Tensor, norm_weight: Tensor, positions: Tensor, rope: RopeTable, *, eps: float
 ) -> Tensor:
-    """The fp32 values of window rows before they are encoded."""
+    """Values of window rows before they are encoded, in fp32."""
     normed = rms_norm(kv.float(), norm_weight, eps)
     return rotate(normed, rope.cos[positions], rope.sin[positions])
 
@@ -57,23 +57,23 @@ def window_values(
 def tail_rows(
     kv: Tensor, gate: Tensor, position_bias: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> TailRows:
-    """Projections as they are stored: the bias of the position in its window is added once.
+    """Projections as a tail stores them, with the bias of the position in its window added.
 
-    The compressor pools these rows whether they come from the tail or from the same chunk, so
-    an entry does not depend on how its tokens were cut into chunks.
+    The compressor pools these rows, from the tail or from the same chunk. So an entry does not
+    depend on how its tokens were cut into chunks.
     """
     biased = gate.float() + position_bias.float()[positions % position_bias.shape[0]]
-    biased = torch.where(biased.isnan(), torch.nan, biased)  # one NaN, whatever adds them
+    biased = torch.where(biased.isnan(), torch.nan, biased)  # one NaN, whatever the device adds
     return TailRows(round_to(kv, dtype), round_to(biased, dtype))
 
 
 def append_tail(rows: TailRows, tail: Tensor, tokens: TokenMap) -> None:
     """Store the last rows of each chunk in the tails, `[max_requests, tail_rows, 2, width]`."""
     slots, positions = addressing.token_slots(tokens), tokens.positions.long()
-    chosen = (slots >= 0) & addressing.is_kept(tokens, tail.shape[1])
-    slot, row = slots[chosen], positions[chosen] % tail.shape[1]
-    tail[slot, row, 0] = rows.kv[chosen]
-    tail[slot, row, 1] = rows.gate[chosen]
+    is_stored = (slots >= 0) & addressing.is_kept(tokens, tail.shape[1])
+    slot, row = slots[is_stored], positions[is_stored] % tail.shape[1]
+    tail[slot, row, 0] = rows.kv[is_stored]
+    tail[slot, row, 1] = rows.gate[is_stored]
 
 
 def _fill_workspace(encoded: EncodedRows, tokens: TokenMap, window: WindowRows) -> None:
@@ -81,14 +81,14 @@ def _fill_workspace(encoded: EncodedRows, tokens: TokenMap, window: WindowRows) 
     if not (starts >= 0).any():
         return
     num_old = window.window - 1
-    old = torch.arange(num_old, device=starts.device)
+    old_row = torch.arange(num_old, device=starts.device)
     before = tokens.positions_before.long()
     from_rows = addressing.ring_rows(
         tokens.request_slots.long()[:, None],
-        before[:, None] - num_old + old,
+        before[:, None] - num_old + old_row,
         window.ring.rows_per_page,
     )
-    to_rows = torch.where(starts[:, None] >= 0, starts[:, None] + old, -1)
+    to_rows = torch.where(starts[:, None] >= 0, starts[:, None] + old_row, -1)
     is_copied = (from_rows >= 0) & (to_rows >= 0)
     write_rows(window.workspace, to_rows[is_copied], read_rows(window.ring, from_rows[is_copied]))
     write_rows(window.workspace, workspace_rows(tokens, tokens.positions, window.window), encoded)

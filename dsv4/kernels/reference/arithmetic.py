@@ -1,16 +1,16 @@
-"""The arithmetic of everything that is stored, in operations every backend rounds alike.
+"""Arithmetic of everything that is stored, in operations that every backend rounds alike.
 
-Only IEEE add, subtract, multiply, divide and square root, integer operations on the bits, and
-orders that are written down. A kernel that follows this file stores the same bytes on any
-device. Attention and scores are not bound by it: they have error bounds instead.
+These are IEEE add, subtract, multiply, divide and square root, and integer operations on the bits,
+in a written order. A kernel that follows this file stores the same bytes on any device. Attention
+and scores have error bounds instead.
 """
 
 import torch
 from torch import Tensor
 
-EXPONENT_FLOOR = -125.0  # no smaller power of two is taken, so that every weight is normal
+EXPONENT_FLOOR = -125.0  # of a weight, so that every weight is a normal number
 LOG2_E = 1.4426950408889634
-ROUND_TO_WHOLE = 12582912.0  # 1.5 × 2^23: adding it leaves the nearest whole number in the low bits
+ROUND_TO_WHOLE = 12582912.0  # 1.5 × 2^23: after adding it the low bits hold the nearest integer
 # 2^f for |f| <= 1/2, highest power first: relative error 9.4e-8, exactly 1 at 0.
 EXP2_COEFFICIENTS = (
     0.0013269406044855714, 0.009671294130384922, 0.0555071122944355, 0.24022246897220612,
@@ -20,12 +20,12 @@ ROWS_IN_ORDER = 16
 
 
 def float32_bits(x: Tensor) -> Tensor:
-    """The bits of fp32 values as int32."""
+    """Bits of fp32 values, as int32."""
     return x.contiguous().view(torch.int32)
 
 
 def round_to_bf16(x: Tensor) -> Tensor:
-    """fp32 to BF16, nearest even; every NaN becomes 0x7FFF, as on a GPU."""
+    """Round fp32 to BF16, nearest even; every NaN becomes 0x7FFF, as on a GPU."""
     bits = float32_bits(x)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     rounded = torch.where(torch.isnan(x), 0x7FFF, rounded)
@@ -33,15 +33,15 @@ def round_to_bf16(x: Tensor) -> Tensor:
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 or bf16 values in `dtype`, one of the two."""
+    """Round fp32 or bf16 values to `dtype`, one of the two."""
     return round_to_bf16(x.float()) if dtype is torch.bfloat16 else x.float()
 
 
 def exp_of_nonpositive(x: Tensor) -> Tensor:
-    """exp(x) for x <= 0 in fp32, as 2^n × 2^f with n whole: a polynomial, then n to the exponent.
+    """exp(x) for x <= 0 in fp32, as 2^n × 2^f: a polynomial gives 2^f, n is added to the exponent.
 
-    The error is below 1.4e-7, absolute: enough for weights that are summed. What is smaller than
-    2^-125, -inf included, becomes 2^-125. Of NaN it makes nothing in particular.
+    The absolute error is below 1.4e-7, enough for weights that are summed. A result below 2^-125,
+    that of -inf included, becomes 2^-125. The result is undefined for NaN.
     """
     exponent = (x * LOG2_E).clamp(min=EXPONENT_FLOOR)
     shifted = exponent + ROUND_TO_WHOLE
@@ -70,8 +70,8 @@ def fold_pairwise(terms: Tensor) -> Tensor:
 def pool_rows(kv: Tensor, gate: Tensor, is_present: Tensor) -> Tensor:
     """Per-channel softmax of the gates over rows, applied to kv.
 
-    Groups of 16 rows are pooled in row order, each with its own largest gate, and then scaled to
-    the largest of all and added pairwise.
+    Groups of 16 rows are pooled in row order, each with its own largest gate. They are then
+    scaled to the largest gate of all and added pairwise.
 
     Args:
         kv, gate: `[n, rows, dim]` fp32, rows in position order; rows is at most 16, or 16
@@ -87,7 +87,7 @@ def pool_rows(kv: Tensor, gate: Tensor, is_present: Tensor) -> Tensor:
     mask = is_present[:, :, None].expand_as(kv).reshape(shape)
     gate = torch.where(mask, gate.reshape(shape), -torch.inf)
     top = gate.amax(dim=(1, 2))
-    lowest = torch.finfo(torch.float32).min  # so that a group of -inf has a largest gate too
+    lowest = torch.finfo(torch.float32).min  # a group of -inf needs a finite largest gate too
     largest = gate.amax(dim=2).clamp(min=lowest)
     weight = torch.where(mask, exp_of_nonpositive(gate - largest[:, :, None]), 0.0)
     weighted = torch.where(mask, weight * kv.reshape(shape), 0.0)
@@ -97,10 +97,10 @@ def pool_rows(kv: Tensor, gate: Tensor, is_present: Tensor) -> Tensor:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Sum over the last axis of x², the same fp64 number in whatever order it is added.
+    """Sum x² over the last axis: the same fp64 number in any order of addition.
 
-    Each square is rounded to a grid 2^-42 below the largest possible one, which makes every
-    partial sum of up to 2048 of them exact.
+    Each square is rounded to a grid 2^-42 below the largest possible one. So every partial sum of
+    up to 2048 squares is exact.
     """
     largest = torch.where(torch.isnan(x), 0.0, x).abs().amax(dim=-1, keepdim=True)
     exponent = (float32_bits(largest) >> 23).to(torch.int64) - 127
@@ -113,7 +113,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of fp32 rows: mean, square root and reciprocal in fp64, rounded once.
 
-    eps is an fp32 number, as a kernel's arguments are.
+    eps is rounded to fp32, as a kernel's arguments are.
     """
     mean = sum_of_squares(x) / x.shape[-1]
     rounded_eps = torch.tensor(eps, dtype=torch.float32).item()
@@ -122,7 +122,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on adjacent pairs of the trailing channels, in fp32.
+    """Rotate adjacent pairs of the trailing channels, in fp32.
 
     Args:
         x: `[..., dim]` fp32.
@@ -131,8 +131,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rope_dim = 2 * cos.shape[-1]
     pairs = x[..., -rope_dim:].unflatten(-1, (-1, 2))
     even, odd = pairs.unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-    return torch.cat((x[..., :-rope_dim], turned.flatten(-2)), dim=-1)
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    return torch.cat((x[..., :-rope_dim], rotated.flatten(-2)), dim=-1)
 
 
 def hadamard(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from dsv4.kernels.reference.arithmetic import rotate
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows, window_values_of
 from dsv4.rope import RopeTable
 
-_SLICE_ELEMENTS = 1 << 23  # KV elements attended at a time, to bound the temporaries
+_SLICE_ELEMENTS = 1 << 23  # KV elements attended at once, to bound the temporaries
 
 
 def attend(
@@ -27,13 +27,13 @@ def attend(
 
     Args:
         query: `[num_tokens, heads, head_dim]` fp32 or bf16, normed and rotated.
-        sinks: `[heads]` logits that take weight and give no value; None leaves them out, so
-            that results over parts of the context can be merged by their lse.
+        sinks: `[heads]` logits that take weight and give no value. Without sinks, results over
+            parts of the context can be merged by their lse.
         selected_rows: `[num_tokens, k]` flat rows to attend, -1 for none; None means every
             visible entry.
-        max_entries: The most entries any token of this forward sees.
-        batch_invariant: A token's bits must not depend on the other tokens. Kernels hold it;
-            the products here are PyTorch's, whose sums may depend on shapes.
+        max_entries: Upper bound of the entries that a token of this forward sees.
+        batch_invariant: A token's bits must not depend on the other tokens. Kernels guarantee it.
+            The reference does not: PyTorch's sums may depend on shapes.
     """
     window, entries = memory.window, memory.entries
     num_rows = window.window
@@ -68,15 +68,15 @@ def attend(
 def attend_dense(
     query: Tensor, values: Tensor, is_present: Tensor, sinks: Tensor | None
 ) -> AttentionResult:
-    """The softmax itself, in the dtype it is given; K and V are the same rows.
+    """Softmax attention in the dtype of its inputs; K and V are the same rows.
 
     Args:
         query: `[n, heads, dim]`.
         values: `[n, rows, dim]`; is_present: `[n, rows]`.
 
     Notes:
-        A query that sees nothing gives 0 and an lse of -inf. A sink of -inf is none, of +inf
-        takes all weight.
+        A query that sees nothing has an output of 0 and an lse of -inf. A sink of -inf takes no
+        weight, a sink of +inf takes all.
     """
     logits = torch.bmm(query, values.transpose(1, 2)) * query.shape[-1] ** -0.5
     logits = torch.where(is_present[:, None], logits, -torch.inf)

@@ -64,10 +64,10 @@ def _checkpoint_tail(
         tail.dtype,
     )  # fmt: skip
     tail_row = positions % tail.shape[1]
-    for part, values in enumerate(new):
-        old = tail[slot, tail_row, part]
+    for index, values in enumerate(new):
+        old = tail[slot, tail_row, index]
         rows = torch.where(is_new[:, :, None], values.view_as(old), old)
-        target[checkpoint[:, None], tail_row, part] = rows
+        target[checkpoint[:, None], tail_row, index] = rows
 
 
 def _positions_before(boundary: Tensor, count: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Values to bytes and back, one rule per row format of `dsv4.formats`.
 
-What happens to special values:
+Special values:
 
     input         fp8 family (E4M3)            fp4 family (E2M1)          bf16 / fp32 rows
     ±0            keeps its sign               keeps its sign             kept
@@ -8,10 +8,9 @@ What happens to special values:
     ±inf          ±448 × scale                 ±6 × scale                 kept
     too large     saturates                    saturates                  (BF16: rounds to inf)
 
-Quantised rows are made from the BF16-rounded value. A group's amax is at most BF16's largest
-number, so every scale is finite; its product with the largest code need not be: with a
-power-of-two scale, what is stored for numbers above 1.93 × 2^127 (fp8) or 1.75 × 2^127 (mxfp4)
-decodes to inf.
+Values are rounded to BF16 before they are quantised. A group's amax is at most BF16's largest
+number, so every scale is finite. Its product with the largest code may overflow: with a
+power-of-two scale, numbers above 1.93 × 2^127 (fp8) or 1.75 × 2^127 (mxfp4) decode to inf.
 """
 
 from typing import NamedTuple
@@ -39,7 +38,7 @@ class EncodedRows(NamedTuple):
 
 
 def encode(fmt: RowFormat, values: Tensor, *, global_scale: Tensor | None = None) -> EncodedRows:
-    """Rows `[n, dim]` fp32 as the bytes of `fmt`; `global_scale` is NVFP4's, 1 if None."""
+    """Encode rows `[n, dim]` fp32 as bytes of `fmt`; `global_scale` is NVFP4's, 1 if None."""
     if fmt.value_dtype is torch.float32 and fmt.scale_rule == "none":
         return _pack(fmt, [torch.where(torch.isnan(values), torch.nan, values)], [])
     rounded = round_to_bf16(values)
@@ -58,7 +57,7 @@ def encode(fmt: RowFormat, values: Tensor, *, global_scale: Tensor | None = None
 
 
 def decode(fmt: RowFormat, rows: EncodedRows, *, global_scale: Tensor | None = None) -> Tensor:
-    """The values `[n, dim]` fp32 of rows; each is exact in `fmt.value_dtype`."""
+    """Decode rows to `[n, dim]` fp32; each value is exact in `fmt.value_dtype`."""
     fields = {f.name: _unpack(fmt, rows, f.name) for f in fmt.fields}
     if fmt.scale_rule == "none":
         return torch.cat([field.float() for field in fields.values()], dim=1)
@@ -75,7 +74,7 @@ def decode(fmt: RowFormat, rows: EncodedRows, *, global_scale: Tensor | None = N
 
 
 def read_rows(pages: PagedRows, rows: Tensor) -> EncodedRows:
-    """The bytes of the rows with flat indices `rows` `[n]`, all of them valid."""
+    """Read the bytes of the rows with flat indices `rows` `[n]`, all of them valid."""
     page, row = rows // pages.rows_per_page, rows % pages.rows_per_page
     return EncodedRows(pages.data[page, row], pages.scales[page, row])
 
@@ -90,13 +89,13 @@ def write_rows(pages: PagedRows, rows: Tensor, encoded: EncodedRows) -> None:
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
-    """fp32 to E4M3 bytes: nearest even, saturating at ±448; NaN is 0x7F."""
+    """E4M3 bytes of fp32: nearest even, saturating at ±448; NaN is 0x7F."""
     codes = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(torch.isnan(x), 0x7F, codes)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """fp32 to E2M1 codes: nearest, ties to the even code, saturating at ±6; NaN is +6."""
+    """E2M1 codes of fp32: nearest, ties to the even code, saturating at ±6; NaN is +6."""
     a = x.abs()
     code = (
         (a > 0.25).byte() + (a >= 0.75) + (a > 1.25) + (a >= 1.75)
@@ -107,7 +106,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
-    """E2M1 codes to fp32."""
+    """fp32 values of E2M1 codes."""
     table = torch.tensor(
         E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=torch.float32, device=codes.device
     )
@@ -134,7 +133,7 @@ def _is_fp4(fmt: RowFormat) -> bool:
 
 
 def _make_scale(fmt: RowFormat, amax: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The scale to divide by, `[n, groups]` fp32, and what is stored of it."""
+    """Scale to divide by, `[n, groups]` fp32, and the same as it is stored."""
     if fmt.scale_rule == "amax_fp32":
         scale = amax.clamp(min=AMAX_FLOOR) / E4M3_MAX
         return scale, scale
@@ -154,7 +153,7 @@ def _read_scale(stored: Tensor, global_scale: Tensor | None) -> Tensor:
 
 
 def _pack(fmt: RowFormat, data: list[Tensor], scales: list[Tensor]) -> EncodedRows:
-    record = torch.cat([_bytes_of(part) for part in data], dim=1)
+    record = torch.cat([_bytes_of(field) for field in data], dim=1)
     stored = record.new_zeros(record.shape[0], fmt.scale_bytes)
     for scale in scales:
         scale_bytes = _bytes_of(scale)
@@ -163,7 +162,7 @@ def _pack(fmt: RowFormat, data: list[Tensor], scales: list[Tensor]) -> EncodedRo
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """Rows `[n, width]` of any dtype as their bytes; n may be 0."""
+    """Bytes of rows `[n, width]` of any dtype; n may be 0."""
     return x.flatten().view(torch.uint8).view(x.shape[0], x.shape[1] * x.element_size())
 
 

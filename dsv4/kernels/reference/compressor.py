@@ -14,7 +14,7 @@ from dsv4.rope import RopeTable
 
 
 class ClosedWindows(NamedTuple):
-    """token_idx `[n]` is the closing token of each window, entries `[n, dim]` fp32 its value."""
+    """Closing tokens of windows, token_idx `[n]`, and their values, entries `[n, dim]` fp32."""
 
     token_idx: Tensor
     entries: Tensor
@@ -29,11 +29,11 @@ def csa_compress_tail(
     *,
     eps: float,
 ) -> ClosedWindows:
-    """Pool the 2m rows of each closing CSA window: the previous window's b, this one's a.
+    """Pool the 2m rows of each closing CSA window: series b of the previous window, a of its own.
 
     Args:
         rows: This chunk's tokens as a tail stores them, `[num_tokens, 2 × dim]`.
-        tail: `[max_requests, tail_rows, 2, 2 × dim]`, holding the tokens before this chunk.
+        tail: `[max_requests, tail_rows, 2, 2 × dim]`, rows of the tokens before this chunk.
         norm_weight: `[dim]`.
     """
     ratio, dim = AttentionType.CSA.ratio, tail.shape[-1] // 2
@@ -55,7 +55,7 @@ def hca_compress_tail(
     *,
     eps: float,
 ) -> ClosedWindows:
-    """Pool the 128 rows of each closing HCA window. Arguments as for CSA, one series."""
+    """Pool the m' rows of each closing HCA window; arguments as for CSA, with one series."""
     ratio = AttentionType.HCA.ratio
     closing = _closing_tokens(tokens, ratio)
     if not closing.numel():
@@ -88,8 +88,8 @@ def _window_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """kv, gate `[n, count, dim]` fp32 and presence `[n, count]` of rows before a closing token.
 
-    The rows start `distance - 1` tokens before it. Those of this chunk are read from `rows`,
-    older ones from the tail.
+    The rows start `distance - 1` tokens before it. This chunk's rows are read from `rows`, older
+    ones from the tail.
     """
     steps_back = torch.arange(distance - 1, distance - 1 - count, -1, device=closing.device)
     positions = tokens.positions.long()[closing][:, None] - steps_back
@@ -101,10 +101,10 @@ def _window_rows(
     kv, gate = (
         torch.where(
             in_chunk[:, :, None],
-            part[:, columns][chunk_row],
+            values[:, columns][chunk_row],
             tail[:, :, index, columns][slots, tail_row],
         ).float()
-        for index, part in enumerate(rows)
+        for index, values in enumerate(rows)
     )
     return kv, gate, positions >= 0
 

@@ -1,8 +1,7 @@
 """The oracle: a layer over one whole sequence, with no cache, no blocks, no rings, no chunks.
 
-It shares the arithmetic and the row formats with the cache and nothing of its addressing:
-windows are reshapes of the sequence, visibility is a mask over all pairs. Rows are seen as they
-would be stored.
+It shares arithmetic and row formats with the cache, but no addressing: windows are reshapes of the
+sequence, visibility is a mask over all pairs. Attention reads rows as they would be stored.
 """
 
 from typing import NamedTuple
@@ -26,11 +25,15 @@ from dsv4.rope import RopeTable
 
 
 class DenseLayer(NamedTuple):
-    """Everything a layer stores and gives for a sequence of n tokens.
+    """Everything a layer stores and returns for a sequence of n tokens.
 
-    window, entries, index_keys are the stored bytes, row i for token or entry i; tail_kv and
-    tail_gate are `[n, width]` as a tail stores them; selected is `[n, topk]`, -1 for none;
-    output is `[n, heads, head_dim]`. What a layer type doesn't have is None.
+    Attributes:
+        output: `[n, heads, head_dim]`.
+        window, entries, index_keys: Stored bytes, row i for token or entry i.
+        tails, index_tails: kv and gate `[n, width]` as a tail stores them.
+        selected: `[n, topk]` entries, -1 for none.
+
+    A field that a layer type doesn't have is None.
     """
 
     output: Tensor
@@ -49,7 +52,7 @@ def dense_layer(
     rope: RopeTable,
     config: CacheConfig,
 ) -> DenseLayer:
-    """One layer over one sequence that starts at position 0."""
+    """Run one layer over one sequence that starts at position 0."""
     num_tokens = inputs.kv.shape[0]
     positions = torch.arange(num_tokens, device=inputs.kv.device)
     normed = rms_norm(inputs.kv.float(), weights.kv_norm, config.rms_norm_eps)
@@ -77,7 +80,7 @@ def _entries(
     ratio: int,
     config: CacheConfig,
 ) -> tuple[CompressorInputs, Tensor]:
-    """The rows as a tail stores them, and the entries `[n // ratio, dim]` before encoding."""
+    """Rows as a tail stores them, and entries `[n // ratio, dim]` before encoding."""
     num_windows = inputs.kv.shape[0] // ratio
     repeats = -(-inputs.kv.shape[0] // ratio)
     bias = weights.position_bias.float().repeat(repeats, 1)[: inputs.kv.shape[0]]
@@ -86,14 +89,14 @@ def _entries(
         round_to(inputs.gate.float() + bias, config.tail_torch_dtype),
     )
     kv, gate = (
-        part[: num_windows * ratio].float().unflatten(0, (num_windows, ratio)) for part in stored
+        rows[: num_windows * ratio].float().unflatten(0, (num_windows, ratio)) for rows in stored
     )
     is_present = torch.ones(num_windows, ratio, dtype=torch.bool, device=kv.device)
     dim = weights.norm_weight.shape[0]
     if kv.shape[-1] == 2 * dim:
-        kv, gate = (_with_previous(part, dim) for part in (kv, gate))
-        first = torch.arange(num_windows, device=kv.device)[:, None] > 0
-        is_present = torch.cat((first & is_present, is_present), dim=1)
+        kv, gate = (_with_previous(windows, dim) for windows in (kv, gate))
+        has_previous = torch.arange(num_windows, device=kv.device)[:, None] > 0
+        is_present = torch.cat((has_previous & is_present, is_present), dim=1)
     pooled = pool_rows(kv, gate, is_present)
     normed = rms_norm(pooled, weights.norm_weight, config.rms_norm_eps)
     starts = torch.arange(num_windows, device=kv.device) * ratio
@@ -101,7 +104,7 @@ def _entries(
 
 
 def _with_previous(windows: Tensor, dim: int) -> Tensor:
-    """`[w, 2m, dim]`: the previous window's first half of columns, then this one's second."""
+    """First columns of the previous window's rows, then second ones of its own: `[w, 2m, dim]`."""
     previous = torch.zeros_like(windows[:, :, :dim])
     previous[1:] = windows[:-1, :, :dim]
     return torch.cat((previous, windows[:, :, dim:]), dim=1)
@@ -154,8 +157,8 @@ def _attend(
             is_seen = (entry_idx + 1) * ratio <= positions[:, None] + 1
         else:
             hits = torch.zeros(len(positions), len(entry_idx) + 1, device=positions.device)
-            where = torch.where(selected >= 0, selected, len(entry_idx))
-            is_seen = hits.scatter(1, where, 1.0)[:, :-1] > 0
+            columns = torch.where(selected >= 0, selected, len(entry_idx))
+            is_seen = hits.scatter(1, columns, 1.0)[:, :-1] > 0
         is_visible = torch.cat((is_visible, is_seen), dim=1)
     logits = torch.einsum("nhd,rd->nhr", inputs.query.double(), values)
     logits = logits * config.head_dim**-0.5

@@ -18,10 +18,10 @@ from dsv4.layer_schedule import AttentionType
 
 
 def write_layer(writes: LayerWrites, memory: LayerMemory, tokens: TokenMap) -> None:
-    """Append, compress and flush what is given of a layer.
+    """Append, compress and flush the inputs of a layer that `writes` has.
 
-    Windows that close in this forward are compressed, quantised and stored; then the tails take
-    the rows of the open ones.
+    Windows that close in this forward are compressed, quantised and stored. Then the tails take
+    the rows of the open windows.
     """
     if writes.window is not None:
         append_swa(
@@ -100,7 +100,7 @@ def flush_write_hca(closed: ClosedWindows, entries: PagedRows, tokens: TokenMap)
 
 
 def index_key_values(entries: Tensor, *, has_hadamard: bool) -> Tensor:
-    """The fp32 values of index keys before they are encoded."""
+    """Values of index keys before they are encoded, in fp32."""
     return hadamard(entries) if has_hadamard else entries
 
 

@@ -12,21 +12,21 @@ from dsv4.kernels.reference.codec import decode, read_rows
 
 
 def gather_rows(pages: PagedRows, rows: Tensor, *, global_scale: Tensor | None = None) -> Tensor:
-    """`[..., dim]` fp32 values of flat rows `[...]`; zeros for negative ones.
+    """Values `[..., dim]` fp32 of flat rows `[...]`; zeros for negative ones.
 
-    Each distinct row is read and decoded once, however often it is asked for.
+    Each distinct row is read and decoded once.
     """
-    distinct, where = torch.unique(rows.clamp(min=-1), return_inverse=True)
+    distinct, inverse = torch.unique(rows.clamp(min=-1), return_inverse=True)
     has_missing = int(distinct.numel() > 0 and bool(distinct[0] < 0))
     encoded = read_rows(pages, distinct[has_missing:])
     values = decode(pages.format, encoded, global_scale=global_scale)
     if has_missing:
         values = torch.cat((values.new_zeros(1, values.shape[1]), values))
-    return values[where]
+    return values[inverse]
 
 
 def gather_compressed_kv(memory: LayerMemory, rows: Tensor) -> Gathered:
-    """The entries at flat rows `[num_tokens, k]`, such as a selection's."""
+    """Gather the entries at flat rows `[num_tokens, k]`, such as a selection's."""
     entries = _entries(memory)
     rows = rows.long().contiguous()
     return Gathered(gather_rows(entries, rows).to(entries.format.value_dtype), rows >= 0)
@@ -35,7 +35,7 @@ def gather_compressed_kv(memory: LayerMemory, rows: Tensor) -> Gathered:
 def gather_all_compressed_kv(
     memory: LayerMemory, tokens: TokenMap, *, max_entries: int
 ) -> Gathered:
-    """All closed entries of each request, `[batch, max_entries, dim]`."""
+    """Gather all closed entries of each request, `[batch, max_entries, dim]`."""
     slots, after = tokens.request_slots.long(), tokens.positions_after.long()
     counts = addressing.visible_entries(after - 1, memory.layout.ratio)
     rows = _first_rows(_entries(memory), tokens, slots, counts, max_entries)
@@ -43,7 +43,7 @@ def gather_all_compressed_kv(
 
 
 def gather_swa_kv(memory: LayerMemory, tokens: TokenMap) -> Gathered:
-    """The window of each token, `[num_tokens, window, dim]`, itself last."""
+    """Gather the window of each token, `[num_tokens, window, dim]`, itself last."""
     window = memory.window
     values, is_present = window_values_of(window, tokens, slice(None))
     return Gathered(values.to(window.ring.format.value_dtype), is_present)
@@ -52,14 +52,14 @@ def gather_swa_kv(memory: LayerMemory, tokens: TokenMap) -> Gathered:
 def visible_entry_rows(
     entries: PagedRows, tokens: TokenMap, part: slice, *, ratio: int, max_entries: int
 ) -> Tensor:
-    """Flat rows `[part, max_entries]` of all entries that each query may see; -1 beyond."""
+    """Flat rows `[part, max_entries]` of all entries that each query of `part` sees; then -1."""
     slots = addressing.token_slots(tokens)[part]
     counts = addressing.visible_entries(tokens.positions.long()[part], ratio)
     return _first_rows(entries, tokens, slots, counts, max_entries)
 
 
 def window_values_of(window: WindowRows, tokens: TokenMap, part: slice) -> tuple[Tensor, Tensor]:
-    """fp32 window values and presence of some of the tokens, from ring or workspace."""
+    """Window values, fp32, and presence for the tokens of `part`, from ring or workspace."""
     slots = addressing.token_slots(tokens)
     positions = addressing.window_positions(tokens.positions.long(), window.window)
     from_workspace = workspace_rows(tokens, positions, window.window)[part]

@@ -12,7 +12,7 @@ from dsv4.kernels.reference.codec import decode, encode
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
 from dsv4.rope import RopeTable
 
-_SLICE_ELEMENTS = 1 << 23  # key elements scored at a time, to bound the temporaries
+_SLICE_ELEMENTS = 1 << 23  # key elements scored at once, to bound the temporaries
 
 
 def select_entries(
@@ -28,11 +28,11 @@ def select_entries(
     Args:
         query: `[num_tokens, index_heads, index_head_dim]` fp32 or bf16, before RoPE.
         head_weights: `[num_tokens, index_heads]`, as projected; the scales are applied here.
-        max_entries: The most entries any token of this forward sees.
+        max_entries: Upper bound of the entries that a token of this forward sees.
 
     Notes:
-        Equal scores go to the smaller entry; a NaN score is never chosen. A token that sees no
-        more than `index_topk` entries has all of them, whatever their scores and its batch.
+        Of equal scores the smaller entry is chosen; a NaN score is never chosen. A token that sees
+        at most `index_topk` entries selects all of them, whatever their scores.
     """
     keys, global_scale = memory.index_keys, memory.global_scale
     ratio, topk = memory.layout.ratio, memory.layout.index_topk
@@ -45,19 +45,19 @@ def select_entries(
         entry_idx = torch.arange(width, device=positions.device).expand(len(positions), -1)
         entry_idx = torch.where(entry_idx < counts[:, None], entry_idx, -1)
     else:
-        ready = index_query(
+        quantised = index_query(
             query, keys.format, positions, memory.rope,
             has_hadamard=memory.layout.has_hadamard, global_scale=global_scale,
         )  # fmt: skip
         step = max(1, _SLICE_ELEMENTS // (max_entries * keys.format.dim))
-        parts = []
+        selected = []
         for start in range(0, len(positions), step):
             part = slice(start, start + step)
             rows = visible_entry_rows(keys, tokens, part, ratio=ratio, max_entries=max_entries)
             values = gather_rows(keys, rows, global_scale=global_scale)
-            scores = score_entries(ready[part], head_weights[part], values)
-            parts.append(select_topk(scores, counts[part], topk))
-        entry_idx = torch.cat(parts) if parts else positions.new_full((0, width), -1)
+            scores = score_entries(quantised[part], head_weights[part], values)
+            selected.append(select_topk(scores, counts[part], topk))
+        entry_idx = torch.cat(selected) if selected else positions.new_full((0, width), -1)
     padded = positions.new_full((len(positions), topk), -1)
     padded[:, :width] = entry_idx
     rows = addressing.entry_rows(tokens.block_table, slots[:, None], padded, keys.rows_per_page)
@@ -78,10 +78,10 @@ def index_query(
     Returns:
         `[num_tokens, index_heads, index_head_dim]` fp32, on the grid of the key format.
     """
-    turned = rotate(query.float(), rope.cos[positions][:, None], rope.sin[positions][:, None])
-    values = (hadamard(turned) if has_hadamard else turned).flatten(0, 1)
+    rotated = rotate(query.float(), rope.cos[positions][:, None], rope.sin[positions][:, None])
+    values = (hadamard(rotated) if has_hadamard else rotated).flatten(0, 1)
     stored = encode(fmt, values, global_scale=global_scale)
-    return decode(fmt, stored, global_scale=global_scale).view_as(turned)
+    return decode(fmt, stored, global_scale=global_scale).view_as(rotated)
 
 
 def score_entries(query: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ def select_topk(scores: Tensor, counts: Tensor, topk: int) -> Tensor:
     """Indices of the `topk` largest of the first `counts` scores, ascending, then -1.
 
     Args:
-        scores: `[n, entries]` fp32; what lies beyond `counts` `[n]` is not read, and nothing is
-            where `counts` is at most `topk`: all are chosen.
+        scores: `[n, entries]` fp32. Scores beyond `counts` `[n]` are not used. Where `counts` is
+            at most `topk`, none are: all entries are chosen.
 
     Returns:
         `[n, min(topk, entries)]` int64.

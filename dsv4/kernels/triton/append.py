@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from dsv4.kernels.triton.operands import Place
 from dsv4.kernels.triton.primitives import (
     bf16_bits,
     encode_rows,
@@ -22,55 +23,52 @@ from dsv4.kernels.triton.primitives import (
 
 @triton.jit
 def locate(token, tokens, IS_DECODE: tl.constexpr):
-    """Position, slot (-1 for padding), lengths and workspace start of a token's request.
+    """`Place` of a token; its slot is -1 for padding.
 
-    In a decode step every request has one token, so that the token's index is its request's. The
-    plan was copied to the device before the first launch; for all else the launch before is waited
-    for.
+    A decode step has one token per request, so a token's index is its request's. The plan was
+    copied to the device before the first launch. Everything else waits for the launch before.
     """
-    (positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
-     _token_starts_ptr) = tokens  # fmt: skip
-    position = tl.load(positions_ptr + token)
+    position = tl.load(tokens.positions_ptr + token)
     if IS_DECODE:
-        slot = tl.load(request_slots_ptr + token).to(tl.int64)
+        slot = tl.load(tokens.request_slots_ptr + token).to(tl.int64)
         before = position
         after = position + 1
-        start = -1
+        workspace_start = -1
     else:
-        request = tl.load(request_ids_ptr + token)
-        slot = tl.load(request_slots_ptr + request).to(tl.int64)
-        before = tl.load(before_ptr + request)
-        after = tl.load(after_ptr + request)
-        start = tl.load(starts_ptr + request)
+        request = tl.load(tokens.request_ids_ptr + token)
+        slot = tl.load(tokens.request_slots_ptr + request).to(tl.int64)
+        before = tl.load(tokens.before_ptr + request)
+        after = tl.load(tokens.after_ptr + request)
+        workspace_start = tl.load(tokens.workspace_starts_ptr + request)
     wait_for_launch_before(STARTS_NEXT=True)
-    return position, slot, before, after, start
+    return Place(position, slot, before, after, workspace_start)
 
 
 @triton.jit
 def locate_segment(segment, num_tokens, tokens, TILE: tl.constexpr):
-    """The first token of a segment, how many it has, and what `locate` says of the first.
+    """First token of a segment, its number of tokens, and the first token's `Place`.
 
-    A segment is what a tile of tokens has of one request. There is one for each tile, of its first
-    token's request, then one for each request, which is empty unless the request begins inside a
-    tile. A loop over a tile's requests instead would take 40 registers more.
+    A segment is one request's share of a tile of tokens. Each tile has one, for the request of
+    its first token. Each request has another, empty unless the request begins inside a tile.
+    A loop over a tile's requests instead would take 40 registers more.
     """
-    request_ids_ptr, token_starts_ptr = tokens[1], tokens[6]
     token = segment * TILE
     request = segment - tl.cdiv(num_tokens, TILE)
-    is_there = True
+    exists = True
     if request >= 0:
-        token = tl.minimum(tl.load(token_starts_ptr + request), num_tokens - 1)
-        is_there = (token % TILE != 0) & (tl.load(request_ids_ptr + token) == request)
-    position, slot, before, after, start = locate(token, tokens, False)
+        token = tl.minimum(tl.load(tokens.token_starts_ptr + request), num_tokens - 1)
+        exists = (token % TILE != 0) & (tl.load(tokens.request_ids_ptr + token) == request)
+    place = locate(token, tokens, False)
     end = tl.minimum(token // TILE * TILE + TILE, num_tokens)
-    count = tl.where(is_there, tl.minimum(after - position, end - token), 0)
-    return token, count, position, slot, before, after, start
+    count = tl.where(exists, tl.minimum(place.after - place.position, end - token), 0)
+    return token, count, place
 
 
 @triton.jit
-def tail_of(byte_ptr, TAIL_BF16: tl.constexpr):
-    """A slot's tail, from the address of its first byte."""
-    if TAIL_BF16:
+def slot_tail(compressor, slot, SPEC: tl.constexpr):
+    """Pointer to a slot's tail, of the type that it stores."""
+    byte_ptr = compressor.slots_ptr + slot * compressor.slot_bytes + compressor.tail_offset
+    if SPEC.TAIL_BF16:
         tail_ptr = byte_ptr.to(tl.pointer_type(tl.bfloat16))
     else:
         tail_ptr = byte_ptr.to(tl.pointer_type(tl.float32))
@@ -78,46 +76,44 @@ def tail_of(byte_ptr, TAIL_BF16: tl.constexpr):
 
 
 @triton.jit
-def as_stored(x, TAIL_BF16: tl.constexpr):
-    """fp32 values as a tail keeps them."""
-    if TAIL_BF16:
+def as_stored(x, SPEC: tl.constexpr):
+    """fp32 values rounded to what a tail stores."""
+    if SPEC.TAIL_BF16:
         x = round_to_bf16(x)
     return x
 
 
 @triton.jit
-def load_row(projections, token, position, column, mask, WIDTH: tl.constexpr, RATIO: tl.constexpr,
-             TAIL_BF16: tl.constexpr):  # fmt: skip
-    """kv, and gate + bias, of tokens as a tail keeps them; token and column broadcast."""
-    kv_ptr, gate_ptr, stride, bias_ptr = projections
-    source = token.to(tl.int64) * stride + column
-    kv = tl.load(kv_ptr + source, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + source, mask=mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + position % RATIO * WIDTH + column, mask=mask, other=0.0)
-    return as_stored(kv, TAIL_BF16), as_stored(gate + bias.to(tl.float32), TAIL_BF16)
+def load_row(compressor, token, position, column, mask, SPEC: tl.constexpr):
+    """kv, and gate + bias, of tokens as a tail stores them; token and column broadcast."""
+    source = token.to(tl.int64) * compressor.stride + column
+    kv = tl.load(compressor.kv_ptr + source, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(compressor.gate_ptr + source, mask=mask, other=0.0).to(tl.float32)
+    bias_ptr = compressor.bias_ptr + position % SPEC.RATIO * SPEC.WIDTH + column
+    bias = tl.load(bias_ptr, mask=mask, other=0.0)
+    return as_stored(kv, SPEC), as_stored(gate + bias.to(tl.float32), SPEC)
 
 
 @triton.jit
-def load_stored(tail_ptr, position, column, mask, WIDTH: tl.constexpr, TAIL_ROWS: tl.constexpr):
+def load_stored(tail_ptr, position, column, mask, SPEC: tl.constexpr):
     """kv, and gate + bias, of earlier tokens from their slot's tail."""
-    at = tail_ptr + (position % TAIL_ROWS) * (2 * WIDTH) + column
-    kv = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    return kv, tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    row_ptr = tail_ptr + (position % SPEC.TAIL_ROWS) * (2 * SPEC.WIDTH) + column
+    kv = tl.load(row_ptr, mask=mask, other=0.0).to(tl.float32)
+    return kv, tl.load(row_ptr + SPEC.WIDTH, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_tail(kv, gate, tail_ptr, position, column, mask, WIDTH: tl.constexpr,
-               TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr):  # fmt: skip
+def store_tail(kv, gate, tail_ptr, position, column, mask, SPEC: tl.constexpr):
     """Store kv, and gate + bias, in a slot's tail."""
-    target = tail_ptr + (position % TAIL_ROWS) * (2 * WIDTH) + column
-    if TAIL_BF16:
-        target = target.to(tl.pointer_type(tl.uint16))
-        tl.store(target, bf16_bits(kv), mask=mask)
-        tl.store(target + WIDTH, bf16_bits(gate), mask=mask)
+    row_ptr = tail_ptr + (position % SPEC.TAIL_ROWS) * (2 * SPEC.WIDTH) + column
+    if SPEC.TAIL_BF16:
+        row_ptr = row_ptr.to(tl.pointer_type(tl.uint16))
+        tl.store(row_ptr, bf16_bits(kv), mask=mask)
+        tl.store(row_ptr + SPEC.WIDTH, bf16_bits(gate), mask=mask)
     else:
-        tl.store(target, kv, mask=mask)
-        target = target.to(tl.pointer_type(tl.int32))
-        tl.store(target + WIDTH, fp32_bits(gate), mask=mask)
+        tl.store(row_ptr, kv, mask=mask)
+        row_ptr = row_ptr.to(tl.pointer_type(tl.int32))
+        tl.store(row_ptr + SPEC.WIDTH, fp32_bits(gate), mask=mask)
 
 
 @triton.jit
@@ -125,100 +121,99 @@ def copy_records(source_ptr, target_ptr, is_copied, BYTES: tl.constexpr):
     """Copy records of 4-byte words, one for each of `[ROWS]` pointers."""
     WORDS: tl.constexpr = BYTES // 4
     word = tl.arange(0, padded(WORDS))[None, :]
-    mask = is_copied[:, None] & (word < WORDS)
+    mask = is_copied[:, None] & (word < WORDS)  # [ROWS, WORDS]
     source_ptr = source_ptr.to(tl.pointer_type(tl.int32))[:, None]
     values = tl.load(source_ptr + word, mask=mask, other=0)
     tl.store(target_ptr.to(tl.pointer_type(tl.int32))[:, None] + word, values, mask=mask)
 
 
 @triton.jit
-def copy_old_rows(
-    old, before, start, is_copied, ring_ptr, workspace_ptr, workspace_rows,
-    DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, RING_ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Copy ring rows to the workspace: `old` `[ROWS]` counts from WINDOW - 1 before the chunk."""
-    position = before - (WINDOW - 1) + old
+def copy_old_rows(old_row, place, is_copied, ring_ptr, window, SPEC: tl.constexpr):
+    """Copy ring rows to the workspace.
+
+    old_row `[ROWS]` is a row of the request's workspace: 0 is WINDOW - 1 before the chunk.
+    """
+    ROW: tl.constexpr = SPEC.ROW
+    position = place.before - (SPEC.WINDOW - 1) + old_row
     is_copied = is_copied & (position >= 0)
-    from_row = ((position + RING_ROWS) % RING_ROWS).to(tl.int64)
-    to_row = (start + old).to(tl.int64)
-    copy_records(ring_ptr + from_row * DATA_BYTES, workspace_ptr + to_row * DATA_BYTES,
-                 is_copied, DATA_BYTES)  # fmt: skip
-    if SCALE_BYTES > 0:
-        scales_ptr = workspace_ptr + workspace_rows.to(tl.int64) * DATA_BYTES
-        copy_records(ring_ptr + RING_ROWS * DATA_BYTES + from_row * SCALE_BYTES,
-                     scales_ptr + to_row * SCALE_BYTES, is_copied, SCALE_BYTES)  # fmt: skip
+    from_row = ((position + SPEC.RING_ROWS) % SPEC.RING_ROWS).to(tl.int64)
+    to_row = (place.workspace_start + old_row).to(tl.int64)
+    copy_records(ring_ptr + from_row * ROW.DATA_BYTES,
+                 window.workspace_ptr + to_row * ROW.DATA_BYTES,
+                 is_copied, ROW.DATA_BYTES)  # fmt: skip
+    if ROW.SCALE_BYTES > 0:
+        scales_ptr = window.workspace_ptr + window.workspace_rows.to(tl.int64) * ROW.DATA_BYTES
+        ring_scales_ptr = ring_ptr + SPEC.RING_ROWS * ROW.DATA_BYTES
+        copy_records(ring_scales_ptr + from_row * ROW.SCALE_BYTES,
+                     scales_ptr + to_row * ROW.SCALE_BYTES,
+                     is_copied, ROW.SCALE_BYTES)  # fmt: skip
 
 
 @triton.jit
-def carry_over(
-    position, before, after, start, is_real, ring_ptr, workspace_ptr, workspace_rows,
-    DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, RING_ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """The ring's last WINDOW - 1 rows from before a chunk go to the workspace.
+def carry_over(position, place, is_real, ring_ptr, window, SPEC: tl.constexpr):
+    """Copy the ring's last WINDOW - 1 rows from before a chunk to the workspace.
 
-    A row that a token of the chunk will overwrite is copied by that token's own program, which
-    is the only one to touch it; the others are shared out over the chunk's tokens.
+    A row that a token of the chunk will overwrite is copied by that token's program. No other
+    program touches it. The chunk's tokens share out the remaining rows.
     """
-    past = (position - before + 1) % RING_ROWS
-    own = WINDOW - 2 - (RING_ROWS - past) % RING_ROWS
-    is_last = is_real & (position >= after - RING_ROWS)
-    copy_old_rows(own, before, start, is_last & (own >= 0), ring_ptr, workspace_ptr,
-                  workspace_rows, DATA_BYTES, SCALE_BYTES, RING_ROWS, WINDOW)  # fmt: skip
-    old = tl.maximum(after - before - RING_ROWS + WINDOW - 1, 0) + position - before
-    is_left = is_real & (old < WINDOW - 1)
+    RING_ROWS: tl.constexpr = SPEC.RING_ROWS
+    NUM_OLD: tl.constexpr = SPEC.WINDOW - 1
+    num_past = (position - place.before + 1) % RING_ROWS
+    saved_row = NUM_OLD - 1 - (RING_ROWS - num_past) % RING_ROWS  # [ROWS]
+    overwrites = is_real & (position >= place.after - RING_ROWS)
+    copy_old_rows(saved_row, place, overwrites & (saved_row >= 0), ring_ptr, window, SPEC)
+    num_tokens = place.after - place.before
+    old_row = tl.maximum(num_tokens - RING_ROWS + NUM_OLD, 0) + position - place.before
+    is_left = is_real & (old_row < NUM_OLD)
     while tl.max(is_left.to(tl.int32), axis=0) > 0:
-        copy_old_rows(old, before, start, is_left, ring_ptr, workspace_ptr, workspace_rows,
-                      DATA_BYTES, SCALE_BYTES, RING_ROWS, WINDOW)  # fmt: skip
-        old += after - before
-        is_left = is_real & (old < WINDOW - 1)
+        copy_old_rows(old_row, place, is_left, ring_ptr, window, SPEC)
+        old_row += num_tokens
+        is_left = is_real & (old_row < NUM_OLD)
 
 
 @triton.jit
 def write_window_rows(
-    token, count, position, slot, before, after, start, kv_ptr, kv_stride, num_tokens, norm_ptr,
-    rope, slots_ptr, slot_bytes, ring_offset, workspace_ptr, workspace_rows, eps,
-    ROWS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    RING_ROWS: tl.constexpr, WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr,
+    token, count, place, num_tokens, window, rope, eps,
+    ROWS: tl.constexpr, SPEC: tl.constexpr, HAS_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store the KV of a request's `count` tokens, at most ROWS, in its ring.
 
-    Of a chunk all rows go to the workspace, and its last ones to the ring as well.
+    All rows of a chunk go to the workspace, and its last ones to the ring as well.
     """
+    ROW: tl.constexpr = SPEC.ROW
+    FORMAT: tl.constexpr = ROW.FORMAT
     row = tl.arange(0, ROWS)
-    channel = tl.arange(0, BLOCK)[None, :]
-    is_read = (token + row < num_tokens)[:, None] & (channel < DIM)
-    source = (token + row).to(tl.int64)[:, None] * kv_stride + channel
-    values = tl.load(kv_ptr + source, mask=is_read, other=0.0).to(tl.float32)
-    weight = load_norm(norm_ptr, ROWS, DIM, BLOCK)
-    position = position + row
-    is_real = (row < count) & (slot >= 0)
-    PAIRS: tl.constexpr = padded(ROPE // 2)
-    rows_ptr = kv_ptr + (token + row).to(tl.int64) * kv_stride
-    pairs = load_pairs(rows_ptr, norm_ptr, rope, position, is_real, DIM, ROPE, PAIRS)
-    factor = reciprocal_root(mean_of_squares(values, DIM) + eps)
-    even, odd = rotate_pairs(pairs, factor)
+    channel = tl.arange(0, ROW.BLOCK)[None, :]
+    is_read = (token + row < num_tokens)[:, None] & (channel < ROW.DIM)
+    source = (token + row).to(tl.int64)[:, None] * window.stride + channel  # [ROWS, BLOCK]
+    values = tl.load(window.kv_ptr + source, mask=is_read, other=0.0).to(tl.float32)
+    weight = load_norm(window.norm_ptr, ROWS, ROW.DIM, ROW.BLOCK)
+    position = place.position + row  # [ROWS]
+    is_real = (row < count) & (place.slot >= 0)
+    rows_ptr = window.kv_ptr + (token + row).to(tl.int64) * window.stride
+    pairs = load_pairs(rows_ptr, window.norm_ptr, rope, position, is_real, ROW)
+    factor = reciprocal_root(mean_of_squares(values, ROW.DIM) + eps)
+    even, odd = rotate_pairs(pairs, factor)  # [ROWS, ROPE / 2]
     normed = (values * factor[:, None]) * weight
-    encoded = encode_rows(normed, 1.0, FORMAT, ROWS, DIM, ROPE, BLOCK)
-    ring_ptr = slots_ptr + slot * slot_bytes + ring_offset
+    encoded = encode_rows(normed, 1.0, FORMAT, ROWS, ROW.DIM, ROW.ROPE, ROW.BLOCK)
+    ring_ptr = window.slots_ptr + place.slot * window.slot_bytes + window.ring_offset
     if HAS_CHUNKS:
-        if start >= 0:
-            if before > 0:
-                carry_over(position, before, after, start, is_real, ring_ptr, workspace_ptr,
-                           workspace_rows, DATA_BYTES, SCALE_BYTES, RING_ROWS, WINDOW)  # fmt: skip
+        if place.workspace_start >= 0:
+            if place.before > 0:
+                carry_over(position, place, is_real, ring_ptr, window, SPEC)
                 tl.debug_barrier()  # the old rows are read before they are overwritten
-            at = (start + WINDOW - 1 + position - before).to(tl.int64)
-            data_ptr = workspace_ptr + at * DATA_BYTES
-            scales_ptr = workspace_ptr + workspace_rows.to(tl.int64) * DATA_BYTES
-            store_rows(encoded, data_ptr, scales_ptr + at * SCALE_BYTES, is_real, FORMAT, ROWS,
-                       DIM, ROPE, BLOCK, False)  # fmt: skip
-            store_rotated(even, odd, data_ptr, is_real, FORMAT, DIM, ROPE, PAIRS)
-        is_real = is_real & (position >= after - RING_ROWS)
+            first_row = place.workspace_start + SPEC.WINDOW - 1
+            workspace_row = (first_row + position - place.before).to(tl.int64)
+            data_ptr = window.workspace_ptr + workspace_row * ROW.DATA_BYTES
+            scales_ptr = window.workspace_ptr + window.workspace_rows.to(tl.int64) * ROW.DATA_BYTES
+            store_rows(encoded, data_ptr, scales_ptr + workspace_row * ROW.SCALE_BYTES, is_real,
+                       ROWS, ROW, HAS_ROPE=False)  # fmt: skip
+            store_rotated(even, odd, data_ptr, is_real, ROW)
+        is_real = is_real & (position >= place.after - SPEC.RING_ROWS)
     if tl.max(is_real.to(tl.int32), axis=0) > 0:
-        at = (position % RING_ROWS).to(tl.int64)
-        data_ptr = ring_ptr + at * DATA_BYTES
-        store_rows(encoded, data_ptr, ring_ptr + RING_ROWS * DATA_BYTES + at * SCALE_BYTES,
-                   is_real, FORMAT, ROWS, DIM, ROPE, BLOCK, False)  # fmt: skip
-        store_rotated(even, odd, data_ptr, is_real, FORMAT, DIM, ROPE, PAIRS)
+        ring_row = (position % SPEC.RING_ROWS).to(tl.int64)
+        data_ptr = ring_ptr + ring_row * ROW.DATA_BYTES
+        scales_ptr = ring_ptr + SPEC.RING_ROWS * ROW.DATA_BYTES
+        store_rows(encoded, data_ptr, scales_ptr + ring_row * ROW.SCALE_BYTES, is_real, ROWS, ROW,
+                   HAS_ROPE=False)  # fmt: skip
+        store_rotated(even, odd, data_ptr, is_real, ROW)

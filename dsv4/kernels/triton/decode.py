@@ -1,7 +1,7 @@
 """Device helpers that read stored rows: bytes to values, as `kernels.reference.codec` decodes them.
 
-On a GPU codes are converted by its own instructions. Under the interpreter, whose conversions
-from E4M3 and to BF16 are wrong, the same values come from the integer bits.
+A GPU converts codes by its own instructions. The interpreter's conversions from E4M3 and to BF16
+are wrong, so integer operations on the bits replace them there.
 """
 
 import triton
@@ -14,10 +14,10 @@ GROUP = tl.constexpr(64)  # channels that share a scale in fp8 rows, side by sid
 
 @triton.jit
 def e4m3_values(code):
-    """E4M3 codes, uint8, to fp32; 0x7F and 0xFF are NaN."""
+    """fp32 values of E4M3 codes, uint8; 0x7F and 0xFF are NaN."""
     if INTERPRETED:
         wide = code.to(tl.int32)
-        # Exponent and mantissa take fp32's places, 120 powers of two too low.
+        # Exponent and mantissa move to fp32's bits, where they mean a value 2^120 times smaller.
         shifted = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
         values = shifted.to(tl.float32, bitcast=True) * 2.0**120
         values = tl.where((wide & 0x7F) == 0x7F, float("nan"), values)
@@ -28,7 +28,7 @@ def e4m3_values(code):
 
 @triton.jit
 def ue8m0_values(byte):
-    """UE8M0 scale bytes, of any integer type, to fp32: powers of two; 0 is 2^-127, 255 is NaN."""
+    """fp32 values of UE8M0 bytes, of any integer type: powers of two; 0 is 2^-127, 255 is NaN."""
     wide = byte.to(tl.int32)
     bits = tl.where(wide == 0, 0x400000, wide << 23)
     return tl.where(wide == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -36,7 +36,7 @@ def ue8m0_values(byte):
 
 @triton.jit
 def load_channels(row_ptr, is_present, COUNT: tl.constexpr):
-    """`[groups, TILE, 64]`: COUNT elements from row_ptr `[TILE]` on; zeros where not present.
+    """Load COUNT elements from row_ptr `[TILE]` on: `[groups, TILE, 64]`, zeros where not present.
 
     Groups come first, because the compiler gives the first dimension to neighbouring threads:
     a warp reads one row and not a part of several.
@@ -56,7 +56,7 @@ def store_channels(row_ptr, values, is_stored, COUNT: tl.constexpr):
 
 @triton.jit
 def load_scales(scale_ptr, is_present, FORMAT: tl.constexpr, COUNT: tl.constexpr):
-    """fp32 scales that broadcast against COUNT codes `[groups, TILE, 64]` of a KV row.
+    """Load fp32 scales that broadcast against COUNT codes `[groups, TILE, 64]` of KV rows.
 
     scale_ptr `[TILE]` points to the rows' scale records.
     """
@@ -64,7 +64,7 @@ def load_scales(scale_ptr, is_present, FORMAT: tl.constexpr, COUNT: tl.constexpr
         GROUPS: tl.constexpr = COUNT // GROUP
         group = tl.arange(0, padded(GROUPS))[:, None, None]
         if GROUPS <= 8:
-            # One word a row: as many loads as rows, so that codes stay where they were read.
+            # One load a row, so that codes stay in the threads that loaded them.
             words = tl.load(scale_ptr.to(tl.pointer_type(tl.int64)), mask=is_present, other=0)
             scale_bytes = (words[None, :, None] >> (8 * group).to(tl.int64)) & 0xFF
         else:
@@ -79,7 +79,7 @@ def load_scales(scale_ptr, is_present, FORMAT: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def load_group_scale(scale_ptr, is_present, group: tl.constexpr, FORMAT: tl.constexpr):
-    """`[TILE]` fp32: the scale of one group of 64 channels of the rows at scale_ptr `[TILE]`."""
+    """Load the scale of one group of 64 channels of the rows at scale_ptr: `[TILE]` fp32."""
     if FORMAT == "kv_fp8":
         scale = ue8m0_values(tl.load(scale_ptr + group, mask=is_present, other=0))
     else:
@@ -91,43 +91,44 @@ def load_group_scale(scale_ptr, is_present, group: tl.constexpr, FORMAT: tl.cons
 @triton.jit
 def load_group(data_ptr, scale_ptr, is_present, group: tl.constexpr, FORMAT: tl.constexpr,
                DIM: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
-    """`[TILE, 64]` fp32: one group of 64 channels of the rows at data_ptr and scale_ptr `[TILE]`.
+    """Load one group of 64 channels of the rows at data_ptr and scale_ptr `[TILE]`, as fp32.
 
-    Zeros where a row is not present and where there are no more channels.
+    The result is `[TILE, 64]`, zero where a row is not present or has no more channels.
     """
     NOPE: tl.constexpr = DIM - ROPE
     FIRST: tl.constexpr = group * GROUP
     lane = tl.arange(0, GROUP)[None, :]
     is_row, data_ptr = is_present[:, None], data_ptr[:, None]
     is_channel = is_row & (lane < DIM - FIRST)
-    # The lane comes first: then groups differ by a constant, and need no pointers of their own.
+    # The lane is added first: then groups differ by a constant and share their pointers.
     if FORMAT == "kv_fp32":
-        at = data_ptr.to(tl.pointer_type(tl.float32)) + lane
-        values = tl.load(at + FIRST, mask=is_channel, other=0.0)
+        lane_ptr = data_ptr.to(tl.pointer_type(tl.float32)) + lane
+        values = tl.load(lane_ptr + FIRST, mask=is_channel, other=0.0)
     elif FORMAT == "kv_bf16":
-        at = data_ptr.to(tl.pointer_type(tl.uint16)) + lane
-        values = bf16_value(tl.load(at + FIRST, mask=is_channel, other=0))
+        lane_ptr = data_ptr.to(tl.pointer_type(tl.uint16)) + lane
+        values = bf16_value(tl.load(lane_ptr + FIRST, mask=is_channel, other=0))
     elif FIRST >= NOPE:
-        at = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16)) + lane
-        values = bf16_value(tl.load(at + (FIRST - NOPE), mask=is_channel, other=0))
+        lane_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16)) + lane
+        values = bf16_value(tl.load(lane_ptr + (FIRST - NOPE), mask=is_channel, other=0))
     else:
         is_code = lane < NOPE - FIRST
         codes = tl.load(data_ptr + lane + FIRST, mask=is_row & is_code, other=0)
         scale = load_group_scale(scale_ptr, is_present, group, FORMAT)
         values = e4m3_values(codes) * scale[:, None]
         if FIRST + GROUP > NOPE:
-            at = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16)) + lane
-            rope = tl.load(at + (FIRST - NOPE), mask=is_channel & (lane >= NOPE - FIRST), other=0)
-            values = tl.where(is_code, values, bf16_value(rope))
+            lane_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16)) + lane
+            is_rope = is_channel & (lane >= NOPE - FIRST)
+            rope_bits = tl.load(lane_ptr + (FIRST - NOPE), mask=is_rope, other=0)
+            values = tl.where(is_code, values, bf16_value(rope_bits))
     return values
 
 
 @triton.jit
 def tile_channels(COUNT: tl.constexpr):
-    """`[groups, 1, 64]` channel numbers from 0 to at least COUNT.
+    """Channel numbers `[groups, 1, 64]` from 0 to at least COUNT.
 
-    A thread is given 8 of them, 16 bytes of BF16, whatever the width of what it reads: then codes
-    need not change threads on their way to BF16.
+    A thread takes 8 of them, 16 bytes of BF16, at any width of what it reads. So codes stay in
+    their threads on their way to BF16.
     """
     GROUPS: tl.constexpr = padded(triton.cdiv(COUNT, GROUP))
     group, lane = tl.arange(0, GROUPS)[:, None, None], tl.arange(0, GROUP)[None, None, :]
@@ -136,7 +137,7 @@ def tile_channels(COUNT: tl.constexpr):
 
 @triton.jit
 def e2m1_values(code):
-    """E2M1 codes, int32 from 0 to 15, to fp32."""
+    """fp32 values of E2M1 codes, int32 from 0 to 15."""
     magnitude = code & 7
     bits = tl.where(magnitude == 1, 126 << 23, (magnitude << 22) + (126 << 23))
     bits = tl.where(magnitude == 0, 0, bits) | ((code & 8) << 28)

@@ -1,13 +1,14 @@
 """The write path of one layer in one launch: append, compress, flush.
 
-A program does one of three things: it writes window rows, or entries of the main compressor, or
-of the indexer's. In a step it takes one token (of an HCA layer: some of one token's channels), in
-a forward with chunks what a tile of tokens has of one request.
+A program writes window rows, entries of the main compressor, or index keys. In a step it takes one
+token, or some channels of one token of an HCA layer. In a forward with chunks it takes a segment:
+one request's share of a tile of tokens.
 
-No row is overwritten while another program may still read it. A step never overwrites a row that
-another token of it reads, because rings and tails are longer by a step. Of a chunk, a ring row is
-overwritten by the program that copied it to the workspace, and the tail by the program of the
-chunk's first token, which pools all windows that reach back into it.
+No row is overwritten while another program may still read it:
+- Rings and tails are longer by a step, so a step overwrites no row that another token of it reads.
+- A ring row is overwritten by the program that copied it to the workspace.
+- A tail is overwritten by the program of its chunk's first token. Windows that reach back into the
+  tail are pooled before: by `_edge_kernel` for CSA, by the same program for HCA.
 """
 
 from typing import Any, NamedTuple
@@ -23,57 +24,74 @@ from dsv4.kernels.triton.append import (
     load_row,
     locate,
     locate_segment,
+    slot_tail,
     store_tail,
-    tail_of,
     write_window_rows,
 )
 from dsv4.kernels.triton.compressor import (
-    pool_csa,
-    pool_csa_inside,
-    pool_csa_step,
+    CSA_ROWS,
+    pool_csa_chunk,
+    pool_csa_decode,
+    pool_csa_edge,
     pool_hca,
-    pool_hca_step,
+    pool_hca_decode,
 )
 from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters
+from dsv4.kernels.triton.operands import (
+    CSA_RATIO,
+    HCA_RATIO,
+    CompressorPtrs,
+    CompressorSpec,
+    PagePtrs,
+    Place,
+    TokenPtrs,
+    WindowPtrs,
+    WindowSpec,
+    row_spec,
+)
 from dsv4.kernels.triton.primitives import (
     encode_rows,
     finish_rows,
     hadamard,
+    load_global_scale,
     load_norm,
     load_rope,
     store_rows,
     wait_for_launch_before,
 )
+from dsv4.layer_schedule import AttentionType
 
 
 @triton.jit
 def flush_rows(
-    pooled, position, slot, is_closing, norm_ptr, rope, blocks, eps, global_scale,
-    ROWS: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    ROW_ROPE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    HAS_HADAMARD: tl.constexpr, LOG_DIM: tl.constexpr,
+    pooled, position, slot, is_closing, norm_ptr, rope, pages, eps, global_scale,
+    ROWS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store the entries that `position` `[ROWS]` closes, where is_closing.
+    """Norm, rotate and store the entries that `position` `[ROWS]` closes, where is_closing."""
+    ROW: tl.constexpr = SPEC.ROW
+    FORMAT: tl.constexpr = ROW.FORMAT
+    column = position // (SPEC.RATIO * SPEC.ENTRIES_PER_BLOCK)
+    column_ptr = pages.block_table_ptr + slot * pages.table_stride + column
+    block = tl.load(column_ptr, mask=is_closing, other=-1).to(tl.int64)  # [ROWS]
+    weight = load_norm(norm_ptr, ROWS, ROW.DIM, ROW.BLOCK)
+    first_position = position + 1 - SPEC.RATIO
+    cos, sin = load_rope(rope, first_position, is_closing, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
+    pooled = tl.where(tl.arange(0, ROW.BLOCK)[None, :] < ROW.DIM, pooled, 0.0)
+    entry = finish_rows(pooled, weight, cos, sin, eps, ROWS, ROW)  # [ROWS, BLOCK]
+    if SPEC.HADAMARD_STEPS > 0:
+        entry = hadamard(entry, ROWS, ROW.DIM, SPEC.HADAMARD_STEPS)
+    row = (position // SPEC.RATIO % SPEC.ENTRIES_PER_BLOCK).to(tl.int64)
+    page_ptr = pages.blocks_ptr + block * pages.block_bytes + pages.page_offset
+    encoded = encode_rows(entry, global_scale, FORMAT, ROWS, ROW.DIM, ROW.ROPE, ROW.BLOCK)
+    scales_ptr = page_ptr + SPEC.ENTRIES_PER_BLOCK * ROW.DATA_BYTES
+    store_rows(encoded, page_ptr + row * ROW.DATA_BYTES, scales_ptr + row * ROW.SCALE_BYTES,
+               block >= 0, ROWS, ROW, HAS_ROPE=True)  # fmt: skip
 
-    ROPE channels are rotated; ROW_ROPE of them are a field of their own in the row.
-    """
-    blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride = blocks
-    column = position // (RATIO * ENTRIES_PER_BLOCK)
-    block = tl.load(block_table_ptr + slot * table_stride + column, mask=is_closing, other=-1)
-    block = block.to(tl.int64)
-    weight = load_norm(norm_ptr, ROWS, DIM, BLOCK)
-    cos, sin = load_rope(rope, position + 1 - RATIO, is_closing, DIM, ROPE, BLOCK)
-    pooled = tl.where(tl.arange(0, BLOCK)[None, :] < DIM, pooled, 0.0)
-    entry = finish_rows(pooled, weight, cos, sin, eps, ROWS, DIM, ROPE, BLOCK)
-    if HAS_HADAMARD:
-        entry = hadamard(entry, ROWS, DIM, LOG_DIM)
-    row = (position // RATIO % ENTRIES_PER_BLOCK).to(tl.int64)
-    page_ptr = blocks_ptr + block * block_bytes + page_offset
-    encoded = encode_rows(entry, global_scale, FORMAT, ROWS, DIM, ROW_ROPE, BLOCK)
-    store_rows(encoded, page_ptr + row * DATA_BYTES,
-               page_ptr + ENTRIES_PER_BLOCK * DATA_BYTES + row * SCALE_BYTES, block >= 0,
-               FORMAT, ROWS, DIM, ROW_ROPE, BLOCK, True)  # fmt: skip
+
+@triton.jit
+def tokens_to_closing(position, SPEC: tl.constexpr):
+    """Number of tokens from the one at `position` to the one that closes its window."""
+    return SPEC.RATIO - 1 - position % SPEC.RATIO
 
 
 @triton.jit
@@ -84,176 +102,152 @@ def as_row(x):
 
 @triton.jit
 def compress_csa_token(
-    token, position, slot, before, is_kept, projections, slots, norm_ptr, rope, blocks, eps,
-    global_scale,
-    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, TAIL_ROWS: tl.constexpr,
-    TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    ROW_ROPE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    HAS_HADAMARD: tl.constexpr, LOG_DIM: tl.constexpr, IS_DECODE: tl.constexpr,
+    token, place, is_kept, compressor, rope, pages, eps, global_scale,
+    SPEC: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """One token of a CSA layer: flush the window that it closes, keep its row if is_kept."""
-    slots_ptr, slot_bytes, tail_offset = slots
-    column = tl.arange(0, BLOCK)[None, :]
-    mask = column < DIM
-    next_kv, next_gate = load_row(projections, token, position, column, mask, 2 * DIM, 4,
-                                  TAIL_BF16)  # fmt: skip
-    kv, gate = load_row(projections, token, position, column + DIM, mask, 2 * DIM, 4, TAIL_BF16)
-    tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
-    if (slot >= 0) & (position % 4 == 3):
+    """Flush the CSA window that one token closes, and keep the token's row if is_kept."""
+    DIM: tl.constexpr = SPEC.ROW.DIM
+    position = place.position
+    slot = place.slot
+    column = tl.arange(0, SPEC.ROW.BLOCK)[None, :]
+    mask = column < DIM  # [1, BLOCK]
+    next_kv, next_gate = load_row(compressor, token, position, column, mask, SPEC)
+    kv, gate = load_row(compressor, token, position, column + DIM, mask, SPEC)
+    tail_ptr = slot_tail(compressor, slot, SPEC)
+    if (slot >= 0) & (position % CSA_RATIO == CSA_RATIO - 1):
         if IS_DECODE:
-            pooled = pool_csa_step(kv, gate, tail_ptr, position, column, mask, DIM, BLOCK,
-                                   TAIL_ROWS)  # fmt: skip
+            pooled = pool_csa_decode(kv, gate, tail_ptr, position, column, mask, SPEC)
         else:
-            pooled = pool_csa(projections, tail_ptr, token, position, before, column, mask, DIM,
-                              BLOCK, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-        flush_rows(pooled, as_row(position), slot, as_row(slot) >= 0, norm_ptr, rope, blocks, eps,
-                   global_scale, 1, 4, DIM, ROPE, BLOCK, ENTRIES_PER_BLOCK, FORMAT, ROW_ROPE,
-                   DATA_BYTES, SCALE_BYTES, HAS_HADAMARD, LOG_DIM)  # fmt: skip
+            pooled = pool_csa_edge(compressor, tail_ptr, token, place, column, mask, SPEC)
+        flush_rows(pooled, as_row(position), slot, as_row(slot) >= 0, compressor.norm_ptr, rope,
+                   pages, eps, global_scale, 1, SPEC)  # fmt: skip
     mask = mask & is_kept
-    store_tail(next_kv, next_gate, tail_ptr, position, column, mask, 2 * DIM, TAIL_ROWS, TAIL_BF16)
-    store_tail(kv, gate, tail_ptr, position, column + DIM, mask, 2 * DIM, TAIL_ROWS, TAIL_BF16)
+    store_tail(next_kv, next_gate, tail_ptr, position, column, mask, SPEC)
+    store_tail(kv, gate, tail_ptr, position, column + DIM, mask, SPEC)
 
 
 @triton.jit
 def keep_last_rows(
-    projections, tail_ptr, token, position, count, column, mask, WIDTH: tl.constexpr,
-    RATIO: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, AT_ONCE: tl.constexpr,
+    compressor, tail_ptr, token, position, count, column, mask,
+    AT_ONCE: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Store in the tail the last of the `count` rows from `token` on, whose position is given."""
-    index = tl.maximum(count - TAIL_ROWS, 0) + tl.arange(0, AT_ONCE)[:, None]
-    for _ in range(0, TAIL_ROWS, AT_ONCE):
-        is_row = mask & (index < count)
-        kv, gate = load_row(projections, token + index, position + index, column, is_row, WIDTH,
-                            RATIO, TAIL_BF16)  # fmt: skip
-        store_tail(kv, gate, tail_ptr, position + index, column, is_row, WIDTH, TAIL_ROWS,
-                   TAIL_BF16)  # fmt: skip
+    """Store in the tail the last of the `count` rows from `token` at `position` on."""
+    index = tl.maximum(count - SPEC.TAIL_ROWS, 0) + tl.arange(0, AT_ONCE)[:, None]
+    for _ in range(0, SPEC.TAIL_ROWS, AT_ONCE):
+        is_row = mask & (index < count)  # [AT_ONCE, columns]
+        kv, gate = load_row(compressor, token + index, position + index, column, is_row, SPEC)
+        store_tail(kv, gate, tail_ptr, position + index, column, is_row, SPEC)
         index += AT_ONCE
 
 
 @triton.jit
 def compress_csa_segment(
-    segment, num_tokens, tokens, projections, slots, norm_ptr, rope, blocks, eps, global_scale,
-    ROWS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
-    TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr, ROW_ROPE: tl.constexpr, DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr, HAS_HADAMARD: tl.constexpr, LOG_DIM: tl.constexpr,
+    segment, num_tokens, tokens, compressor, rope, pages, eps, global_scale,
+    ROWS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's segment of at most 4 × ROWS tokens of a CSA layer: windows inside it, ROWS at once.
+    """Flush the CSA windows inside a chunk that a segment closes, at most ROWS.
 
     The program of a chunk's first token keeps the chunk's last rows.
     """
-    slots_ptr, slot_bytes, tail_offset = slots
-    column = tl.arange(0, BLOCK)[None, :]
-    token, count, position, slot, before, after, start = locate_segment(
-        segment, num_tokens, tokens, 4 * ROWS
-    )
-    if (count > 0) & (slot >= 0) & (start >= 0):
-        ahead = 3 - position % 4 + 4 * tl.arange(0, ROWS)
-        is_closing = (ahead < count) & (position + ahead - 7 >= before)
-        pooled = pool_csa_inside(projections, token + ahead, is_closing, ROWS, DIM, BLOCK,
-                                 TAIL_BF16)  # fmt: skip
-        flush_rows(pooled, position + ahead, slot, is_closing, norm_ptr, rope, blocks, eps,
-                   global_scale, ROWS, 4, DIM, ROPE, BLOCK, ENTRIES_PER_BLOCK, FORMAT,
-                   ROW_ROPE, DATA_BYTES, SCALE_BYTES, HAS_HADAMARD, LOG_DIM)  # fmt: skip
-        if position == before:
-            tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
+    DIM: tl.constexpr = SPEC.ROW.DIM
+    column = tl.arange(0, SPEC.ROW.BLOCK)[None, :]
+    token, count, place = locate_segment(segment, num_tokens, tokens, CSA_RATIO * ROWS)
+    position = place.position
+    if (count > 0) & (place.slot >= 0) & (place.workspace_start >= 0):
+        ahead = tokens_to_closing(position, SPEC) + tl.arange(0, ROWS) * CSA_RATIO  # [ROWS]
+        is_closing = (ahead < count) & (position + ahead - (CSA_ROWS - 1) >= place.before)
+        pooled = pool_csa_chunk(compressor, token + ahead, is_closing, ROWS, SPEC)
+        flush_rows(pooled, position + ahead, place.slot, is_closing, compressor.norm_ptr, rope,
+                   pages, eps, global_scale, ROWS, SPEC)  # fmt: skip
+        if position == place.before:
+            tail_ptr = slot_tail(compressor, place.slot, SPEC)
             for series in tl.static_range(2):
-                keep_last_rows(projections, tail_ptr, token, position, after - before,
-                               column + series * DIM, column < DIM, 2 * DIM, 4, TAIL_ROWS,
-                               TAIL_BF16, 4)  # fmt: skip
+                keep_last_rows(compressor, tail_ptr, token, position, place.after - place.before,
+                               column + series * DIM, column < DIM, 4, SPEC)  # fmt: skip
 
 
 @triton.jit
 def finish_hca_window(
-    window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps,
-    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    ENTRIES_PER_BLOCK: tl.constexpr, FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
+    window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, pages, eps,
+    CHANNEL_SPLITS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """The last to arrive of the PARTS programs that leave a window's channels stores the entry.
+    """Flush an HCA window's entry, if this is the last of its CHANNEL_SPLITS programs to arrive.
 
-    Which one that is does not change a bit of it.
+    The entry's bits do not depend on which program is last.
     """
     tl.debug_barrier()  # all of the program's stores come before its arrival
-    if tl.atomic_add(arrivals_ptr + window, 1, sem="acq_rel") == PARTS - 1:
+    if tl.atomic_add(arrivals_ptr + window, 1, sem="acq_rel") == CHANNEL_SPLITS - 1:
         tl.store(arrivals_ptr + window, 0)
-        column = tl.arange(0, BLOCK)[None, :]
-        row = tl.load(pooled_ptr + window * DIM + column, mask=column < DIM, other=0.0,
-                      cache_modifier=".cg")  # fmt: skip
-        flush_rows(row, as_row(position), slot, as_row(slot) >= 0, norm_ptr, rope, blocks,
-                   eps, 1.0, 1, 128, DIM, ROPE, BLOCK, ENTRIES_PER_BLOCK, FORMAT, ROPE, DATA_BYTES,
-                   SCALE_BYTES, False, 0)  # fmt: skip
+        DIM: tl.constexpr = SPEC.ROW.DIM
+        column = tl.arange(0, SPEC.ROW.BLOCK)[None, :]
+        pooled = tl.load(pooled_ptr + window * DIM + column, mask=column < DIM, other=0.0,
+                         cache_modifier=".cg")  # fmt: skip
+        flush_rows(pooled, as_row(position), slot, as_row(slot) >= 0, norm_ptr, rope, pages, eps,
+                   1.0, 1, SPEC)  # fmt: skip
 
 
 @triton.jit
-def compress_hca_step(
-    token, part, tokens, projections, slots, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps,
-    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    IS_DECODE: tl.constexpr,
+def compress_hca_token(
+    token, split, tokens, compressor, pooled_ptr, arrivals_ptr, rope, pages, eps,
+    CHANNELS: tl.constexpr, SPEC: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of one token of an HCA layer in a step."""
-    slots_ptr, slot_bytes, tail_offset = slots
-    column = part * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    mask = column < DIM
-    position, slot, before, _, _ = locate(token, tokens, IS_DECODE)
-    kv, gate = load_row(projections, token, position, column, mask, DIM, 128, TAIL_BF16)
-    tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
-    if (slot >= 0) & (position % 128 == 127):
+    """Pool CHANNELS of the HCA window that one token of a step closes, and keep the token's row."""
+    CHANNEL_SPLITS: tl.constexpr = SPEC.ROW.BLOCK // CHANNELS
+    column = split * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    mask = column < SPEC.ROW.DIM  # [1, CHANNELS]
+    place = locate(token, tokens, IS_DECODE)
+    position = place.position
+    slot = place.slot
+    kv, gate = load_row(compressor, token, position, column, mask, SPEC)
+    tail_ptr = slot_tail(compressor, slot, SPEC)
+    if (slot >= 0) & (position % HCA_RATIO == HCA_RATIO - 1):
         if IS_DECODE:
-            window = token + token // 128
-            pool_hca_step(projections, tail_ptr, token, position, part * CHANNELS, window,
-                          pooled_ptr, DIM, CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
+            window = token + token // HCA_RATIO
+            pool_hca_decode(compressor, tail_ptr, token, position, split * CHANNELS, window,
+                            pooled_ptr, CHANNELS, SPEC)  # fmt: skip
         else:
-            window = tl.load(tokens[1] + token) + token // 128
-            pool_hca(projections, tail_ptr, token, position, before, part * CHANNELS, window,
-                     pooled_ptr, DIM, CHANNELS, TAIL_ROWS, TAIL_BF16)  # fmt: skip
-        finish_hca_window(window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks,
-                          eps, DIM, ROPE, BLOCK, BLOCK // CHANNELS, ENTRIES_PER_BLOCK, FORMAT,
-                          DATA_BYTES, SCALE_BYTES)  # fmt: skip
-    store_tail(kv, gate, tail_ptr, position, column, mask & (slot >= 0), DIM, TAIL_ROWS, TAIL_BF16)
+            window = tl.load(tokens.request_ids_ptr + token) + token // HCA_RATIO
+            pool_hca(compressor, tail_ptr, token, position, place.before, split * CHANNELS, window,
+                     pooled_ptr, CHANNELS, SPEC)  # fmt: skip
+        finish_hca_window(window, position, slot, pooled_ptr, arrivals_ptr, compressor.norm_ptr,
+                          rope, pages, eps, CHANNEL_SPLITS, SPEC)  # fmt: skip
+    store_tail(kv, gate, tail_ptr, position, column, mask & (slot >= 0), SPEC)
 
 
 @triton.jit
 def compress_hca_segment(
-    segment, part, num_tokens, tokens, projections, slots, pooled_ptr, arrivals_ptr, norm_ptr, rope,
-    blocks, eps,
-    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
-    TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    segment, split, num_tokens, tokens, compressor, pooled_ptr, arrivals_ptr, rope, pages, eps,
+    CHANNELS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of a segment of an HCA layer in a forward with chunks, at most 128 tokens.
+    """Pool CHANNELS of the HCA window that a segment of at most HCA_RATIO tokens closes.
 
-    The window that reaches back into the tail is done by the program of its chunk's first token,
-    which then overwrites the tail.
+    The program of a chunk's first token pools the window that reaches back into the tail, and
+    then overwrites the tail.
     """
-    slots_ptr, slot_bytes, tail_offset = slots
-    column = part * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    mask = column < DIM
-    token, count, position, slot, before, after, start = locate_segment(
-        segment, num_tokens, tokens, 128
-    )
-    if (count > 0) & (slot >= 0):
-        ahead = 127 - position % 128
-        kept = count
-        limit = count
-        if start >= 0:
-            kept = tl.where(position == before, after - before, 0)
-            limit = tl.where(position + ahead - 127 < before, kept, count)
-        tail_ptr = tail_of(slots_ptr + slot * slot_bytes + tail_offset, TAIL_BF16)
-        if ahead < limit:
-            window = tl.load(tokens[1] + token) + (token + ahead) // 128
-            pool_hca(projections, tail_ptr, token + ahead, position + ahead, before,
-                     part * CHANNELS, window, pooled_ptr, DIM, CHANNELS, TAIL_ROWS,
-                     TAIL_BF16)  # fmt: skip
-            finish_hca_window(window, position + ahead, slot, pooled_ptr, arrivals_ptr, norm_ptr,
-                              rope, blocks, eps, DIM, ROPE, BLOCK, BLOCK // CHANNELS,
-                              ENTRIES_PER_BLOCK, FORMAT, DATA_BYTES, SCALE_BYTES)  # fmt: skip
-        if kept > 0:
-            tl.debug_barrier()  # what the tail held has been read
-            keep_last_rows(projections, tail_ptr, token, position, kept, column, mask, DIM, 128,
-                           TAIL_ROWS, TAIL_BF16, 16)  # fmt: skip
+    CHANNEL_SPLITS: tl.constexpr = SPEC.ROW.BLOCK // CHANNELS
+    column = split * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    mask = column < SPEC.ROW.DIM  # [1, CHANNELS]
+    token, count, place = locate_segment(segment, num_tokens, tokens, HCA_RATIO)
+    position = place.position
+    before = place.before
+    if (count > 0) & (place.slot >= 0):
+        ahead = tokens_to_closing(position, SPEC)
+        num_kept = count
+        num_reached = count
+        if place.workspace_start >= 0:
+            num_kept = tl.where(position == before, place.after - before, 0)
+            num_reached = tl.where(position + ahead - (HCA_RATIO - 1) < before, num_kept, count)
+        tail_ptr = slot_tail(compressor, place.slot, SPEC)
+        if ahead < num_reached:
+            window = tl.load(tokens.request_ids_ptr + token) + (token + ahead) // HCA_RATIO
+            pool_hca(compressor, tail_ptr, token + ahead, position + ahead, before,
+                     split * CHANNELS, window, pooled_ptr, CHANNELS, SPEC)  # fmt: skip
+            finish_hca_window(window, position + ahead, place.slot, pooled_ptr, arrivals_ptr,
+                              compressor.norm_ptr, rope, pages, eps, CHANNEL_SPLITS,
+                              SPEC)  # fmt: skip
+        if num_kept > 0:
+            tl.debug_barrier()  # the tail's old rows are read before they are overwritten
+            keep_last_rows(compressor, tail_ptr, token, position, num_kept, column, mask, 16, SPEC)
 
 
 COUNTS = ["num_tokens", "num_segments", "num_index_segments", "workspace_rows"]
@@ -268,100 +262,72 @@ def _write_kernel(
     kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, tail_offset, page_offset,
     index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr, index_tail_offset,
     index_page_offset, global_scale_ptr, pooled_ptr, arrivals_ptr,
-    RATIO: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
-    KV_FORMAT: tl.constexpr, KV_DATA: tl.constexpr, KV_SCALE: tl.constexpr,
-    INDEX_DIM: tl.constexpr, INDEX_BLOCK: tl.constexpr, INDEX_FORMAT: tl.constexpr,
-    INDEX_DATA: tl.constexpr, INDEX_SCALE: tl.constexpr, HAS_HADAMARD: tl.constexpr,
-    HAS_GLOBAL_SCALE: tl.constexpr, LOG_INDEX: tl.constexpr, TAIL_ROWS: tl.constexpr,
-    TAIL_BF16: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr, RING_ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr, INDEX_ROWS: tl.constexpr, WINDOW_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, MAIN: tl.constexpr, INDEX: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr,
+    ROWS: tl.constexpr, INDEX_ROWS: tl.constexpr, WINDOW_ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_COMPRESSOR: tl.constexpr,
     HAS_INDEX: tl.constexpr, HAS_CHUNKS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Programs in this order: the main compressor's, the indexer's, the window's."""
+    """Write a layer's rows.
+
+    The main compressor's programs come first, then the indexer's, then the window's.
+    """
     program = tl.program_id(0)
-    tokens = (positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
-              token_starts_ptr)  # fmt: skip
     rope = (cos_ptr, sin_ptr)
-    if HAS_COMPRESSOR and RATIO == 128:
-        PARTS: tl.constexpr = BLOCK // CHANNELS
-        projections = (kv_ptr, gate_ptr, stride, bias_ptr)
-        slots = (slots_ptr, slot_bytes, tail_offset)
-        blocks = (blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride)
-        if program < num_segments * PARTS:
+    tokens = TokenPtrs(positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
+                       starts_ptr, token_starts_ptr)  # fmt: skip
+    compressor = CompressorPtrs(kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr,
+                                slot_bytes, tail_offset)  # fmt: skip
+    pages = PagePtrs(blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride)
+    if HAS_COMPRESSOR and MAIN.RATIO == HCA_RATIO:
+        CHANNEL_SPLITS: tl.constexpr = MAIN.ROW.BLOCK // CHANNELS
+        if program < num_segments * CHANNEL_SPLITS:
             if HAS_CHUNKS:
-                compress_hca_segment(
-                    program // PARTS, program % PARTS, num_tokens, tokens, projections, slots,
-                    pooled_ptr, arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK,
-                    CHANNELS, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
-                )  # fmt: skip
+                compress_hca_segment(program // CHANNEL_SPLITS, program % CHANNEL_SPLITS,
+                                     num_tokens, tokens, compressor, pooled_ptr, arrivals_ptr,
+                                     rope, pages, eps, CHANNELS, MAIN)  # fmt: skip
             else:
-                compress_hca_step(
-                    program // PARTS, program % PARTS, tokens, projections, slots, pooled_ptr,
-                    arrivals_ptr, norm_ptr, rope, blocks, eps, DIM, ROPE, BLOCK, CHANNELS,
-                    TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, KV_DATA, KV_SCALE,
-                    IS_DECODE,
-                )  # fmt: skip
-        program -= num_segments * PARTS
+                compress_hca_token(program // CHANNEL_SPLITS, program % CHANNEL_SPLITS, tokens,
+                                   compressor, pooled_ptr, arrivals_ptr, rope, pages, eps,
+                                   CHANNELS, MAIN, IS_DECODE)  # fmt: skip
+        program -= num_segments * CHANNEL_SPLITS
     elif HAS_COMPRESSOR:
-        projections = (kv_ptr, gate_ptr, stride, bias_ptr)
-        slots = (slots_ptr, slot_bytes, tail_offset)
-        blocks = (blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride)
         if program < num_segments:
             if HAS_CHUNKS:
-                compress_csa_segment(
-                    program, num_tokens, tokens, projections, slots, norm_ptr, rope, blocks, eps,
-                    1.0, ROWS, DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
-                    KV_FORMAT, ROPE, KV_DATA, KV_SCALE, False, 0,
-                )  # fmt: skip
+                compress_csa_segment(program, num_tokens, tokens, compressor, rope, pages, eps,
+                                     1.0, ROWS, MAIN)  # fmt: skip
             else:
-                position, slot, before, _, _ = locate(program, tokens, IS_DECODE)
-                compress_csa_token(
-                    program, position, slot, before, slot >= 0, projections, slots, norm_ptr, rope,
-                    blocks, eps, 1.0, DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
-                    KV_FORMAT, ROPE, KV_DATA, KV_SCALE, False, 0, IS_DECODE,
-                )  # fmt: skip
+                place = locate(program, tokens, IS_DECODE)
+                compress_csa_token(program, place, place.slot >= 0, compressor, rope, pages, eps,
+                                   1.0, MAIN, IS_DECODE)  # fmt: skip
         program -= num_segments
     if HAS_INDEX:
-        scale = 1.0
-        if HAS_GLOBAL_SCALE:
-            scale = tl.load(global_scale_ptr)
-        projections = (index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr)
-        slots = (slots_ptr, slot_bytes, index_tail_offset)
-        blocks = (blocks_ptr, block_bytes, index_page_offset, block_table_ptr, table_stride)
+        global_scale = load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE)
+        compressor = CompressorPtrs(index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr,
+                                    index_norm_ptr, slots_ptr, slot_bytes,
+                                    index_tail_offset)  # fmt: skip
+        pages = PagePtrs(blocks_ptr, block_bytes, index_page_offset, block_table_ptr, table_stride)
         if (program >= 0) & (program < num_index_segments):
             if HAS_CHUNKS:
-                compress_csa_segment(
-                    program, num_tokens, tokens, projections, slots, index_norm_ptr, rope, blocks,
-                    eps, scale, INDEX_ROWS, INDEX_DIM, ROPE, INDEX_BLOCK, TAIL_ROWS, TAIL_BF16,
-                    ENTRIES_PER_BLOCK, INDEX_FORMAT, 0, INDEX_DATA, INDEX_SCALE, HAS_HADAMARD,
-                    LOG_INDEX,
-                )  # fmt: skip
+                compress_csa_segment(program, num_tokens, tokens, compressor, rope, pages, eps,
+                                     global_scale, INDEX_ROWS, INDEX)  # fmt: skip
             else:
-                position, slot, before, _, _ = locate(program, tokens, IS_DECODE)
-                compress_csa_token(
-                    program, position, slot, before, slot >= 0, projections, slots,
-                    index_norm_ptr, rope, blocks, eps, scale, INDEX_DIM, ROPE, INDEX_BLOCK,
-                    TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, INDEX_FORMAT, 0, INDEX_DATA,
-                    INDEX_SCALE, HAS_HADAMARD, LOG_INDEX, IS_DECODE,
-                )  # fmt: skip
+                place = locate(program, tokens, IS_DECODE)
+                compress_csa_token(program, place, place.slot >= 0, compressor, rope, pages, eps,
+                                   global_scale, INDEX, IS_DECODE)  # fmt: skip
         program -= num_index_segments
     if HAS_WINDOW:
         if program >= 0:
             if WINDOW_ROWS == 1:
                 token, count = program, 1
-                position, slot, before, after, start = locate(token, tokens, IS_DECODE)
+                place = locate(token, tokens, IS_DECODE)
             else:
-                token, count, position, slot, before, after, start = locate_segment(
-                    program, num_tokens, tokens, WINDOW_ROWS
-                )
+                token, count, place = locate_segment(program, num_tokens, tokens, WINDOW_ROWS)
             if count > 0:
-                write_window_rows(
-                    token, count, position, slot, before, after, start, window_kv_ptr,
-                    window_stride, num_tokens, window_norm_ptr, rope, slots_ptr, slot_bytes,
-                    ring_offset, workspace_ptr, workspace_rows, eps, WINDOW_ROWS, DIM, ROPE, BLOCK,
-                    KV_FORMAT, KV_DATA, KV_SCALE, RING_ROWS, WINDOW, HAS_CHUNKS,
-                )  # fmt: skip
+                window = WindowPtrs(window_kv_ptr, window_stride, window_norm_ptr, slots_ptr,
+                                    slot_bytes, ring_offset, workspace_ptr,
+                                    workspace_rows)  # fmt: skip
+                write_window_rows(token, count, place, num_tokens, window, rope, eps, WINDOW_ROWS,
+                                  WINDOW, HAS_CHUNKS)  # fmt: skip
 
 
 @triton.jit
@@ -372,52 +338,43 @@ def _edge_kernel(
     kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, tail_offset, page_offset,
     index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr, index_tail_offset,
     index_page_offset, global_scale_ptr,
-    DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, KV_FORMAT: tl.constexpr,
-    KV_DATA: tl.constexpr, KV_SCALE: tl.constexpr, INDEX_DIM: tl.constexpr,
-    INDEX_BLOCK: tl.constexpr, INDEX_FORMAT: tl.constexpr, INDEX_DATA: tl.constexpr,
-    INDEX_SCALE: tl.constexpr, HAS_HADAMARD: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr,
-    LOG_INDEX: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_BF16: tl.constexpr,
-    ENTRIES_PER_BLOCK: tl.constexpr, RING_ROWS: tl.constexpr, WINDOW: tl.constexpr,
+    MAIN: tl.constexpr, INDEX: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """What a CSA layer reads from tails in a forward with chunks, before they are overwritten.
+    """Flush the CSA windows that read tails in a forward with chunks, before `_write_kernel`.
 
-    A program is one request, one of its tokens and one compressor. Of a chunk the tokens are
-    those that close a window which reaches back into the tail, at most two; of other requests
-    all.
+    A program takes one request, one of its tokens and one compressor. A chunk's tokens are those
+    that close a window which reaches back into the tail, at most two. Another request's tokens
+    are all it has.
     """
     request = tl.program_id(0)
     index = tl.program_id(1)
     slot = tl.load(request_slots_ptr + request).to(tl.int64)
     before = tl.load(before_ptr + request)
     count = tl.load(after_ptr + request) - before
-    is_chunk = tl.load(starts_ptr + request) >= 0
+    workspace_start = tl.load(starts_ptr + request)
+    is_chunk = workspace_start >= 0
     first_token = tl.load(token_starts_ptr + request)
     wait_for_launch_before(STARTS_NEXT=True)
-    ahead = tl.where(is_chunk, 3 - before % 4 + 4 * index, index)
-    if (slot >= 0) & (ahead < tl.where(is_chunk, tl.minimum(count, 7), count)):
+    ahead = tl.where(is_chunk, tokens_to_closing(before, MAIN) + index * CSA_RATIO, index)
+    if (slot >= 0) & (ahead < tl.where(is_chunk, tl.minimum(count, CSA_ROWS - 1), count)):
         token = first_token + ahead
+        place = Place(before + ahead, slot, before, before + count, workspace_start)
         rope = (cos_ptr, sin_ptr)
         if tl.program_id(2) == 0:
-            compress_csa_token(
-                token, before + ahead, slot, before, ~is_chunk,
-                (kv_ptr, gate_ptr, stride, bias_ptr), (slots_ptr, slot_bytes, tail_offset),
-                norm_ptr, rope,
-                (blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride), eps, 1.0,
-                DIM, ROPE, BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK, KV_FORMAT, ROPE,
-                KV_DATA, KV_SCALE, False, 0, False,
-            )  # fmt: skip
+            compressor = CompressorPtrs(kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr,
+                                        slot_bytes, tail_offset)  # fmt: skip
+            pages = PagePtrs(blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride)
+            compress_csa_token(token, place, ~is_chunk, compressor, rope, pages, eps, 1.0, MAIN,
+                               False)  # fmt: skip
         else:
-            scale = 1.0
-            if HAS_GLOBAL_SCALE:
-                scale = tl.load(global_scale_ptr)
-            compress_csa_token(
-                token, before + ahead, slot, before, ~is_chunk,
-                (index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr),
-                (slots_ptr, slot_bytes, index_tail_offset), index_norm_ptr, rope,
-                (blocks_ptr, block_bytes, index_page_offset, block_table_ptr, table_stride), eps,
-                scale, INDEX_DIM, ROPE, INDEX_BLOCK, TAIL_ROWS, TAIL_BF16, ENTRIES_PER_BLOCK,
-                INDEX_FORMAT, 0, INDEX_DATA, INDEX_SCALE, HAS_HADAMARD, LOG_INDEX, False,
-            )  # fmt: skip
+            global_scale = load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE)
+            compressor = CompressorPtrs(index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr,
+                                        index_norm_ptr, slots_ptr, slot_bytes,
+                                        index_tail_offset)  # fmt: skip
+            pages = PagePtrs(blocks_ptr, block_bytes, index_page_offset, block_table_ptr,
+                             table_stride)  # fmt: skip
+            compress_csa_token(token, place, ~is_chunk, compressor, rope, pages, eps, global_scale,
+                               INDEX, False)  # fmt: skip
 
 
 def write_layer(
@@ -427,9 +384,9 @@ def write_layer(
     *,
     launch: Launch | None = None,
 ) -> None:
-    """What is given of a layer; see `kernels.reference.flush_write`.
+    """Store a layer's rows; see `kernels.reference.flush_write`.
 
-    One launch, or two for a CSA layer in a forward with chunks.
+    It takes one launch, or two for a CSA layer in a forward with chunks.
     """
     num_tokens = len(tokens.positions)
     if not num_tokens:
@@ -440,17 +397,17 @@ def write_layer(
     if launch is None:
         kind: Kind = "chunk" if has_chunks else "decode" if is_decode else "step"
         launch = launch_parameters(ratio, kind, num_tokens, memory.slots.device)
-    arguments = _arguments(writes, memory, tokens)
-    grid = _grid(writes, arguments, launch, tokens, ratio=ratio, has_chunks=has_chunks)
+    arguments = _arguments(writes, memory, tokens, ratio=ratio)
+    grid = _grid(writes, memory, launch, tokens, ratio=ratio, has_chunks=has_chunks)
     if has_chunks and writes.index_keys is not None:
         # A chunk has at most two such windows, another request at most a step of tokens.
-        most = max(2, memory.layout.tail_rows - 7)
-        _edge_kernel[(len(tokens.request_slots), most, 2)](**arguments, num_warps=8)
+        max_windows = max(2, memory.layout.tail_rows - (CSA_ROWS.value - 1))
+        _edge_kernel[(len(tokens.request_slots), max_windows, 2)](**arguments, num_warps=8)
     _write_kernel[(grid.num_programs,)](
         **arguments, **_window_arguments(writes.window, memory, tokens),
         num_tokens=num_tokens, num_segments=grid.num_segments,
         num_index_segments=grid.num_index_segments,
-        pooled_ptr=memory.pooled, arrivals_ptr=memory.arrivals, RATIO=ratio or 1,
+        pooled_ptr=memory.pooled, arrivals_ptr=memory.arrivals,
         ROWS=launch.rows, INDEX_ROWS=grid.index_rows, WINDOW_ROWS=launch.window_rows,
         CHANNELS=grid.channels, HAS_WINDOW=writes.window is not None,
         HAS_COMPRESSOR=writes.entries is not None, HAS_INDEX=writes.index_keys is not None,
@@ -469,25 +426,29 @@ class _Grid(NamedTuple):
 
 def _grid(
     writes: LayerWrites,
-    arguments: dict[str, Any],
+    memory: LayerMemory,
     launch: Launch,
     tokens: TokenMap,
     *,
     ratio: int,
     has_chunks: bool,
 ) -> _Grid:
-    """How many programs do what."""
-    block, index_block = arguments["BLOCK"], arguments["INDEX_BLOCK"]
+    """Number of programs and segments, and what a program takes."""
+    layout = memory.layout
+    block = next_power_of_two(layout.head_dim)
+    index_block = next_power_of_two(layout.index_head_dim)
     index_rows = launch.rows * max(1, block // index_block)
     channels = min(launch.channels, block)
+    is_hca = ratio == AttentionType.HCA.ratio
     tile, index_tile = 1, 1
     if has_chunks:
-        tile, index_tile = 128 if ratio == 128 else 4 * launch.rows, 4 * index_rows
+        csa_ratio = AttentionType.CSA.ratio
+        tile, index_tile = ratio if is_hca else csa_ratio * launch.rows, csa_ratio * index_rows
     num_segments = _num_segments(tokens, tile)
     num_index_segments = _num_segments(tokens, index_tile)
     num_programs = 0
     if writes.entries is not None:
-        num_programs += num_segments * (block // channels if ratio == 128 else 1)
+        num_programs += num_segments * (block // channels if is_hca else 1)
     if writes.index_keys is not None:
         num_programs += num_index_segments
     if writes.window is not None:
@@ -496,15 +457,27 @@ def _grid(
 
 
 def _num_segments(tokens: TokenMap, tile: int) -> int:
-    """Segments of tiles of so many tokens, as `append.locate_segment` counts them."""
+    """Segments of tiles of `tile` tokens, as `append.locate_segment` counts them."""
     num_tokens = len(tokens.positions)
     return num_tokens if tile == 1 else -(-num_tokens // tile) + len(tokens.request_slots)
 
 
-def _arguments(writes: LayerWrites, memory: LayerMemory, tokens: TokenMap) -> dict[str, Any]:
-    """What both kernels take."""
-    layout, row, key = memory.layout, memory.layout.kv_row, memory.layout.index_row
+def _arguments(
+    writes: LayerWrites, memory: LayerMemory, tokens: TokenMap, *, ratio: int
+) -> dict[str, Any]:
+    """Arguments of both kernels."""
+    layout = memory.layout
     scale = memory.global_scale
+    main = CompressorSpec(
+        row_spec("kv", layout.kv_row, layout.rope_dim), ratio or 1,
+        layout.num_series * layout.head_dim, layout.tail_rows, layout.tail_dtype == "bfloat16",
+        layout.entries_per_block, 0,
+    )  # fmt: skip
+    index = main._replace(
+        ROW=row_spec("index", layout.index_row, layout.rope_dim),
+        WIDTH=layout.num_series * layout.index_head_dim,
+        HADAMARD_STEPS=layout.index_head_dim.bit_length() - 1 if layout.has_hadamard else 0,
+    )
     return {
         "positions_ptr": tokens.positions, "request_ids_ptr": tokens.request_ids,
         "request_slots_ptr": tokens.request_slots, "before_ptr": tokens.positions_before,
@@ -519,15 +492,8 @@ def _arguments(writes: LayerWrites, memory: LayerMemory, tokens: TokenMap) -> di
         **_entry_arguments("index_", writes.index_keys, tokens),
         "index_tail_offset": layout.index_tail_offset, "index_page_offset": layout.index_offset,
         "global_scale_ptr": memory.pooled if scale is None else scale,
-        "DIM": row.dim, "ROPE": row.rope_dim, "BLOCK": next_power_of_two(row.dim),
-        "KV_FORMAT": f"kv_{row.name}", "KV_DATA": row.data_bytes, "KV_SCALE": row.scale_bytes,
-        "INDEX_DIM": key.dim, "INDEX_BLOCK": next_power_of_two(key.dim),
-        "INDEX_FORMAT": f"index_{key.name}", "INDEX_DATA": key.data_bytes,
-        "INDEX_SCALE": key.scale_bytes, "HAS_HADAMARD": layout.has_hadamard,
-        "HAS_GLOBAL_SCALE": scale is not None, "LOG_INDEX": key.dim.bit_length() - 1,
-        "TAIL_ROWS": layout.tail_rows, "TAIL_BF16": layout.tail_dtype == "bfloat16",
-        "ENTRIES_PER_BLOCK": layout.entries_per_block, "RING_ROWS": layout.ring_rows,
-        "WINDOW": layout.window, "num_stages": 1, "launch_pdl": True, "enable_fp_fusion": False,
+        "MAIN": main, "INDEX": index, "HAS_GLOBAL_SCALE": scale is not None,
+        "num_stages": 1, "launch_pdl": True, "enable_fp_fusion": False,
     }  # fmt: skip
 
 
@@ -535,14 +501,18 @@ def _window_arguments(
     window: WindowInputs | None, memory: LayerMemory, tokens: TokenMap
 ) -> dict[str, Any]:
     nothing = tokens.positions  # stands in for what a launch doesn't have
+    layout = memory.layout
     kv = nothing if window is None else _rows_apart(window.kv)
     return {
         "window_kv_ptr": kv,
         "window_stride": _row_stride(kv),
         "window_norm_ptr": nothing if window is None else window.norm_weight.contiguous(),
-        "ring_offset": memory.layout.ring_offset,
+        "ring_offset": layout.ring_offset,
         "workspace_ptr": memory.workspace,
-        "workspace_rows": memory.layout.workspace_rows,
+        "workspace_rows": layout.workspace_rows,
+        "WINDOW": WindowSpec(
+            row_spec("kv", layout.kv_row, layout.rope_dim), layout.window, layout.ring_rows
+        ),
     }
 
 
@@ -564,10 +534,10 @@ def _entry_arguments(prefix: str, entry: EntryInputs | None, tokens: TokenMap) -
 
 
 def _rows_apart(x: Tensor) -> Tensor:
-    """Rows whose elements are neighbours, at any distance from each other."""
+    """Rows with adjacent elements, at any distance from each other."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _row_stride(x: Tensor) -> int:
-    """Distance of rows. That of a single row may be any number, and another one would compile."""
+    """Distance of rows. PyTorch gives a single row any number, and each would compile again."""
     return x.stride(0) if len(x) > 1 else x.shape[-1]

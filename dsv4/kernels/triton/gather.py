@@ -1,7 +1,7 @@
 """Gather: stored rows, dequantised and dense, in one launch.
 
 A program takes a tile of a request's or token's output rows, finds their records and decodes
-them. Rows that don't exist are zeros; nothing is read for them.
+them. Rows that don't exist become zeros, and nothing is read for them.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ from dsv4.kernels.triton.decode import (
     store_channels,
 )
 from dsv4.kernels.triton.launch import GatherLaunch, gather_launch
+from dsv4.kernels.triton.operands import row_spec
 from dsv4.kernels.triton.primitives import bf16_bits
 
 
@@ -28,8 +29,8 @@ from dsv4.kernels.triton.primitives import bf16_bits
 def find_listed(outer, inner, is_output, rows_ptr, outer_stride, inner_stride,
                 ROWS_PER_PAGE: tl.constexpr):  # fmt: skip
     """Page, row and presence of rows that a tensor lists."""
-    at = rows_ptr + outer.to(tl.int64) * outer_stride + inner.to(tl.int64) * inner_stride
-    flat = tl.load(at, mask=is_output, other=-1).to(tl.int64)
+    row_ptr = rows_ptr + outer.to(tl.int64) * outer_stride + inner.to(tl.int64) * inner_stride
+    flat = tl.load(row_ptr, mask=is_output, other=-1).to(tl.int64)  # [TILE]
     unsigned = flat.to(tl.uint64)  # divides in one instruction
     page, row = unsigned // ROWS_PER_PAGE, unsigned % ROWS_PER_PAGE
     return page.to(tl.int32), row.to(tl.int32), flat >= 0
@@ -44,8 +45,8 @@ def find_entries(
     slot = tl.load(request_slots_ptr + request).to(tl.int64)
     count = tl.load(after_ptr + request) // RATIO
     is_closed = is_output & (slot >= 0) & (entry < count)
-    column = block_table_ptr + slot * table_stride + entry // ROWS_PER_PAGE
-    block = tl.load(column, mask=is_closed, other=-1)
+    column_ptr = block_table_ptr + slot * table_stride + entry // ROWS_PER_PAGE
+    block = tl.load(column_ptr, mask=is_closed, other=-1)  # [TILE]
     return block, entry % ROWS_PER_PAGE, block >= 0
 
 
@@ -64,7 +65,7 @@ def find_window(
 def workspace_row(
     token, offset, positions_ptr, request_ids_ptr, before_ptr, starts_ptr, WINDOW: tl.constexpr
 ):
-    """Row of a token's window rows in the workspace; negative if its request has none there."""
+    """Workspace rows of a token's window; -1 if its request has no workspace."""
     request = tl.load(request_ids_ptr + token)
     start = tl.load(starts_ptr + request)
     ahead = tl.load(positions_ptr + token) - tl.load(before_ptr + request)
@@ -73,14 +74,15 @@ def workspace_row(
 
 @triton.jit
 def gather_records(
-    data_ptr, scale_ptr, values_ptr, out_row, is_present, is_output,
-    FORMAT: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-):  # fmt: skip
-    """Decode the rows whose records are at data_ptr and scale_ptr `[TILE]` into dense ones.
+    data_ptr, scale_ptr, values_ptr, out_row, is_present, is_output, ROW: tl.constexpr
+):
+    """Decode the records at data_ptr and scale_ptr `[TILE]` into dense rows.
 
-    Every load comes before the first store, which the compiler would not move it across.
+    Every load comes before the first store: the compiler would move none across it.
     """
-    NOPE: tl.constexpr = DIM - ROPE
+    FORMAT: tl.constexpr = ROW.FORMAT
+    DIM: tl.constexpr = ROW.DIM
+    NOPE: tl.constexpr = DIM - ROW.ROPE
     if FORMAT == "kv_fp32":
         values = load_channels(data_ptr.to(tl.pointer_type(tl.int32)), is_present, DIM)
         to_ptr = values_ptr.to(tl.pointer_type(tl.int32)) + out_row * DIM
@@ -94,10 +96,10 @@ def gather_records(
             codes = load_channels(data_ptr, is_present, NOPE)
             scales = load_scales(scale_ptr, is_present, FORMAT, NOPE)
             rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16))
-            rope = load_channels(rope_ptr, is_present, ROPE)
-            restored = bf16_bits(e4m3_values(codes) * scales)
+            rope_bits = load_channels(rope_ptr, is_present, ROW.ROPE)
+            restored = bf16_bits(e4m3_values(codes) * scales)  # [groups, TILE, 64]
             store_channels(to_ptr, restored, is_output, NOPE)
-            store_channels(to_ptr + NOPE, rope, is_output, ROPE)
+            store_channels(to_ptr + NOPE, rope_bits, is_output, ROW.ROPE)
 
 
 @triton.jit(
@@ -112,17 +114,17 @@ def _gather_kernel(
     rows_ptr, outer_stride, inner_stride,
     positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
     block_table_ptr, table_stride, workspace_ptr, workspace_scales_ptr,
-    SOURCE: tl.constexpr, FORMAT: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, ROWS_PER_PAGE: tl.constexpr,
-    RATIO: tl.constexpr, WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    SOURCE: tl.constexpr, ROW: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, RATIO: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """TILE of the num_inner output rows of a token or request.
+    """Gather TILE of the num_inner output rows of a token or request.
 
-    SOURCE says where rows come from: a tensor of them, a request's entries, a token's window.
+    SOURCE names where rows come from: a tensor that lists them, a request's entries, or a token's
+    window.
     """
     program = tl.program_id(0)
     outer = program // num_tiles
-    inner = program % num_tiles * TILE + tl.arange(0, TILE)
+    inner = program % num_tiles * TILE + tl.arange(0, TILE)  # [TILE]
     is_output = inner < num_inner
     if SOURCE == "listed":
         page, row, is_present = find_listed(outer, inner, is_output, rows_ptr, outer_stride,
@@ -136,23 +138,22 @@ def _gather_kernel(
                                             request_ids_ptr, request_slots_ptr, ROWS_PER_PAGE,
                                             WINDOW)  # fmt: skip
     page_start = page.to(tl.int64) * page_stride
-    data_ptr = data_ptr + (page_start + row.to(tl.int64) * DATA_BYTES)
-    scale_ptr = scales_ptr + (page_start + row.to(tl.int64) * SCALE_BYTES)
+    data_ptr = data_ptr + (page_start + row.to(tl.int64) * ROW.DATA_BYTES)
+    scale_ptr = scales_ptr + (page_start + row.to(tl.int64) * ROW.SCALE_BYTES)
     if HAS_CHUNKS:
-        copied = workspace_row(outer, inner, positions_ptr, request_ids_ptr, before_ptr,
-                               starts_ptr, WINDOW)  # fmt: skip
-        data_ptr = tl.where(copied >= 0, workspace_ptr + copied * DATA_BYTES, data_ptr)
-        scale_ptr = tl.where(copied >= 0, workspace_scales_ptr + copied * SCALE_BYTES, scale_ptr)
+        row = workspace_row(outer, inner, positions_ptr, request_ids_ptr, before_ptr,
+                            starts_ptr, WINDOW)  # fmt: skip
+        data_ptr = tl.where(row >= 0, workspace_ptr + row * ROW.DATA_BYTES, data_ptr)
+        scale_ptr = tl.where(row >= 0, workspace_scales_ptr + row * ROW.SCALE_BYTES, scale_ptr)
     out_row = outer.to(tl.int64) * num_inner + inner
-    gather_records(data_ptr, scale_ptr, values_ptr, out_row, is_present, is_output, FORMAT, DIM,
-                   ROPE)  # fmt: skip
+    gather_records(data_ptr, scale_ptr, values_ptr, out_row, is_present, is_output, ROW)
     tl.store(present_ptr + out_row, is_present.to(tl.uint8), mask=is_output)
 
 
 def gather_listed(
     pages: PagedRows, rows: Tensor, *, launch: GatherLaunch | None = None
 ) -> Gathered:
-    """The rows with flat indices `rows` `[..., k]` int32 or int64; negative ones are missing."""
+    """Gather the rows with flat indices `rows` `[..., k]` int32 or int64; negative is missing."""
     listed = rows.reshape(-1, rows.shape[-1]) if rows.numel() else rows
     return _launch(
         pages, tuple(rows.shape), launch=launch, SOURCE="listed",
@@ -168,7 +169,7 @@ def gather_entries(
     max_entries: int,
     launch: GatherLaunch | None = None,
 ) -> Gathered:
-    """The first `max_entries` entries of each request."""
+    """Gather the first `max_entries` entries of each request."""
     shape = (len(tokens.request_slots), max_entries)
     return _launch(pages, shape, tokens, launch=launch, SOURCE="entries", RATIO=ratio)
 
@@ -176,7 +177,7 @@ def gather_entries(
 def gather_window(
     window: WindowRows, tokens: TokenMap, *, launch: GatherLaunch | None = None
 ) -> Gathered:
-    """The window of each token, from its ring or, of a chunk, from the workspace."""
+    """Gather the window of each token, from its ring or, in a chunk, from the workspace."""
     return _launch(
         window.ring, (len(tokens.positions), window.window), tokens, launch=launch,
         SOURCE="window", WINDOW=window.window, HAS_CHUNKS=len(tokens.chunk_ids) > 0,
@@ -224,7 +225,7 @@ def _launch(
     launch: GatherLaunch | None,
     **source: Any,
 ) -> Gathered:
-    """Gather rows of the shape `[..., num_inner]`; `source` says which."""
+    """Gather rows of the shape `[..., num_inner]`; `source` has the kernel's arguments for them."""
     row, device = pages.format, pages.data.device
     values = torch.empty(*shape, row.dim, dtype=row.value_dtype, device=device)
     is_present = torch.empty(shape, dtype=torch.bool, device=device)
@@ -244,15 +245,14 @@ def _launch(
         values_ptr=values, present_ptr=is_present.view(torch.uint8), num_inner=shape[-1],
         num_tiles=num_tiles, data_ptr=pages.data, scales_ptr=pages.scales,
         page_stride=pages.data.stride(0), **arguments,
-        FORMAT=f"kv_{row.name}", DIM=row.dim, ROPE=row.rope_dim, DATA_BYTES=row.data_bytes,
-        SCALE_BYTES=row.scale_bytes, ROWS_PER_PAGE=pages.rows_per_page, TILE=launch.tile,
-        num_warps=launch.num_warps, enable_fp_fusion=False,
+        ROW=row_spec("kv", row, row.rope_dim), ROWS_PER_PAGE=pages.rows_per_page,
+        TILE=launch.tile, num_warps=launch.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return Gathered(values, is_present)
 
 
 def token_arguments(tokens: TokenMap | None, nothing: Tensor) -> dict[str, Any]:
-    """A plan's tensors by the names of a kernel's arguments; `nothing` where there is no plan."""
+    """Name a plan's tensors as kernels do; `nothing` stands in where there is no plan."""
     names = {
         "positions_ptr": "positions", "request_ids_ptr": "request_ids",
         "request_slots_ptr": "request_slots", "before_ptr": "positions_before",

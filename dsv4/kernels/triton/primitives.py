@@ -1,11 +1,11 @@
 """Device helpers of the kernels: the arithmetic of stored bytes, as the reference defines it.
 
-Every function here repeats one of `kernels.reference.arithmetic` or `codec` in operations that
-round alike on a GPU, under Triton's interpreter and in PyTorch. They need `enable_fp_fusion` off.
+Every function here repeats one of `kernels.reference.arithmetic` or `codec`. Its operations
+round alike on a GPU, under Triton's interpreter and in PyTorch, if `enable_fp_fusion` is off.
 A tile is `[ROWS, BLOCK]`: rows with their channels, padded to a power of two with zeros.
 
-Conversions to BF16 and E4M3 are the hardware's on a GPU; the interpreter's are wrong, so there
-they go over the integer bits.
+A GPU converts to BF16 and E4M3 by its own instructions. The interpreter's conversions are wrong,
+so integer operations on the bits replace them there.
 """
 
 import triton
@@ -26,17 +26,17 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 
 @triton.constexpr_function
 def padded(count):
-    """The next power of two. Other packages put plain functions in place of Triton's own."""
+    """Round up to a power of two. Other packages replace Triton's own function by a plain one."""
     return 1 << (count - 1).bit_length()
 
 
 @triton.jit
 def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
-    """Wait for the launch before, which this one, launched early, may have begun beside.
+    """Wait for the launch before, which may still run beside this one.
 
-    Before it a kernel may read what copies bring, the plan and NVFP4's scale, and nothing that a
-    kernel writes: no launch begins beside a copy. STARTS_NEXT lets the next launch begin beside
-    this one in turn.
+    Until then a kernel may read the plan and NVFP4's scale, which copies bring: no launch begins
+    beside a copy. It may read nothing that a kernel writes. STARTS_NEXT lets the next launch
+    begin beside this one.
     """
     if not INTERPRETED:
         if STARTS_NEXT:
@@ -46,7 +46,7 @@ def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
 
 @triton.jit
 def loop_bound(x):
-    """A whole number as the bound of a loop; the interpreter takes Python's own alone."""
+    """An integer as the bound of a loop; the interpreter needs a Python int."""
     if INTERPRETED:
         return (x + tl.zeros((1,), tl.int32)).handle.data.item()
     else:
@@ -55,7 +55,7 @@ def loop_bound(x):
 
 @triton.jit
 def bf16_bits(x):
-    """fp32 to the bits of BF16, as uint16: nearest even, every NaN 0x7FFF."""
+    """Bits of fp32 rounded to BF16, as uint16: nearest even, every NaN 0x7FFF."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -67,13 +67,13 @@ def bf16_bits(x):
 
 @triton.jit
 def fp32_bits(x):
-    """The bits of fp32, as int32, every NaN 0x7FC00000."""
+    """Bits of fp32, as int32; every NaN is 0x7FC00000."""
     return tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
 
 
 @triton.jit
 def bf16_value(bits):
-    """The bits of BF16 to fp32."""
+    """fp32 value of the bits of BF16."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
@@ -85,7 +85,7 @@ def round_to_bf16(x):
 
 @triton.jit
 def exp_of_nonpositive(x):
-    """exp(x) for x <= 0, at least 2^-125; of NaN anything."""
+    """exp(x) for x <= 0, at least 2^-125; undefined for NaN."""
     exponent = tl.maximum(x * LOG2_E, EXPONENT_FLOOR)
     shifted = exponent + ROUND_TO_WHOLE
     f = exponent - (shifted - ROUND_TO_WHOLE)
@@ -106,7 +106,7 @@ def nan_unless_finite(x, y):
 
 @triton.jit
 def magnitude(x):
-    """|x| for a maximum that leaves NaN out: on a GPU a maximum does so by itself."""
+    """|x| for a maximum that ignores NaN, as a GPU's maximum does by itself."""
     x = tl.abs(x)
     if INTERPRETED:
         x = tl.where(x == x, x, 0.0)
@@ -115,9 +115,10 @@ def magnitude(x):
 
 @triton.jit
 def mean_of_squares(x, DIM: tl.constexpr):
-    """`[ROWS]` fp64: mean of x² of a tile's rows, the same number in whatever order it is added."""
+    """Mean of x² of a tile's rows, `[ROWS]` fp64: the same number in any order of addition."""
     largest = tl.maximum(tl.max(magnitude(x), axis=1), 0.0)
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.int64)
+    # Adding it drops all bits of a square below 2^(2 × exponent - 40).
     magic = ((2 * exponent + 12 + 1023) << 52) | (1 << 51)
     magic = magic.to(tl.float64, bitcast=True)[:, None]
     wide = x.to(tl.float64)
@@ -128,9 +129,9 @@ def mean_of_squares(x, DIM: tl.constexpr):
 def reciprocal_root(x):
     """1 / sqrt(x) of fp64 `[ROWS]`, in fp64, rounded once to fp32.
 
-    An estimate, refined to less than 2^-50 off, rounds to the same fp32 number as the exact
-    operations do, unless it lies within 2^-46 of the middle between two of them. Then, and for
-    numbers that fp32 doesn't hold, the exact operations are done.
+    A refined estimate is less than 2^-50 off. It rounds as the exact operations do, unless it
+    lies within 2^-46 of the middle between two fp32 numbers. Then, and for numbers out of fp32's
+    range, the exact operations run.
     """
     estimate = tl.rsqrt(x.to(tl.float32)).to(tl.float64)
     error = 1.0 - (x * estimate) * estimate
@@ -144,8 +145,17 @@ def reciprocal_root(x):
 
 
 @triton.jit
+def load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE: tl.constexpr):
+    """Load NVFP4's global scale of index keys; 1 where there is none."""
+    scale = 1.0
+    if HAS_GLOBAL_SCALE:
+        scale = tl.load(global_scale_ptr)
+    return scale
+
+
+@triton.jit
 def load_norm(norm_ptr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """A norm's weight as a tile of equal rows, so that each thread loads what it needs."""
+    """Load a norm's weight as a tile of equal rows, so that each thread loads what it needs."""
     channel = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
     return tl.load(norm_ptr + channel, mask=channel < DIM, other=0.0).to(tl.float32)
 
@@ -153,7 +163,7 @@ def load_norm(norm_ptr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constex
 @triton.jit
 def load_rope(rope, position, is_wanted, DIM: tl.constexpr, ROPE: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
-    """cos and sin `[ROWS, BLOCK / 2]` of positions `[ROWS]`; 1 and 0 where a pair isn't rotated."""
+    """Load cos, sin `[ROWS, BLOCK / 2]` of positions `[ROWS]`; 1, 0 where a pair isn't rotated."""
     cos_ptr, sin_ptr = rope
     pair = tl.arange(0, BLOCK // 2)[None, :] - (DIM - ROPE) // 2
     mask = (pair >= 0) & (pair < ROPE // 2) & is_wanted[:, None]
@@ -163,22 +173,21 @@ def load_rope(rope, position, is_wanted, DIM: tl.constexpr, ROPE: tl.constexpr,
 
 
 @triton.jit
-def load_pairs(
-    x_ptr, norm_ptr, rope, position, is_wanted,
-    DIM: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """What `rotate_pairs` needs of rows at x_ptr `[ROWS]`, each `[ROWS, PAIRS]`: the trailing ROPE
-    channels, even and odd ones, their norm weights, cos and sin.
+def load_pairs(x_ptr, norm_ptr, rope, position, is_wanted, ROW: tl.constexpr):
+    """Load the operands of `rotate_pairs` for rows at x_ptr `[ROWS]`, each `[ROWS, ROPE / 2]`.
+
+    They are the even and the odd ones of the trailing ROPE channels, their norm weights, cos and
+    sin.
     """
     cos_ptr, sin_ptr = rope
-    pair = tl.arange(0, PAIRS)[None, :]
-    mask = is_wanted[:, None] & (pair < ROPE // 2)
-    channel = DIM - ROPE + 2 * pair
+    pair = tl.arange(0, padded(ROW.ROPE // 2))[None, :]
+    mask = is_wanted[:, None] & (pair < ROW.ROPE // 2)
+    channel = ROW.DIM - ROW.ROPE + 2 * pair
     even = tl.load(x_ptr[:, None] + channel, mask=mask, other=0.0).to(tl.float32)
     odd = tl.load(x_ptr[:, None] + channel + 1, mask=mask, other=0.0).to(tl.float32)
     even_weight = tl.load(norm_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     odd_weight = tl.load(norm_ptr + channel + 1, mask=mask, other=0.0).to(tl.float32)
-    address = position.to(tl.int64)[:, None] * (ROPE // 2) + pair
+    address = position.to(tl.int64)[:, None] * (ROW.ROPE // 2) + pair
     cos = tl.load(cos_ptr + address, mask=mask, other=1.0)
     sin = tl.load(sin_ptr + address, mask=mask, other=0.0)
     return even, odd, even_weight, odd_weight, cos, sin
@@ -186,7 +195,7 @@ def load_pairs(
 
 @triton.jit
 def rotate_pairs(pairs, factor):
-    """Even and odd rotated channels of rows whose norms are `factor` `[ROWS]`."""
+    """Norm rows by `factor` `[ROWS]` and rotate them; even and odd channels."""
     even, odd, even_weight, odd_weight, cos, sin = pairs
     even = (even * factor[:, None]) * even_weight
     odd = (odd * factor[:, None]) * odd_weight
@@ -194,21 +203,18 @@ def rotate_pairs(pairs, factor):
 
 
 @triton.jit
-def store_rotated(
-    even, odd, data_ptr, is_written,
-    FORMAT: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+def store_rotated(even, odd, data_ptr, is_written, ROW: tl.constexpr):
     """Store rotated channels in the rows' records at data_ptr `[ROWS]`."""
-    NOPE: tl.constexpr = DIM - ROPE
-    pair = tl.arange(0, PAIRS)[None, :]
-    mask = is_written[:, None] & (pair < ROPE // 2)
-    if FORMAT == "kv_fp32":
+    NOPE: tl.constexpr = ROW.DIM - ROW.ROPE
+    pair = tl.arange(0, padded(ROW.ROPE // 2))[None, :]
+    mask = is_written[:, None] & (pair < ROW.ROPE // 2)  # [ROWS, ROPE / 2]
+    if ROW.FORMAT == "kv_fp32":
         rope_ptr = (data_ptr + 4 * NOPE).to(tl.pointer_type(tl.int32))[:, None] + 2 * pair
         tl.store(rope_ptr, fp32_bits(even), mask=mask)
         tl.store(rope_ptr + 1, fp32_bits(odd), mask=mask)
     else:
-        FIRST: tl.constexpr = 2 * NOPE if FORMAT == "kv_bf16" else NOPE
-        rope_ptr = (data_ptr + FIRST).to(tl.pointer_type(tl.int32))[:, None] + pair
+        FIRST_BYTE: tl.constexpr = 2 * NOPE if ROW.FORMAT == "kv_bf16" else NOPE
+        rope_ptr = (data_ptr + FIRST_BYTE).to(tl.pointer_type(tl.int32))[:, None] + pair
         both = bf16_bits(even).to(tl.int32) | (bf16_bits(odd).to(tl.int32) << 16)
         tl.store(rope_ptr, both, mask=mask)
 
@@ -216,22 +222,21 @@ def store_rotated(
 @triton.jit
 def rotate_tail(x, cos, sin, ROWS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
-    """RoPE on the trailing ROPE of DIM channels of a tile."""
+    """Rotate the trailing ROPE of DIM channels of a tile."""
     pair = tl.arange(0, BLOCK // 2)[None, :] - (DIM - ROPE) // 2
-    is_turned = (pair >= 0) & (pair < ROPE // 2)
-    even, odd = tl.split(tl.reshape(x, (ROWS, BLOCK // 2, 2)))
-    new_even = tl.where(is_turned, even * cos - odd * sin, even)
-    new_odd = tl.where(is_turned, odd * cos + even * sin, odd)
+    is_rotated = (pair >= 0) & (pair < ROPE // 2)
+    even, odd = tl.split(tl.reshape(x, (ROWS, BLOCK // 2, 2)))  # [ROWS, BLOCK / 2]
+    new_even = tl.where(is_rotated, even * cos - odd * sin, even)
+    new_odd = tl.where(is_rotated, odd * cos + even * sin, odd)
     return tl.reshape(tl.join(new_even, new_odd), (ROWS, BLOCK))
 
 
 @triton.jit
-def finish_rows(x, weight, cos, sin, eps, ROWS: tl.constexpr, DIM: tl.constexpr,
-                ROPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def finish_rows(x, weight, cos, sin, eps, ROWS: tl.constexpr, ROW: tl.constexpr):
     """Norm a tile's rows and rotate them; weight, cos and sin as loaded above."""
-    factor = reciprocal_root(mean_of_squares(x, DIM) + eps)
+    factor = reciprocal_root(mean_of_squares(x, ROW.DIM) + eps)  # [ROWS]
     normed = (x * factor[:, None]) * weight
-    return rotate_tail(normed, cos, sin, ROWS, DIM, ROPE, BLOCK)
+    return rotate_tail(normed, cos, sin, ROWS, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
 
 
 @triton.jit
@@ -248,7 +253,7 @@ def hadamard(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
 
 @triton.jit
 def e4m3_code(x):
-    """fp32 to E4M3 codes, as uint8: nearest even, saturating; NaN is 0x7F."""
+    """E4M3 codes of fp32, as uint8: nearest even, saturating; NaN is 0x7F."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         magnitude = tl.minimum(tl.abs(x), E4M3_MAX)
@@ -265,14 +270,14 @@ def e4m3_code(x):
 
 @triton.jit
 def e4m3_value(code):
-    """A positive finite E4M3 code, int32, to fp32."""
+    """fp32 value of a positive finite E4M3 code, int32."""
     normal = ((code << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
     return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
 
 
 @triton.jit
 def e2m1_code(x):
-    """fp32 to E2M1 codes, as int32: nearest, ties to even, saturating; NaN is +6."""
+    """E2M1 codes of fp32, as int32: nearest, ties to even, saturating; NaN is +6."""
     a = tl.abs(x)
     code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32)
     code += (a >= 1.75).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32)
@@ -303,10 +308,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def group_amax(x, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """`[ROWS, BLOCK / GROUP, GROUP]` values and `[ROWS, BLOCK / GROUP]` largest magnitudes.
-
-    NaN is left out.
-    """
+    """Group values, `[ROWS, BLOCK / GROUP, GROUP]`, with each group's amax; NaN is ignored."""
     groups = tl.reshape(x, (ROWS, BLOCK // GROUP, GROUP))
     return groups, tl.minimum(tl.maximum(tl.max(magnitude(groups), axis=2), 0.0), BF16_MAX)
 
@@ -314,27 +316,27 @@ def group_amax(x, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def encode_rows(x, global_scale, FORMAT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
                 ROPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A tile's rows in a row format: values, what has a field of its own, scales.
+    """Encode a tile's rows: values, BF16 bits for the RoPE field, scales.
 
     FORMAT is a row format's name, prefixed with kv_ or index_. A part that it doesn't have is 0.
     """
     NOPE: tl.constexpr = DIM - ROPE
-    own = 0
+    rope_bits = 0
     scales = 0
     if FORMAT == "kv_fp32" or FORMAT == "index_fp32":
         values = fp32_bits(x)
     elif FORMAT == "kv_bf16" or FORMAT == "index_bf16":
         values = bf16_bits(x)
     elif FORMAT == "kv_fp8":
-        own = bf16_bits(x)
-        groups, amax = group_amax(bf16_value(own), 64, ROWS, BLOCK)
+        rope_bits = bf16_bits(x)
+        groups, amax = group_amax(bf16_value(rope_bits), 64, ROWS, BLOCK)
         exponent = ceil_log2_over_448(tl.maximum(amax, AMAX_FLOOR))
         values = tl.reshape(e4m3_code(groups * power_of_two(-exponent)[:, :, None]), (ROWS, BLOCK))
         is_scale = tl.arange(0, BLOCK // 64)[None, :] < NOPE // 64
         scales = tl.where(is_scale, exponent + 127, 0).to(tl.uint8)
     elif FORMAT == "kv_fp8_entry_scale":
-        own = bf16_bits(x)
-        rounded = bf16_value(own)
+        rope_bits = bf16_bits(x)
+        rounded = bf16_value(rope_bits)
         is_nope = tl.arange(0, BLOCK)[None, :] < NOPE
         amax = tl.max(tl.where(is_nope, magnitude(rounded), 0.0), axis=1)
         scales = tl.div_rn(tl.maximum(tl.minimum(amax, BF16_MAX), AMAX_FLOOR), E4M3_MAX)
@@ -360,21 +362,23 @@ def encode_rows(x, global_scale, FORMAT: tl.constexpr, ROWS: tl.constexpr, DIM: 
                                                        (ROWS, BLOCK // GROUP, GROUP)))  # fmt: skip
         low, high = tl.split(tl.reshape(e2m1_code(scaled), (ROWS, BLOCK // 2, 2)))
         values = (low | (high << 4)).to(tl.uint8)
-    return values, own, scales
+    return values, rope_bits, scales
 
 
 @triton.jit
-def store_rows(encoded, data_ptr, scale_ptr, is_written, FORMAT: tl.constexpr, ROWS: tl.constexpr,
-               DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
+def store_rows(encoded, data_ptr, scale_ptr, is_written, ROWS: tl.constexpr, ROW: tl.constexpr,
                HAS_ROPE: tl.constexpr):  # fmt: skip
-    """Store the records of encoded rows; nothing where not `is_written` `[ROWS]`.
+    """Store the records of encoded rows where `is_written` `[ROWS]`.
 
-    data_ptr and scale_ptr `[ROWS]` are uint8 pointers to the rows' records. Without HAS_ROPE the
-    rotated channels are left to `store_rotated`.
+    data_ptr and scale_ptr `[ROWS]` are uint8 pointers to the rows' records. Without HAS_ROPE,
+    `store_rotated` stores the rotated channels.
     """
-    values, own, scales = encoded
-    NOPE: tl.constexpr = DIM - ROPE
+    FORMAT: tl.constexpr = ROW.FORMAT
+    DIM: tl.constexpr = ROW.DIM
+    BLOCK: tl.constexpr = ROW.BLOCK
+    NOPE: tl.constexpr = DIM - ROW.ROPE
     WIDTH: tl.constexpr = DIM if HAS_ROPE else NOPE
+    values, rope_bits, scales = encoded
     is_written = is_written[:, None]
     channel = tl.arange(0, BLOCK)[None, :]
     if FORMAT == "kv_fp32" or FORMAT == "index_fp32":
@@ -387,7 +391,7 @@ def store_rows(encoded, data_ptr, scale_ptr, is_written, FORMAT: tl.constexpr, R
         tl.store(data_ptr[:, None] + channel, values, mask=is_written & (channel < NOPE))
         if HAS_ROPE:
             rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16))[:, None]
-            tl.store(rope_ptr + channel - NOPE, own,
+            tl.store(rope_ptr + channel - NOPE, rope_bits,
                      mask=is_written & (channel >= NOPE) & (channel < DIM))  # fmt: skip
     elif FORMAT == "index_fp8":
         tl.store(data_ptr[:, None] + channel, values, mask=is_written & (channel < DIM))
@@ -395,14 +399,14 @@ def store_rows(encoded, data_ptr, scale_ptr, is_written, FORMAT: tl.constexpr, R
         pair = tl.arange(0, BLOCK // 2)[None, :]
         tl.store(data_ptr[:, None] + pair, values, mask=is_written & (pair < DIM // 2))
     if FORMAT == "kv_fp8":
-        # The records' last bytes are padding and always 0.
+        # A record's last bytes are padding and always 0.
         BYTES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8
         group = tl.arange(0, BLOCK // 64)[None, :]
         tl.store(scale_ptr[:, None] + group, scales, mask=is_written & (group < BYTES))
         if BYTES > BLOCK // 64:
-            rest = tl.arange(0, 8)[None, :]
-            tl.store(scale_ptr[:, None] + rest, tl.zeros((ROWS, 8), tl.uint8),
-                     mask=is_written & (rest >= BLOCK // 64))  # fmt: skip
+            byte = tl.arange(0, 8)[None, :]
+            tl.store(scale_ptr[:, None] + byte, tl.zeros((ROWS, 8), tl.uint8),
+                     mask=is_written & (byte >= BLOCK // 64))  # fmt: skip
     elif FORMAT == "kv_fp8_entry_scale" or FORMAT == "index_fp8":
         tl.store(scale_ptr.to(tl.pointer_type(tl.float32))[:, None], scales[:, None],
                  mask=is_written)  # fmt: skip

@@ -1,0 +1,128 @@
+"""Operands of kernels by name: pointers, and constants of rows and compressors.
+
+A kernel takes pointers flat and groups them in its head, which emits no code. The constants are
+kernel arguments themselves. They have no derived properties: Triton would not see a change of one.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from dsv4.formats import RowFormat, next_power_of_two
+from dsv4.layer_schedule import AttentionType
+
+CSA_RATIO = tl.constexpr(AttentionType.CSA.ratio)
+HCA_RATIO = tl.constexpr(AttentionType.HCA.ratio)
+
+
+class TokenPtrs(NamedTuple):
+    """The plan's tensors, as `TokenMap` describes them."""
+
+    positions_ptr: tl.tensor
+    request_ids_ptr: tl.tensor
+    request_slots_ptr: tl.tensor
+    before_ptr: tl.tensor
+    after_ptr: tl.tensor
+    workspace_starts_ptr: tl.tensor
+    token_starts_ptr: tl.tensor
+
+
+class Place(NamedTuple):
+    """A token's position and its request: slot, lengths around the forward, workspace start."""
+
+    position: tl.tensor
+    slot: tl.tensor
+    before: tl.tensor
+    after: tl.tensor
+    workspace_start: tl.tensor
+
+
+class WindowPtrs(NamedTuple):
+    """Inputs of window rows, the slots with their rings, and the workspace."""
+
+    kv_ptr: tl.tensor
+    stride: tl.tensor
+    norm_ptr: tl.tensor
+    slots_ptr: tl.tensor
+    slot_bytes: tl.tensor
+    ring_offset: tl.tensor
+    workspace_ptr: tl.tensor
+    workspace_rows: tl.tensor
+
+
+class CompressorPtrs(NamedTuple):
+    """A compressor's projections and weights, and the slots with its tails."""
+
+    kv_ptr: tl.tensor
+    gate_ptr: tl.tensor
+    stride: tl.tensor
+    bias_ptr: tl.tensor
+    norm_ptr: tl.tensor
+    slots_ptr: tl.tensor
+    slot_bytes: tl.tensor
+    tail_offset: tl.tensor
+
+
+class PagePtrs(NamedTuple):
+    """The blocks, where a compressor's page lies in each, and the block table."""
+
+    blocks_ptr: tl.tensor
+    block_bytes: tl.tensor
+    page_offset: tl.tensor
+    block_table_ptr: tl.tensor
+    table_stride: tl.tensor
+
+
+class RowSpec(NamedTuple):
+    """Constants of a stored row.
+
+    Attributes:
+        DIM, BLOCK: Channels, and the same padded to a power of two.
+        ROTATED: Trailing channels that RoPE rotates.
+        ROPE: Trailing channels that the row stores as a field of their own; 0 in an index key.
+        FORMAT: The row format's name, prefixed with kv_ or index_.
+        DATA_BYTES, SCALE_BYTES: Sizes of the row's two records.
+    """
+
+    DIM: int
+    BLOCK: int
+    ROTATED: int
+    ROPE: int
+    FORMAT: str
+    DATA_BYTES: int
+    SCALE_BYTES: int
+
+
+def row_spec(prefix: str, row: RowFormat, rotated: int) -> RowSpec:
+    """Constants of a row format; prefix is kv or index, rotated the channels of RoPE."""
+    block, name = next_power_of_two(row.dim), f"{prefix}_{row.name}"
+    return RowSpec(row.dim, block, rotated, row.rope_dim, name, row.data_bytes, row.scale_bytes)
+
+
+class WindowSpec(NamedTuple):
+    """Constants of a window: its row, the tokens it spans, the rows of a ring."""
+
+    ROW: RowSpec
+    WINDOW: int
+    RING_ROWS: int
+
+
+class CompressorSpec(NamedTuple):
+    """Constants of a compressor.
+
+    Attributes:
+        ROW: The row of an entry or index key.
+        RATIO: Tokens per entry.
+        WIDTH: Columns of a projection: two series of DIM for CSA, one for HCA.
+        TAIL_ROWS, TAIL_BF16: Rows of a tail, and whether it stores BF16, else fp32.
+        ENTRIES_PER_BLOCK: Rows of a page.
+        HADAMARD_STEPS: Butterflies of the transform after RoPE, log2(DIM); 0 for none.
+    """
+
+    ROW: RowSpec
+    RATIO: int
+    WIDTH: int
+    TAIL_ROWS: int
+    TAIL_BF16: bool
+    ENTRIES_PER_BLOCK: int
+    HADAMARD_STEPS: int
