@@ -1,6 +1,5 @@
 """Results of the benches for reading: tables, and sentences below them."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -254,7 +253,7 @@ def show_tune(result: Result) -> Shown:
     ]
     last = f"written to {result['written']}"
     if result["written"] is None:
-        last = format_table(parse_table(json.dumps({architecture: result["table"]})))
+        last = format_table({architecture: result["table"]})
     return Shown([build_table(title, rows, columns)], [*skipped, last])
 
 
