@@ -256,8 +256,8 @@ def _attend_kernel(
     has_rows = first < end
     query = load_query(query_ptr, token, head, has_rows, NUM_HEADS, DIM, IS_BF16)
     # Hoisted out of the loop, the products' descriptors would not fit the registers.
-    bounds = loop_bound(first), loop_bound(end), loop_bound(tile_step)
-    for tile in tl.range(bounds[0], bounds[1], bounds[2], disable_licm=True):
+    for tile in tl.range(loop_bound(first), loop_bound(end), loop_bound(tile_step),
+                         disable_licm=True):  # fmt: skip
         row = tile * TILE + tl.arange(0, TILE)  # [TILE]
         page, page_row, is_present = find_window(
             token, row, row < WINDOW, positions_ptr, request_ids_ptr, request_slots_ptr,

@@ -77,8 +77,8 @@ def multiply_few(tiles, memory, query, exchange, scale, STAGES: gl.constexpr,
     """Multiply a side's tiles, for all of a program's heads; return the tiles of both sides."""
     HEADS: gl.constexpr = query[0].shape[1]
     LOGITS_T: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
-    own = exchange.memories[SIDE]
-    weights = own.weights.permute((1, 0))
+    side = exchange.memories[SIDE]
+    weights = side.weights.permute((1, 0))
     num_tiles = gl.where(tiles.end > tiles.first, gl.cdiv(tiles.end - tiles.first, tiles.step), 0)
     acc = gl.tuple(())
     for _ in gl.static_range(CHANNEL_QUARTERS):
@@ -119,8 +119,8 @@ def multiply_few(tiles, memory, query, exchange, scale, STAGES: gl.constexpr,
         gl.thread_barrier()
         mbarrier.arrive(memory.empty.index(stage), count=1)
 
-    own.largest.store(largest)
-    own.total.store(gl.sum(totals, axis=0))
+    side.largest.store(largest)
+    side.total.store(gl.sum(totals, axis=0))
     for quarter in gl.static_range(CHANNEL_QUARTERS):
         left = left_values(memory.quarters[quarter], num_tiles, HEADS, STAGES, SIDE)
         left.permute((1, 0)).store(acc[quarter])
