@@ -235,7 +235,7 @@ def _cache_row(row: Result, name: str) -> dict[str, Any]:
 
 def show_tune(result: Result) -> Shown:
     """Show present and chosen launches; then the skipped ones, and the table."""
-    from dsv4.kernels.triton.launch import format_table, parse_table
+    from dsv4.kernels.triton.launch import format_table
 
     columns = (
         ("work", "{work}"), ("size", "{size}"), ("present", "{present}"), ("us", "{present_us}"),

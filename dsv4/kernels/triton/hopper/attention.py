@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
+from dsv4.kernels.triton.attention import SIZES, UNALIGNED
 from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, RowsSpec, decode_tiles
 from dsv4.kernels.triton.hopper.few_heads import make_sides, merge_sides, multiply_few
 from dsv4.kernels.triton.hopper.many_heads import make_exchange, multiply_many, store_many
@@ -44,16 +45,7 @@ def multiply(tiles, memory, query_ptr, query, exchange, scale, results, out_loc,
                     STAGES, IS_SPLIT, SIDE)  # fmt: skip
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "rows_stride", "row_stride", "num_entries", "table_stride", "first_token", "num_splits",
-        "split_step", "tile_step", "tiles_per_split",
-    ],
-    do_not_specialize_on_alignment=[
-        "sinks_ptr", "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr",
-        "before_ptr", "after_ptr", "starts_ptr", "block_table_ptr",
-    ],
-)  # fmt: skip
+@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
 def _attend_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
