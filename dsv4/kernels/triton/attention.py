@@ -29,6 +29,8 @@ from dsv4.kernels.triton.gather import (
     workspace_row,
 )
 from dsv4.kernels.triton.launch import (
+    ATTEND_SIZES,
+    ATTEND_UNALIGNED,
     AttendLaunch,
     CombineLaunch,
     HopperLaunch,
@@ -48,14 +50,6 @@ from dsv4.kernels.triton.primitives import (
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
-SIZES = [
-    "rows_stride", "row_stride", "num_entries", "table_stride", "first_token", "num_splits",
-    "split_step", "tile_step", "tiles_per_split",
-]  # arguments that no kernel is compiled for  # fmt: skip
-UNALIGNED = [
-    "sinks_ptr", "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr",
-    "before_ptr", "after_ptr", "starts_ptr", "block_table_ptr",
-]  # pointers of any alignment  # fmt: skip
 HEAD_BLOCK = 64  # heads of the largest program, and of a split that `part_cost` is for
 
 
@@ -206,7 +200,7 @@ def store_channels(acc, factor, out, token, head, FIRST: tl.constexpr, NUM_HEADS
         tl.store(out.output_ptr.to(tl.pointer_type(tl.uint16)) + at, bf16_bits(output), mask=mask)
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=ATTEND_SIZES, do_not_specialize_on_alignment=ATTEND_UNALIGNED)
 def _attend_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,

@@ -29,6 +29,14 @@ Kind = Literal["decode", "step", "chunk"]
 KINDS: tuple[Kind, ...] = ("decode", "step", "chunk")
 TABLE_PATH = Path(launch_table.__file__)
 INTERPRETED_AS = "sm_90"
+ATTEND_SIZES = [
+    "rows_stride", "row_stride", "num_entries", "table_stride", "first_token", "num_splits",
+    "split_step", "tile_step", "tiles_per_split",
+]  # arguments that no attention kernel is compiled for  # fmt: skip
+ATTEND_UNALIGNED = [
+    "sinks_ptr", "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr",
+    "before_ptr", "after_ptr", "starts_ptr", "block_table_ptr",
+]  # its pointers of any alignment  # fmt: skip
 LISTED_TYPE = "dict[str, dict[str, list[dict[str, int | None]]]]"
 LINE_LENGTH = 100
 INTERPRETED_MULTIPROCESSORS = 4  # few, since programs run one after the other

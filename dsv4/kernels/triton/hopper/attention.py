@@ -9,7 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from dsv4.kernels.triton.attention import SIZES, UNALIGNED
 from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, RowsSpec, decode_tiles
 from dsv4.kernels.triton.hopper.few_heads import make_sides, merge_sides, multiply_few
 from dsv4.kernels.triton.hopper.many_heads import make_exchange, multiply_many, store_many
@@ -24,6 +23,7 @@ from dsv4.kernels.triton.hopper.program import (
     place_rows,
 )
 from dsv4.kernels.triton.hopper.softmax import load_query
+from dsv4.kernels.triton.launch import ATTEND_SIZES, ATTEND_UNALIGNED
 
 
 @gluon.jit
@@ -45,7 +45,7 @@ def multiply(tiles, memory, query_ptr, query, exchange, scale, results, out_loc,
                     STAGES, IS_SPLIT, SIDE)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=UNALIGNED)
+@gluon.jit(do_not_specialize=ATTEND_SIZES, do_not_specialize_on_alignment=ATTEND_UNALIGNED)
 def _attend_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from dsv4.kernels.triton.attention import SIZES, UNALIGNED
 from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, RowsSpec, decode_tiles
 from dsv4.kernels.triton.hopper.many_heads import HEADS, make_exchange, multiply_many, store_many
 from dsv4.kernels.triton.hopper.program import (
@@ -22,6 +21,7 @@ from dsv4.kernels.triton.hopper.program import (
     place_rows,
 )
 from dsv4.kernels.triton.hopper.softmax import load_query
+from dsv4.kernels.triton.launch import ATTEND_SIZES, ATTEND_UNALIGNED
 
 
 @gluon.jit
@@ -54,7 +54,10 @@ def decode_in_turn(num_works, tokens, splits, memory, window, entries, NUM_HEADS
         count = decode_tiles(tiles, count, memory, row_source, bases, SPEC, STAGES, False)
 
 
-@gluon.jit(do_not_specialize=[*SIZES, "num_works"], do_not_specialize_on_alignment=UNALIGNED)
+@gluon.jit(
+    do_not_specialize=[*ATTEND_SIZES, "num_works"],
+    do_not_specialize_on_alignment=ATTEND_UNALIGNED,
+)
 def _attend_chunk_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
