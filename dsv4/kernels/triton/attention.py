@@ -216,8 +216,8 @@ def _attend_kernel(
 ):  # fmt: skip
     """Attend for one token and HEADS of its heads, over one split of the token's rows.
 
-    ENTRIES says where the rows after the window come from: `listed`, the first num_entries of a
-    token's line of rows_ptr; `all` that the token sees, at most num_entries; or `none`.
+    ENTRIES is the source of the rows after the window. `listed` takes the first num_entries of a
+    token's line of rows_ptr; `all` takes every entry that the token sees, up to num_entries.
     """
     # The programs of `_combine_kernel` would fill processors that have no program yet.
     wait_for_launch_before(STARTS_NEXT=False)

@@ -130,7 +130,7 @@ def _query_kernel(
         global_scale = 1.0
         if HAS_GLOBAL_SCALE:
             global_scale = tl.load(global_scale_ptr)
-        values, _own, scales = encode_rows(x, global_scale, FORMAT, ROWS, DIM, 0, BLOCK)
+        values, _rope_bits, scales = encode_rows(x, global_scale, FORMAT, ROWS, DIM, 0, BLOCK)
         operand_row = row * BLOCK_HEADS + head
         operand_ptr = query_operand_ptr + operand_row * (BLOCK * OPERAND_BYTES)
         weight_ptr = query_weights_ptr + row * query_weights_stride + head

@@ -4,10 +4,10 @@
 
     {"sm_90": {"csa decode": [{"up_to": 32, "num_warps": 8}, {"up_to": None, "num_warps": 4}]}}
 
-A work has steps of ascending size. A step holds up to that many tokens of a write, rows of a
-gather, scores of a top-k program or query heads; None is any number. Fields that a step leaves out
-have their defaults. A work that an architecture does not list comes from the nearest older one that
-lists it, or else from the oldest, without bounds on registers. The CPU, where the interpreter runs,
+A work has steps of ascending size. The size is tokens of a write, rows of a gather, scores of a
+top-k program, or query heads; None is any number. Fields that a step leaves out have their
+defaults. A work that an architecture does not list comes from the nearest older one that lists it,
+or else from the oldest. Bounds on registers are then left out. The CPU, where the interpreter runs,
 uses sm_90's. `dsv4 bench tune` measures and writes the works of the write path and the gathers.
 Nothing was measured on Blackwell yet.
 """
@@ -45,8 +45,8 @@ INTERPRETED_MULTIPROCESSORS = 4  # few, since programs run one after the other
 class Launch(NamedTuple):
     """Programs of one launch of the write path.
 
-    channels are those of an HCA program, rows the entries that a CSA program pools at once in a
-    forward with chunks, window_rows the window rows of a program.
+    channels are those of an HCA program, window_rows the window rows of a program. rows are the
+    entries that a CSA program pools at once in a forward with chunks.
     """
 
     num_warps: int

@@ -9,8 +9,8 @@ score. On Hopper it has 13 bits, as for fp8.
 E5M2 holds keys' scales between 2^-20 and 2^6, and groups of a head within 2^21 of each other.
 A key's operand beyond that range is NaN. Code 0 is 0 with any scale, also with NaN, which no key
 is written with. A query's group beyond it keeps its residual scale, a power of two, and makes
-the head's weight NaN. Scores that come out NaN are computed again group by group, much slower:
-a group's sums are exact, and are multiplied by its residual scale and its scale.
+the head's weight NaN. Scores that come out NaN are computed again group by group, much slower.
+A group's sums are exact, and are multiplied by its residual scale and its scale.
 """
 
 import triton

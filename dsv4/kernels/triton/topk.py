@@ -9,10 +9,10 @@ Pivots are guesses: they decide when the search ends, never its result. Pivots a
 numbers in the order of scores. A count adds up a thread's scores first, as fp32, whose sums run
 beside the comparisons, then a warp's, then all warps' in each warp.
 
-A row that does not fit a program is reduced first: to the largest of each group of 8 scores, then
-of each 8 of these, until it fits. The best k entries are in the best k groups, since k groups
-before another one have k entries before all of its. The program goes down from groups to their
-members, k groups at a time.
+A row that does not fit a program is reduced first, to the largest of each group of 8 scores. These
+are reduced in the same way until they fit. The best k entries are in the best k groups, since k
+groups before another one have k entries before all of its. The program goes down from groups to
+their members, k groups at a time.
 """
 
 from typing import Any, NamedTuple

@@ -88,7 +88,7 @@ class Stages(NamedTuple):
 
 
 class RowSource(NamedTuple):
-    """Where a token's rows are found: in a ring or the workspace, in a list, in a block table."""
+    """Sources of a token's rows: a ring or the workspace, a list of rows, a block table."""
 
     position: gl.tensor
     window_start: gl.tensor

@@ -2,8 +2,8 @@
 
 A product's M is at least 64, so that with fewer heads everything is transposed. Two groups of
 warps, the sides, are partitions of their own. Each takes every second tile, with its own softmax,
-and they meet once, at the end. There each side leaves its accumulators in the stage of its last
-tile, which no other warp needs any more, and merges one half of the channels.
+and they meet once, at the end. There each side stores its accumulators in the stage of its last
+tile, which is free by then. Each then merges one half of the channels.
 """
 
 from typing import NamedTuple
@@ -133,9 +133,9 @@ def multiply_few(tiles, memory, query, exchange, scale, STAGES: gl.constexpr,
 @gluon.jit
 def left_values(quarter, num_tiles, HEADS: gl.constexpr, STAGES: gl.constexpr,
                 SIDE: gl.constexpr):  # fmt: skip
-    """Where a side leaves a quarter of its accumulators: in its last tile's stage.
+    """The place of a side's accumulators of a quarter, `[HEADS, CHANNEL_QUARTER]`.
 
-    It is `[HEADS, CHANNEL_QUARTER]` there.
+    It is in the stage of the side's last tile.
     """
     last = (num_tiles + 1 - SIDE) // 2 * 2 - 2 + SIDE  # below 0 if the side has no tile
     stage = (last + 2 * STAGES) % STAGES

@@ -88,7 +88,7 @@ class Token(NamedTuple):
 
 
 class OutLoc(NamedTuple):
-    """Where a work's results go: position, first head, row of all heads, row of partial results."""
+    """The place of a work's results: position, first head, row of all heads, row of partials."""
 
     position: gl.tensor
     first_head: gl.tensor
@@ -152,7 +152,7 @@ def find_work(work, tokens, splits, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr
 
 @gluon.jit
 def place_rows(token, window, entries, SPEC: gl.constexpr):
-    """Where a token's rows are, and the pointers that this is relative to."""
+    """The source of a token's rows, and the pointers that they are relative to."""
     window_ptr = window.ring_ptr + token.slot * window.ring_stride
     window_scales = window.ring_scales_ptr.to(gl.int64) - window.ring_ptr.to(gl.int64)
     window_start = gl.to_tensor(0)
