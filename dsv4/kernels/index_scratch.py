@@ -1,7 +1,7 @@
-"""The workspace of the index: how much a token takes of it, and how many it holds at a time.
+"""The workspace of the index: bytes of a token, and how many tokens it holds at a time.
 
-Scores of all tokens of a forward would take gigabytes. They are made for as many tokens as the
-workspace holds, and their entries chosen, before the next ones are scored over them.
+Scores of all tokens of a forward would take gigabytes. The index therefore scores as many tokens as
+the workspace holds, chooses their entries, and reuses the workspace for the next tokens.
 """
 
 from typing import NamedTuple
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from dsv4.formats import BYTE_ALIGN, next_power_of_two, round_up
 
-SCRATCH_LIMIT = 64 << 20  # bytes; one token at a time where that is not enough for one
-WHOLE_ENTRIES = 8192  # entries that one program takes as they are
-NARROW_ENTRIES = 4096  # the fewest that it has room for when it starts from groups
-GROUP = 8  # neighbours whose largest score stands for them
-MIN_HEADS = 16  # of a matrix product
-QUERY_BYTES = {"fp8": 1, "mxfp4": 1, "fp32": 4}  # of a channel, by key format; 2 for the others
+SCRATCH_LIMIT = 64 << 20  # bytes; a token that needs more is taken alone
+WHOLE_ENTRIES = 8192  # the most entries that one program of the top-k takes without groups
+NARROW_ENTRIES = 4096  # the fewest scores of a program that starts from groups
+GROUP = 8  # neighbours that their largest score stands for
+MIN_HEADS = 16  # the fewest rows of a matrix product
+QUERY_BYTES = {"fp8": 1, "mxfp4": 1, "fp32": 4}  # bytes of a channel by key format; others take 2
 
 
 class IndexScratch(NamedTuple):
-    """What is kept of each token between the launches, `num_rows` tokens at a time.
+    """Tensors of `num_rows` tokens, kept between the launches.
 
-    queries is `[num_rows, padded heads × padded dim]` in the operand's bytes, weights
-    `[num_rows, padded heads]` fp32, for mxfp4 followed by `[groups, padded heads]` rests,
-    scores `[num_rows, at least max_entries]` fp32, and group_tops
-    `[num_rows, at least num_group_tops]` int32, empty where rows are taken whole.
+    queries is `[num_rows, padded heads × padded dim]` in the operand's bytes. weights is
+    `[num_rows, padded heads]` fp32; mxfp4 adds `[groups, padded heads]` residual scales. scores is
+    `[num_rows, at least max_entries]` fp32. group_tops is `[num_rows, at least num_group_tops]`
+    int32, and empty where programs take rows without groups.
     """
 
     queries: Tensor
@@ -48,17 +48,17 @@ class IndexRowBytes(NamedTuple):
 
 
 def padded_heads(num_heads: int) -> int:
-    """Heads of a query as it lies in the workspace; those beyond num_heads weigh nothing."""
+    """Heads of a query in the workspace; heads beyond num_heads weigh 0."""
     return max(MIN_HEADS, next_power_of_two(num_heads))
 
 
 def narrow_width(topk: int) -> int:
-    """Scores that a program has room for when it starts from groups: all members of topk."""
+    """Scores of a program that starts from groups: enough for all members of topk groups."""
     return max(NARROW_ENTRIES, GROUP * next_power_of_two(topk))
 
 
 def group_levels(max_entries: int, *, topk: int) -> int:
-    """How often groups are made of so many entries until a program has room for all of them."""
+    """Levels of groups above so many entries, until one program holds the last level."""
     width = narrow_width(topk)
     levels, num_groups = 0, max_entries
     while num_groups > (width if levels else max(width, WHOLE_ENTRIES)):
@@ -67,12 +67,12 @@ def group_levels(max_entries: int, *, topk: int) -> int:
 
 
 def padded_entries(max_entries: int, *, levels: int) -> int:
-    """So many entries, up to whole groups of the last level's groups."""
+    """Entries rounded up to whole groups of the last level's groups."""
     return round_up(max_entries, GROUP ** (levels + 1))
 
 
 def num_group_tops(max_entries: int, *, topk: int) -> int:
-    """Groups of all levels."""
+    """The number of groups of all levels."""
     levels = group_levels(max_entries, topk=topk)
     padded = padded_entries(max_entries, levels=levels)
     return sum(padded // GROUP ** (level + 1) for level in range(levels))
@@ -81,7 +81,7 @@ def num_group_tops(max_entries: int, *, topk: int) -> int:
 def index_row_bytes(
     key_format: str, *, num_heads: int, dim: int, topk: int, max_entries: int
 ) -> IndexRowBytes:
-    """Bytes that a token takes when it can see `max_entries` entries; more for more."""
+    """Bytes of a token that can see `max_entries` entries."""
     heads, block = padded_heads(num_heads), next_power_of_two(dim)
     return IndexRowBytes(
         heads * block * QUERY_BYTES.get(key_format, 2),
@@ -94,7 +94,7 @@ def index_row_bytes(
 def index_scratch_bytes(
     key_format: str, *, num_heads: int, dim: int, topk: int, max_entries: int, max_tokens: int
 ) -> int:
-    """Bytes of a workspace for forwards of up to max_tokens; 0 where nothing is ever scored."""
+    """Bytes of a workspace for forwards of up to max_tokens; 0 if nothing is ever scored."""
     if max_entries <= topk:
         return 0
     row = sum(
@@ -106,7 +106,7 @@ def index_scratch_bytes(
 
 
 def cut_index_scratch(storage: Tensor, row: IndexRowBytes, *, num_tokens: int) -> IndexScratch:
-    """The tensors of as many of num_tokens tokens as `storage` `[bytes]` uint8 holds."""
+    """Divide `storage`, `[bytes]` uint8, for num_tokens tokens or as many as it holds."""
     num_rows = min(num_tokens, storage.numel() // sum(row))
     assert num_rows > 0, (storage.numel(), row)
     dtypes = (torch.uint8, torch.float32, torch.float32, torch.int32)

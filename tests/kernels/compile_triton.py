@@ -22,9 +22,10 @@ from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels.contracts import LayerWrites
 from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
+from dsv4.kernels.triton import launch as launch_module
 from dsv4.kernels.triton.hopper import attention as hopper
 from dsv4.kernels.triton.hopper import chunk
-from dsv4.kernels.triton.launch import KINDS, Launch, architecture_steps, work_name
+from dsv4.kernels.triton.launch import KINDS, WORKS, Launch, architecture_steps, work_name
 from dsv4.testing import model_projections, model_weights
 
 TYPES = {
@@ -129,13 +130,12 @@ def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list
     return launches
 
 
-def record_attention(case: AttentionCase, arch: int) -> list:
+def record_attention(case: AttentionCase) -> list:
     """Record the launches of one token, which is split over programs, or of a chunk."""
     launches: list = []
     owners = [(attention, "_attend_kernel"), (attention, "_combine_kernel"),
               (hopper, "_attend_kernel"), (chunk, "_attend_chunk_kernel")]  # fmt: skip
     kernels = [getattr(module, name) for module, name in owners]
-    kept, attention.architecture = attention.architecture, lambda device: f"sm_{arch}"
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, Recorder(kernel, launches))
     config = CacheConfig.v4_flash(
@@ -150,7 +150,6 @@ def record_attention(case: AttentionCase, arch: int) -> list:
     attention.attend(
         query, torch.zeros(case.heads), handle.memory, rows, handle.tokens, max_entries=1
     )
-    attention.architecture = kept
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, kernel)
     return launches
@@ -196,7 +195,14 @@ def resources(compiled, arch: int) -> dict:
     return {"registers": int(registers), "spilled_bytes": int(stores) + int(loads)}
 
 
+def pretend(arch: int) -> None:
+    """Look launches up as if every device were of that architecture."""
+    launch_module.architecture = lambda device: f"sm_{arch}"
+    launch_module.work_steps.cache_clear()
+
+
 def main(arch: int) -> None:
+    pretend(arch)
     steps = architecture_steps(f"sm_{arch}")
     for ratio, kind in itertools.product((0, 4, 128), KINDS):
         for launch in dict.fromkeys(step.launch for step in steps[work_name(ratio, kind)]):
@@ -212,13 +218,13 @@ def main(arch: int) -> None:
             print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
     for index_format in INDEX_FORMATS:
         report(record_index(index_format, length=2**14)[:2], index_format, arch)
-    for index_format in indexer.CHUNK_CUTS:
+    for index_format in (name for name in INDEX_FORMATS if f"score {name} chunk" in WORKS):
         launches = record_index(index_format, length=2**14, num_tokens=8)
         report(launches[1:2], f"{index_format} chunk", arch)
     for length in (2**14, 2**18):  # of one part, and of several
         report(record_index("fp8", length=length)[2:], f"{length} tokens", arch)
     for case in ATTENTION:
-        report(record_attention(case, arch), str(tuple(case)), arch)
+        report(record_attention(case), str(tuple(case)), arch)
 
 
 def report(launches: list, kind: str, arch: int) -> None:

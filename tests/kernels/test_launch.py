@@ -1,21 +1,22 @@
 """The committed table of launch parameters: look-up, nearest architecture, refusals."""
 
 import itertools
-import json
-import tomllib
-from pathlib import Path
+import runpy
 
 import pytest
 import torch
 
-from dsv4.kernels.triton import launch
+from dsv4.kernels.triton import launch, launch_table
 from dsv4.kernels.triton.launch import (
     TABLE_PATH,
     WORKS,
+    AttendLaunch,
     GatherLaunch,
     Launch,
     LaunchStep,
+    ScoreLaunch,
     committed_table,
+    find_launch,
     format_table,
     gather_launch,
     gather_steps,
@@ -29,20 +30,28 @@ CPU = torch.device("cpu")
 HOPPER, BLACKWELL = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-def table_text(changes: dict | None = None, architecture: str = "sm_90") -> str:
+def listed(changes: dict | None = None, architecture: str = "sm_90") -> dict:
     """A table of one architecture, with some works replaced."""
     works = {
-        work: [{"up_to": None, "num_warps": 4, **({"tile": 8} if kind is GatherLaunch else {})}]
+        work: [
+            {
+                "up_to": None,
+                **{name: 4 for name in kind._fields if name not in kind._field_defaults},
+            }
+        ]
         for work, kind in WORKS.items()
     }
-    return json.dumps({architecture: {**works, **(changes or {})}})
+    return {architecture: {**works, "gather": [GATHER], **(changes or {})}}
+
+
+GATHER = {"up_to": None, "tile": 8, "num_warps": 4}
 
 
 @pytest.fixture
 def two_architectures(monkeypatch):
     """sm_90 in two steps and sm_100 in one, on two devices."""
     old = parse_table(
-        table_text(
+        listed(
             {
                 "csa decode": [
                     {"up_to": 1, "num_warps": 8},
@@ -56,15 +65,13 @@ def two_architectures(monkeypatch):
             }
         )
     )
-    new = parse_table(table_text(architecture="sm_100"))
+    new = parse_table(listed(architecture="sm_100"))
     monkeypatch.setattr(launch, "committed_table", lambda: {**old, **new})
     capability = {HOPPER: (9, 0), BLACKWELL: (10, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability.__getitem__)
-    for cached in (launch_steps, gather_steps):
-        cached.cache_clear()
+    launch.work_steps.cache_clear()
     yield
-    for cached in (launch_steps, gather_steps):
-        cached.cache_clear()
+    launch.work_steps.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -127,21 +134,54 @@ def test_nearest_architecture(name, listed, nearest):
 
 def test_the_committed_table():
     text = TABLE_PATH.read_text()
-    assert "sm_90" in committed_table()
-    assert format_table(parse_table(text)) == text, "as dsv4 bench tune would write it"
+    assert format_table(launch_table.LAUNCHES) == text, "as dsv4 bench tune would write it"
+    assert committed_table()["sm_90"].keys() == WORKS.keys()
     for steps in committed_table()["sm_90"].values():
         launches = [step.launch for step in steps]
         assert all(a != b for a, b in itertools.pairwise(launches)), "merged"
 
 
-def test_a_table_survives_the_round_trip():
+def test_a_table_survives_the_round_trip(tmp_path):
     steps = (LaunchStep(7, Launch(2, channels=32, maxnreg=64)), LaunchStep(None, Launch(8)))
-    table = parse_table(table_text(architecture="sm_120")) | parse_table(table_text())
-    table["sm_90"]["hca chunk"] = steps
-    text = format_table(table)
-    assert parse_table(text) == table
-    assert list(json.loads(text)) == ["sm_90", "sm_120"], "by age"
-    assert '{"up_to": 7, "num_warps": 2, "channels": 32, "maxnreg": 64},\n' in text
+    changes = {"hca chunk": [launch.step_fields(step) for step in steps]}
+    table = listed(architecture="sm_120") | listed(changes)
+    path = tmp_path / "table.py"
+    path.write_text(format_table(table))
+    read = runpy.run_path(str(path))["LAUNCHES"]
+    assert read == table and parse_table(read)["sm_90"]["hca chunk"] == steps
+    assert list(read) == ["sm_90", "sm_120"], "by age"
+    assert '{"up_to": 7, "num_warps": 2, "channels": 32, "maxnreg": 64},\n' in path.read_text()
+    assert max(map(len, path.read_text().splitlines())) <= 100
+
+
+def test_a_work_comes_from_the_nearest_architecture_that_lists_it(monkeypatch):
+    score = [{"up_to": None, "tile": 64, "num_warps": 4, "stages": 2, "programs_per_sm": 5}]
+    attend = [{"up_to": None, "heads": 32, "tile": 32, "num_warps": 8}]
+    old = listed({"score fp8": [{**score[0], "maxnreg": 96}]})
+    table = parse_table(old | {"sm_100": {"attend bf16": attend}})
+    monkeypatch.setattr(launch, "committed_table", lambda: table)
+    steps = launch.architecture_steps("sm_120")
+    assert steps["attend bf16"] == (LaunchStep(None, AttendLaunch(32, 32, 8)),)
+    assert steps["score fp8"] == (LaunchStep(None, ScoreLaunch(64, 4, 2, 5)),)
+    assert launch.architecture_steps("sm_80")["attend bf16"] == table["sm_90"]["attend bf16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_heads", "expected"),
+    [
+        ("sm_80", 64, AttendLaunch(32, 32, 8)),
+        ("sm_90", 8, AttendLaunch(16, 32, 8)),
+        ("sm_90", 17, AttendLaunch(32, 32, 8)),
+        ("sm_90", 128, AttendLaunch(64, 64, 8)),
+        ("sm_100", 16, AttendLaunch(16, 32, 8)),
+        ("sm_120", 128, AttendLaunch(32, 32, 8)),
+    ],
+)
+def test_attention_by_architecture(name, num_heads, expected, monkeypatch):
+    monkeypatch.setattr(launch, "architecture", lambda device: name)
+    device = torch.device("cuda", 7)
+    assert find_launch(AttendLaunch, "attend bf16", device, num_heads) == expected
+    launch.work_steps.cache_clear()
 
 
 def step_of(**fields) -> dict:
@@ -149,45 +189,39 @@ def step_of(**fields) -> dict:
 
 
 INVALID = {
-    "not JSON": ("{", "expected JSON"),
-    "nothing": ("{}", "architectures by name"),
-    "a list": ("[]", "architectures by name"),
-    "an unknown name": (table_text(architecture="hopper"), "'sm_90', got 'hopper'"),
-    "no works": ('{"sm_90": 3}', "works by name, got 3"),
-    "a work too few": ('{"sm_90": {"gather": []}}', r"works of sm_90 .*got \['gather'\]"),
-    "a work too many": (table_text({"csa prefill": []}), "'csa prefill'"),
-    "no steps": (table_text({"csa decode": []}), "sm_90, csa decode .* a list of steps, got"),
-    "a step that is a number": (table_text({"csa decode": [4]}), "step 0 .* fields, got 4"),
-    "an unknown field": (table_text(step_of(warps=4)), r"fields of sm_90, csa decode, step 0"),
-    "no up_to": (table_text({"csa decode": [{"num_warps": 4}]}), r"got \['num_warps'\]"),
-    "no num_warps": (table_text({"csa decode": [{"up_to": None}]}), r"got \['up_to'\]"),
-    "no tile": (table_text({"gather": [{"up_to": None, "num_warps": 4}]}), "fields of sm_90, gath"),
-    "a size of 0": (table_text(step_of(up_to=0)), "up_to of .* above 0, got 0"),
-    "text": (table_text(step_of(rows="2")), "rows of .* above 0, got '2'"),
-    "a fraction": (table_text(step_of(channels=1.5)), "channels of .* above 0, got 1.5"),
-    "a truth value": (table_text(step_of(num_warps=True)), "num_warps of .* above 0, got True"),
-    "null where a number is needed": (table_text(step_of(rows=None)), "rows of .* got None"),
-    "3 warps": (table_text(step_of(num_warps=3)), "a power of two, got 3"),
-    "an end": (table_text(step_of(up_to=32)), r"null at the end, got \[32\]"),
+    "text": ("{", "architectures by name"),
+    "nothing": ({}, "architectures by name"),
+    "a list": ([], "architectures by name"),
+    "an unknown name": (listed(architecture="hopper"), "'sm_90', got 'hopper'"),
+    "no works": ({"sm_90": 3}, "works by name, got 3"),
+    "a work too few": ({"sm_90": {"gather": [GATHER]}}, r"works of sm_90 .*got \['gather'\]"),
+    "a work too many": (listed({"csa prefill": []}), "'csa prefill'"),
+    "no steps": (listed({"csa decode": []}), "sm_90, csa decode .* a list of steps, got"),
+    "a step that is a number": (listed({"csa decode": [4]}), "step 0 .* fields, got 4"),
+    "an unknown field": (listed(step_of(warps=4)), r"fields of sm_90, csa decode, step 0"),
+    "no up_to": (listed({"csa decode": [{"num_warps": 4}]}), r"got \['num_warps'\]"),
+    "no num_warps": (listed({"csa decode": [{"up_to": None}]}), r"got \['up_to'\]"),
+    "no tile": (listed({"gather": [{"up_to": None, "num_warps": 4}]}), "fields of sm_90, gath"),
+    "a size of 0": (listed(step_of(up_to=0)), "up_to of .* above 0, got 0"),
+    "a field of text": (listed(step_of(rows="2")), "rows of .* above 0, got '2'"),
+    "a fraction": (listed(step_of(channels=1.5)), "channels of .* above 0, got 1.5"),
+    "a truth value": (listed(step_of(num_warps=True)), "num_warps of .* above 0, got True"),
+    "None where a number is needed": (listed(step_of(rows=None)), "rows of .* got None"),
+    "3 warps": (listed(step_of(num_warps=3)), "a power of two, got 3"),
+    "an end": (listed(step_of(up_to=32)), r"None at the end, got \[32\]"),
     "descending sizes": (
-        table_text({"csa decode": [{"up_to": n, "num_warps": 4} for n in (32, 8, None)]}),
+        listed({"csa decode": [{"up_to": n, "num_warps": 4} for n in (32, 8, None)]}),
         r"ascending sizes .* got \[32, 8, None\]",
     ),
-    "null twice": (
-        table_text({"csa decode": [{"up_to": None, "num_warps": 4}] * 2}),
-        r"null at the end, got \[None, None\]",
+    "None twice": (
+        listed({"csa decode": [{"up_to": None, "num_warps": 4}] * 2}),
+        r"None at the end, got \[None, None\]",
     ),
 }
 
 
 @pytest.mark.parametrize("name", INVALID)
 def test_refusals(name):
-    text, message = INVALID[name]
+    table, message = INVALID[name]
     with pytest.raises(ValueError, match=message):
-        parse_table(text)
-
-
-def test_the_table_is_part_of_the_package():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    data = project["tool"]["setuptools"]["package-data"]
-    assert TABLE_PATH.name in data["dsv4.kernels.triton"]
+        parse_table(table)

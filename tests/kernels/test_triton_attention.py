@@ -246,7 +246,7 @@ def test_padding_gives_nothing_and_may_hold_anything():
     inputs.query[1] = torch.nan
     for wave in (1, 100):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "_num_multiprocessors", lambda device, wave=wave: wave)
+            patch.setattr(attention, "num_multiprocessors", lambda device, wave=wave: wave)
             got = run(triton(), handle, inputs)
         assert (got.output[1] == 0).all() and (got.lse[1] == -torch.inf).all()
         assert got.output.isfinite().all()
@@ -254,9 +254,14 @@ def test_padding_gives_nothing_and_may_hold_anything():
 
 def split_as_often_as(wave: int, monkeypatch) -> None:
     """So many multiprocessors, and parts that cost nothing."""
-    monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: wave)
-    monkeypatch.setattr(attention, "COMBINE_COST", 0.0)
-    monkeypatch.setattr(attention, "PART_COST", 0.0)
+    monkeypatch.setattr(attention, "num_multiprocessors", lambda device: wave)
+    replace_combine(monkeypatch, combine_cost=0, part_cost=0)
+
+
+def replace_combine(monkeypatch, **fields: int) -> None:
+    """Other constants by which rows are split."""
+    changed = attention.combine_launch(torch.device("cpu"))._replace(**fields)
+    monkeypatch.setattr(attention, "combine_launch", lambda device: changed)
 
 
 SINKS = {
@@ -327,7 +332,7 @@ def test_parts_in_few_places(monkeypatch):
     inputs = make_inputs(handle)
     small = handle.memory._replace(partials=handle.memory.partials[:3])
     handle = replace(handle, memory=small)
-    monkeypatch.setattr(attention, "INVARIANT_ROWS", 64)
+    replace_combine(monkeypatch, invariant_rows=64)
     launch = attention.attend_launch(8, torch.bfloat16, small)
     num_tiles = attention.count_tiles(small, launch, 4)
     splits = attention.invariant_splits(num_tiles, num_tiles, launch, small)
@@ -353,7 +358,7 @@ def attend_alone(handle, inputs: Inputs, token: int) -> AttentionResult:
 @pytest.mark.parametrize("after", [[385, 4, 10], [385, 43]], ids=["decode", "beside a chunk"])
 def test_batch_invariant_bits(ratios, after, monkeypatch):
     """A request alone and beside others."""
-    monkeypatch.setattr(attention, "INVARIANT_ROWS", 64)
+    replace_combine(monkeypatch, invariant_rows=64)
     handle = Case("", ratios, [384, 3, 9][: len(after)], after).filled()
     inputs = make_inputs(handle)
     whole = run(triton(), handle, inputs, batch_invariant=True)

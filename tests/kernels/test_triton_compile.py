@@ -38,7 +38,7 @@ def test_no_kernel_spills(arch):
     assert spilling.pop("gluon_attend_kernel", 0) <= 40
     assert spilling.pop("gluon_attend_chunk_kernel", 0) <= 200
     assert +spilling == {}
-    if arch == 90:  # as many programs at a time as `SCORE_CUTS` has of them, 5 on each of 132
+    if arch == 90:  # the table's 5 programs run at once on a multiprocessor
         (mxfp4,) = (k for k in kernels if (k["kernel"], k["kind"]) == ("_score_kernel", "mxfp4"))
         assert 5 * 4 * 32 * mxfp4["registers"] <= 65536
     # A kernel that asks for more tensor memory than there is becomes a trap of a few registers.

@@ -31,6 +31,7 @@ from dsv4.kernels.reference.codec import encode, read_rows
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
 from dsv4.kernels.reference.indexer import index_query, select_topk
 from dsv4.kernels.triton import indexer, mxfp4_scores
+from dsv4.kernels.triton.launch import ScoreLaunch, find_launch
 from dsv4.testing import POISON_BYTE
 from tests.kernels import test_triton_gather as gather
 
@@ -143,8 +144,7 @@ def exact_scores(handle, query, weights):
     sizes = torch.einsum("ned,nhd->neh", values.abs(), ready.abs())
     size = torch.einsum("neh,nh->ne", sizes, scaled.abs())
     bound = (2 * dim + heads + 16) * 2.0**-24 * size
-    has_fp8_products = config.index_format == "fp8" and indexer.FP8_PRODUCTS
-    if DEVICE == "cuda" and (has_fp8_products or config.index_format == "mxfp4"):
+    if DEVICE == "cuda" and config.index_format in ("fp8", "mxfp4"):
         bound += fp8_loss(keys, rows, values, ready, scaled)
     return torch.einsum("neh,nh->ne", products, scaled), bound
 
@@ -286,7 +286,7 @@ def test_groups_of_very_different_size():
     keys.scales[:, :, 0] = 127 + 50
     scores, bound = exact_scores(handle, query, weights)
     scratch = prepared(handle, query, weights)
-    assert (scratch.weights[:, query.shape[1] :] < 1).any(), "some rest is left"
+    assert (scratch.weights[:, query.shape[1] :] < 1).any(), "some residual scale is left"
     count = visible_counts(handle)[0]
     error = (scratch.scores[0, :count].double() - scores[0, :count]).abs()
     assert (scores[0, :count] != 0).any() and (error <= bound[0, :count]).all()
@@ -475,10 +475,11 @@ def test_tokens_of_a_chunk_are_scored_as_they_are_alone(name, monkeypatch):
     """Groups of 4 tokens: of one request, of two, with padding, and cut short."""
     handle = filled(tiny(index_format=name), [30, 300, 99], [37, 309, 100])
     query, weights = random_query(handle)
-    cut = indexer.SCORE_CUTS[name]
+    launch = find_launch(ScoreLaunch, f"score {name}", torch.device(DEVICE))
     scores = []
     for tokens in (1, 4):
-        monkeypatch.setitem(indexer.CHUNK_CUTS, name, cut._replace(tokens=tokens))
+        changed = launch._replace(tokens=tokens)
+        monkeypatch.setattr(indexer, "score_launch", lambda *_, changed=changed: changed)
         handle.memory.index_scratch.fill_(POISON_BYTE)
         scores.append(prepared(handle, query, weights).scores.nan_to_num(-9e9))
     assert len(handle.tokens.chunk_ids) and len(query) % 4 == 2
@@ -594,10 +595,8 @@ def test_selection_at_the_real_width(name, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fp8_products", [True, False])
 @pytest.mark.parametrize("name", INDEX_FORMATS)
-def test_scores_at_the_real_width(name, fp8_products, monkeypatch):
-    monkeypatch.setattr(indexer, "FP8_PRODUCTS", fp8_products)
+def test_scores_at_the_real_width(name):
     handle = real_handle(name)
     query, weights = random_query(handle)
     scores, bound = exact_scores(handle, query, weights)

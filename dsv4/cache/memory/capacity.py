@@ -16,8 +16,10 @@ from dsv4.layer_schedule import AttentionType
 
 INT32_BYTES = 4
 FP32_BYTES = 4
-HEAD_BLOCK = 64  # the most heads that a program of attention takes
-SPLIT_PROGRAMS = 256  # programs that attention is split over, about those one GPU runs at once
+# The room for split attention is the same on every GPU, whatever its launches: parts of 256
+# programs with at most 64 heads each, about twice what an H200 runs at once.
+HEAD_BLOCK = 64
+SPLIT_PROGRAMS = 256
 
 
 class ComponentBytes(NamedTuple):

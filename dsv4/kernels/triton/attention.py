@@ -1,16 +1,15 @@
 """Attend: one softmax over the window and the compressed entries, read in place.
 
-A program takes one token and a block of heads and goes over the token's rows in tiles: the window
-first, then the entries. A tile is decoded once and is key and value at once. Where there are few
-tokens, the tiles are split among several programs; each leaves its accumulators, largest logits
-and sums in `LayerMemory.partials`, and a second kernel combines them.
+A program takes one token and a block of heads, and reads the token's rows in tiles: the window
+first, then the entries. A tile is decoded once and is both key and value. With few tokens, several
+programs share a token's tiles. Each stores its accumulators, largest logits and sums in
+`LayerMemory.partials`, and a second kernel combines them.
 
 Precision: with a BF16 query, and rows other than fp32, both products take BF16 operands and
-accumulate in fp32. The query and the decoded rows are BF16 numbers, the softmax's weights are
+accumulate in fp32. The query and the decoded rows are BF16 numbers; the softmax's weights are
 rounded to BF16. Otherwise all is fp32.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,16 @@ from dsv4.kernels.triton.gather import (
     token_arguments,
     workspace_row,
 )
-from dsv4.kernels.triton.launch import architecture
+from dsv4.kernels.triton.launch import (
+    ATTEND_SIZES,
+    ATTEND_UNALIGNED,
+    AttendLaunch,
+    CombineLaunch,
+    HopperLaunch,
+    find_launch,
+    is_hopper,
+    num_multiprocessors,
+)
 from dsv4.kernels.triton.primitives import (
     INTERPRETED,
     LOG2_E,
@@ -42,18 +50,49 @@ from dsv4.kernels.triton.primitives import (
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
-SMALLEST_DOT = 16  # rows that a product must have; fewer heads are padded to it
-LARGEST_BLOCK = 64  # heads of a program
-INVARIANT_ROWS = 320  # rows of a split that doesn't depend on the batch: two for V4-Flash's CSA
-COMBINED_AT_ONCE = 8  # parts that are read side by side
-# What it costs to combine parts, in the time of a tile: at all, and for each part of 64 heads.
-COMBINE_COST, PART_COST = 0.5, 1 / 64
-INTERPRETED_MULTIPROCESSORS = 4  # few, since programs run one after the other
+HEAD_BLOCK = 64  # heads of the largest program, and of a split that `part_cost` is for
+
+
+class RowSpec(NamedTuple):
+    """A stored row: its format, channels, rotated channels, and the bytes of its records."""
+
+    FORMAT: tl.constexpr
+    DIM: tl.constexpr
+    ROPE: tl.constexpr
+    DATA_BYTES: tl.constexpr
+    SCALE_BYTES: tl.constexpr
+
+
+class RowSource(NamedTuple):
+    """Memory of rows in pages. page_stride is the bytes from one page to the next."""
+
+    data_ptr: tl.tensor
+    scales_ptr: tl.tensor
+    page_stride: tl.tensor
+
+
+class SoftmaxState(NamedTuple):
+    """Accumulators `[HEADS, 64]` by group of channels; largest logits and sums `[HEADS]`."""
+
+    acc: tl.tuple
+    largest: tl.tensor
+    total: tl.tensor
+
+
+class OutputPtrs(NamedTuple):
+    """Pointers of the output, and of the sinks, tables and positions that it depends on."""
+
+    output_ptr: tl.tensor
+    lse_ptr: tl.tensor
+    sinks_ptr: tl.tensor
+    cos_ptr: tl.tensor
+    sin_ptr: tl.tensor
+    positions_ptr: tl.tensor
 
 
 @triton.jit
 def as_operand(x, IS_BF16: tl.constexpr):
-    """fp32 as an operand of a product. Under the interpreter it is rounded and stays fp32."""
+    """Round fp32 to an operand of a product; under the interpreter it stays fp32."""
     if IS_BF16:
         x = round_to_bf16(x) if INTERPRETED else x.to(tl.bfloat16)
     return x
@@ -62,36 +101,35 @@ def as_operand(x, IS_BF16: tl.constexpr):
 @triton.jit
 def load_query(query_ptr, token, head, is_wanted, NUM_HEADS: tl.constexpr, DIM: tl.constexpr,
                IS_BF16: tl.constexpr):  # fmt: skip
-    """A token's `[HEADS, 64]` by group of channels; zeros for heads and channels not there."""
-    at = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * DIM
+    """Load a token's query, `[HEADS, 64]` by group of channels; zeros beyond heads and channels."""
+    at = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * DIM  # [HEADS, 1]
     groups = tl.tuple(())
     for group in tl.static_range((DIM + GROUP - 1) // GROUP):
-        channel = group * GROUP + tl.arange(0, GROUP)[None, :]
+        channel = group * GROUP + tl.arange(0, GROUP)[None, :]  # [1, 64]
         mask = is_wanted & (head < NUM_HEADS)[:, None] & (channel < DIM)
-        part = tl.load(query_ptr + at + channel, mask=mask, other=0.0)
+        values = tl.load(query_ptr + at + channel, mask=mask, other=0.0)  # [HEADS, 64]
         if not IS_BF16 or INTERPRETED:
-            part = part.to(tl.float32)
-        groups = groups + (part,)
+            values = values.to(tl.float32)
+        groups = groups + (values,)
     return groups
 
 
 @triton.jit
-def row_pointers(data_ptr, scales_ptr, page_stride, page, row, DATA_BYTES: tl.constexpr,
-                 SCALE_BYTES: tl.constexpr):  # fmt: skip
-    """Pointers to the data and scale records of rows of pages."""
-    start = page.to(tl.int64) * page_stride
+def row_pointers(source, page, row, ROW: tl.constexpr):
+    """Pointers to the data and scale records of rows in pages, `[TILE]`."""
+    start = page.to(tl.int64) * source.page_stride
     row = row.to(tl.int64)
-    return data_ptr + (start + row * DATA_BYTES), scales_ptr + (start + row * SCALE_BYTES)
+    data_ptr = source.data_ptr + (start + row * ROW.DATA_BYTES)
+    return data_ptr, source.scales_ptr + (start + row * ROW.SCALE_BYTES)
 
 
 @triton.jit
-def load_tile(data_ptr, scale_ptr, is_present, FORMAT: tl.constexpr, DIM: tl.constexpr,
-              ROPE: tl.constexpr, IS_BF16: tl.constexpr):  # fmt: skip
-    """A tile's rows, `[TILE, 64]` by group of channels, as operands."""
+def load_tile(data_ptr, scale_ptr, is_present, ROW: tl.constexpr, IS_BF16: tl.constexpr):
+    """Load a tile's rows as operands, `[TILE, 64]` by group of channels."""
     groups = tl.tuple(())
-    for group in tl.static_range((DIM + GROUP - 1) // GROUP):
-        values = load_group(data_ptr, scale_ptr, is_present, group, FORMAT, DIM, ROPE)
-        if FORMAT == "kv_fp8_entry_scale" and not IS_BF16:
+    for group in tl.static_range((ROW.DIM + GROUP - 1) // GROUP):
+        values = load_group(data_ptr, scale_ptr, is_present, group, ROW.FORMAT, ROW.DIM, ROW.ROPE)
+        if ROW.FORMAT == "kv_fp8_entry_scale" and not IS_BF16:
             values = round_to_bf16(values)
         groups = groups + (as_operand(values, IS_BF16),)
     return groups
@@ -99,38 +137,33 @@ def load_tile(data_ptr, scale_ptr, is_present, FORMAT: tl.constexpr, DIM: tl.con
 
 @triton.jit
 def add_tile(state, query, values, is_present, scale, IS_BF16: tl.constexpr):
-    """The softmax goes on by a tile of rows.
-
-    state is the accumulators `[HEADS, 64]` by group, the largest logits and the sums `[HEADS]`;
-    logits are in base 2.
-    """
-    acc, largest, total = state
-    logits = tl.zeros((query[0].shape[0], values[0].shape[0]), tl.float32)
+    """Add a tile of rows to the softmax. Logits are in base 2."""
+    logits = tl.zeros((query[0].shape[0], values[0].shape[0]), tl.float32)  # [HEADS, TILE]
     for group in tl.static_range(len(values)):
         logits = tl.dot(query[group], tl.trans(values[group]), logits, input_precision="ieee")
     logits = tl.where(is_present[None, :], logits * scale, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(logits, axis=1))
+    new_largest = tl.maximum(state.largest, tl.max(logits, axis=1))  # [HEADS]
     base = finite_base(new_largest)
-    weights = tl.exp2(logits - base[:, None])
-    shrink = tl.exp2(largest - base)
-    total = total * shrink + tl.sum(weights, axis=1)
+    weights = tl.exp2(logits - base[:, None])  # [HEADS, TILE]
+    shrink = tl.exp2(state.largest - base)  # [HEADS]
+    total = state.total * shrink + tl.sum(weights, axis=1)
     weights = as_operand(weights, IS_BF16)
     new_acc = tl.tuple(())
     for group in tl.static_range(len(values)):
-        part = acc[group] * shrink[:, None]
-        new_acc = new_acc + (tl.dot(weights, values[group], part, input_precision="ieee"),)
-    return new_acc, new_largest, total
+        shrunk = state.acc[group] * shrink[:, None]  # [HEADS, 64]
+        new_acc = new_acc + (tl.dot(weights, values[group], shrunk, input_precision="ieee"),)
+    return SoftmaxState(new_acc, new_largest, total)
 
 
 @triton.jit
 def finite_base(largest):
-    """What logits are taken relative to: 0 where there is none yet."""
+    """The largest logit, which others are relative to; 0 where there is none yet."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @triton.jit
 def output_factor(sinks_ptr, head, largest, total, NUM_HEADS: tl.constexpr):
-    """What accumulators are multiplied by: 1 / (sum + sink); 0 where no row was seen."""
+    """The factor of accumulators, 1 / (sum + sink), `[HEADS]`; 0 where no row was seen."""
     sink = tl.load(sinks_ptr + head, mask=head < NUM_HEADS, other=0.0).to(tl.float32)
     with_sink = total + tl.exp2(sink * LOG2_E - finite_base(largest))
     return tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, with_sink))
@@ -144,37 +177,30 @@ def store_lse(lse_ptr, token, head, largest, total, NUM_HEADS: tl.constexpr):
 
 
 @triton.jit
-def store_output(
-    acc, factor, output_ptr, cos_ptr, sin_ptr, positions_ptr, token, head,
-    FIRST: tl.constexpr, ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr,
-    ROPE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Store WIDTH channels from FIRST on, times factor, rotated back at the token's position."""
+def store_channels(acc, factor, out, token, head, FIRST: tl.constexpr, NUM_HEADS: tl.constexpr,
+                   DIM: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
+    """Store accumulators `[HEADS, WIDTH]` of channels from FIRST on, times factor.
+
+    Rotated channels are rotated back at the token's position.
+    """
+    ROWS: tl.constexpr = acc.shape[0]
+    WIDTH: tl.constexpr = acc.shape[1]
     output = acc * factor[:, None]
     if FIRST + WIDTH > DIM - ROPE:
-        position = tl.load(positions_ptr + token + tl.zeros((1,), tl.int32))
+        position = tl.load(out.positions_ptr + token + tl.zeros((1,), tl.int32))
         LEFT: tl.constexpr = DIM - FIRST
-        cos, sin = load_rope((cos_ptr, sin_ptr), position, position >= 0, LEFT, ROPE, WIDTH)
+        cos, sin = load_rope((out.cos_ptr, out.sin_ptr), position, position >= 0, LEFT, ROPE, WIDTH)
         output = rotate_tail(output, cos, -sin, ROWS, LEFT, ROPE, WIDTH)
-    channel = FIRST + tl.arange(0, WIDTH)[None, :]
-    at = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * DIM + channel
+    channel = FIRST + tl.arange(0, WIDTH)[None, :]  # [1, WIDTH]
+    at = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * DIM + channel  # [HEADS, WIDTH]
     mask = (head < NUM_HEADS)[:, None] & (channel < DIM)
-    if output_ptr.dtype.element_ty == tl.float32:
-        tl.store(output_ptr + at, output, mask=mask)
+    if out.output_ptr.dtype.element_ty == tl.float32:
+        tl.store(out.output_ptr + at, output, mask=mask)
     else:
-        tl.store(output_ptr.to(tl.pointer_type(tl.uint16)) + at, bf16_bits(output), mask=mask)
+        tl.store(out.output_ptr.to(tl.pointer_type(tl.uint16)) + at, bf16_bits(output), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows_stride", "row_stride", "num_entries", "table_stride", "first_token", "num_splits",
-        "split_step", "tile_step", "tiles_per_split",
-    ],
-    do_not_specialize_on_alignment=[
-        "sinks_ptr", "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr",
-        "before_ptr", "after_ptr", "starts_ptr", "block_table_ptr",
-    ],
-)  # fmt: skip
+@triton.jit(do_not_specialize=ATTEND_SIZES, do_not_specialize_on_alignment=ATTEND_UNALIGNED)
 def _attend_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
@@ -188,17 +214,21 @@ def _attend_kernel(
     WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, IS_SPLIT: tl.constexpr,
     IS_BF16: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A token and HEADS of its heads over one split of its rows.
+    """Attend for one token and HEADS of its heads, over one split of the token's rows.
 
-    ENTRIES says where the rows after the window come from: `listed`, the first num_entries of a
-    token's line of rows_ptr; `all` that the token sees, at most num_entries; or `none`.
+    ENTRIES is the source of the rows after the window. `listed` takes the first num_entries of a
+    token's line of rows_ptr; `all` takes every entry that the token sees, up to num_entries.
     """
     # The programs of `_combine_kernel` would fill processors that have no program yet.
     wait_for_launch_before(STARTS_NEXT=False)
+    ROW: tl.constexpr = RowSpec(FORMAT, DIM, ROPE, DATA_BYTES, SCALE_BYTES)
+    ring = RowSource(ring_ptr, ring_scales_ptr, ring_stride)
+    entries = RowSource(entries_ptr, entries_scales_ptr, entries_stride)
+    out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr, positions_ptr)
     BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-    part = tl.program_id(0) // BLOCKS
-    token = first_token + part
-    head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
+    nth = tl.program_id(0) // BLOCKS  # of this launch's tokens
+    token = first_token + nth
+    head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)  # [HEADS]
     split = tl.program_id(1)
     slot = tl.load(request_slots_ptr + tl.load(request_ids_ptr + token))
     num_rows = WINDOW
@@ -215,18 +245,18 @@ def _attend_kernel(
         acc = acc + (tl.zeros((HEADS, GROUP), tl.float32),)
     largest = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
+    state = SoftmaxState(acc, largest, total)
     has_rows = first < end
     query = load_query(query_ptr, token, head, has_rows, NUM_HEADS, DIM, IS_BF16)
     # Hoisted out of the loop, the products' descriptors would not fit the registers.
-    bounds = loop_bound(first), loop_bound(end), loop_bound(tile_step)
-    for tile in tl.range(bounds[0], bounds[1], bounds[2], disable_licm=True):
-        row = tile * TILE + tl.arange(0, TILE)
+    for tile in tl.range(loop_bound(first), loop_bound(end), loop_bound(tile_step),
+                         disable_licm=True):  # fmt: skip
+        row = tile * TILE + tl.arange(0, TILE)  # [TILE]
         page, page_row, is_present = find_window(
             token, row, row < WINDOW, positions_ptr, request_ids_ptr, request_slots_ptr,
             RING_ROWS, WINDOW,
         )  # fmt: skip
-        data_ptr, scale_ptr = row_pointers(ring_ptr, ring_scales_ptr, ring_stride, page,
-                                           page_row, DATA_BYTES, SCALE_BYTES)  # fmt: skip
+        data_ptr, scale_ptr = row_pointers(ring, page, page_row, ROW)
         if HAS_CHUNKS:
             copied = workspace_row(token, row, positions_ptr, request_ids_ptr, before_ptr,
                                    starts_ptr, WINDOW)  # fmt: skip
@@ -246,33 +276,28 @@ def _attend_kernel(
                     request, entry, is_entry, request_slots_ptr, after_ptr, block_table_ptr,
                     table_stride, RATIO, ENTRY_ROWS,
                 )  # fmt: skip
-            entry_ptr, entry_scale_ptr = row_pointers(
-                entries_ptr, entries_scales_ptr, entries_stride, page, page_row, DATA_BYTES,
-                SCALE_BYTES,
-            )  # fmt: skip
+            entry_ptr, entry_scale_ptr = row_pointers(entries, page, page_row, ROW)
             data_ptr = tl.where(entry >= 0, entry_ptr, data_ptr)
             scale_ptr = tl.where(entry >= 0, entry_scale_ptr, scale_ptr)
             is_present = is_present | has_entry
-        values = load_tile(data_ptr, scale_ptr, is_present, FORMAT, DIM, ROPE, IS_BF16)
-        acc, largest, total = add_tile(
-            (acc, largest, total), query, values, is_present, scale, IS_BF16
-        )
+        values = load_tile(data_ptr, scale_ptr, is_present, ROW, IS_BF16)
+        state = add_tile(state, query, values, is_present, scale, IS_BF16)
 
     if IS_SPLIT:
-        at = (part.to(tl.int64) * num_splits + split) * NUM_HEADS + head
+        at = (nth.to(tl.int64) * num_splits + split) * NUM_HEADS + head  # [HEADS]
         is_head = head < NUM_HEADS
-        tl.store(stats_ptr + 2 * at, largest, mask=is_head)
-        tl.store(stats_ptr + 2 * at + 1, total, mask=is_head)
-        for group in tl.static_range(len(acc)):
+        tl.store(stats_ptr + 2 * at, state.largest, mask=is_head)
+        tl.store(stats_ptr + 2 * at + 1, state.total, mask=is_head)
+        for group in tl.static_range(len(state.acc)):
             channel = group * GROUP + tl.arange(0, GROUP)[None, :]
-            tl.store(partials_ptr + at[:, None] * DIM + channel, acc[group],
+            tl.store(partials_ptr + at[:, None] * DIM + channel, state.acc[group],
                      mask=has_rows & is_head[:, None] & (channel < DIM))  # fmt: skip
     else:
-        store_lse(lse_ptr, token, head, largest, total, NUM_HEADS)
-        factor = output_factor(sinks_ptr, head, largest, total, NUM_HEADS)
-        for group in tl.static_range(len(acc)):
-            store_output(acc[group], factor, output_ptr, cos_ptr, sin_ptr, positions_ptr, token,
-                         head, group * GROUP, HEADS, NUM_HEADS, DIM, ROPE, GROUP)  # fmt: skip
+        store_lse(lse_ptr, token, head, state.largest, state.total, NUM_HEADS)
+        factor = output_factor(sinks_ptr, head, state.largest, state.total, NUM_HEADS)
+        for group in tl.static_range(len(state.acc)):
+            store_channels(state.acc[group], factor, out, token, head, group * GROUP, NUM_HEADS,
+                           DIM, ROPE)  # fmt: skip
 
 
 @triton.jit(
@@ -285,50 +310,46 @@ def _combine_kernel(
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One head of a token: its parts are merged, SPLITS at a time, in the order of the splits."""
+    """Combine the splits of one head of a token, SPLITS at a time, in their order."""
     wait_for_launch_before(STARTS_NEXT=True)
-    part, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
-    channel = tl.arange(0, BLOCK)[None, :]
+    nth, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
+    channel = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     acc = tl.zeros((1, BLOCK), tl.float32)
     largest = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     for start in range(0, loop_bound(num_splits), SPLITS):
-        split = start + tl.arange(0, SPLITS)
+        split = start + tl.arange(0, SPLITS)  # [SPLITS]
         is_split = split < num_splits
-        at = (part.to(tl.int64) * num_splits + split) * NUM_HEADS + head
-        part_largest = tl.load(stats_ptr + 2 * at, mask=is_split, other=float("-inf"))
-        part_total = tl.load(stats_ptr + 2 * at + 1, mask=is_split, other=0.0)
-        part_acc = tl.load(partials_ptr + at[:, None] * DIM + channel,
-                           mask=is_split[:, None] & (channel < DIM), other=0.0)  # fmt: skip
-        # Of a split without rows nothing was stored; asked before it is loaded, it would wait.
-        part_acc = tl.where(part_largest[:, None] != float("-inf"), part_acc, 0.0)
-        new_largest = tl.maximum(largest, tl.max(part_largest, axis=0))
+        at = (nth.to(tl.int64) * num_splits + split) * NUM_HEADS + head
+        split_largest = tl.load(stats_ptr + 2 * at, mask=is_split, other=float("-inf"))
+        split_total = tl.load(stats_ptr + 2 * at + 1, mask=is_split, other=0.0)
+        split_acc = tl.load(partials_ptr + at[:, None] * DIM + channel,
+                            mask=is_split[:, None] & (channel < DIM),
+                            other=0.0)  # [SPLITS, BLOCK]  # fmt: skip
+        # A split without rows stored no accumulators. A mask by its largest logit would make
+        # this load wait for that one.
+        split_acc = tl.where(split_largest[:, None] != float("-inf"), split_acc, 0.0)
+        new_largest = tl.maximum(largest, tl.max(split_largest, axis=0))
         base = finite_base(new_largest)
-        grow = tl.exp2(part_largest - base)
-        shrink = tl.exp2(largest - base)
-        total = total * shrink + tl.sum(part_total * grow, axis=0)
-        acc = acc * shrink[:, None] + tl.sum(part_acc * grow[:, None], axis=0)[None, :]
+        grow = tl.exp2(split_largest - base)  # [SPLITS]
+        shrink = tl.exp2(largest - base)  # [1]
+        total = total * shrink + tl.sum(split_total * grow, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(split_acc * grow[:, None], axis=0)[None, :]
         largest = new_largest
-    token, head = first_token + part, head + tl.zeros((1,), tl.int32)
+    token, head = first_token + nth, head + tl.zeros((1,), tl.int32)
+    out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr, positions_ptr)
     store_lse(lse_ptr, token, head, largest, total, NUM_HEADS)
     factor = output_factor(sinks_ptr, head, largest, total, NUM_HEADS)
-    store_output(acc, factor, output_ptr, cos_ptr, sin_ptr, positions_ptr, token, head, 0, 1,
-                 NUM_HEADS, DIM, ROPE, BLOCK)  # fmt: skip
+    store_channels(acc, factor, out, token, head, 0, NUM_HEADS, DIM, ROPE)
 
 
-class AttendLaunch(NamedTuple):
-    """How a program is cut: heads and rows it takes at once; and whether it is Hopper's own."""
-
-    heads: int
-    tile: int
-    num_warps: int
-    is_gluon: bool = False
+ProgramLaunch = AttendLaunch | HopperLaunch
 
 
 class Splits(NamedTuple):
-    """How a token's tiles are dealt to its splits.
+    """The tiles of a token's splits.
 
-    Split s has the tiles s × split_step, then each tile_step further, at most tiles_per_split.
+    Split s has tile s × split_step and every tile_step-th one after it, at most tiles_per_split.
     """
 
     num_splits: int
@@ -380,48 +401,49 @@ def attend(
     return AttentionResult(output, lse)
 
 
-def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> AttendLaunch:
-    """How programs are cut; the same for every batch, so that it changes no bits.
-
-    Blocks of 64 heads need 576 columns of Blackwell's tensor memory, which has 512.
-    """
+def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> ProgramLaunch:
+    """The launch of a layer's attention; the same for every batch, so that it changes no bits."""
+    device = memory.partials.device
     if not _is_bf16(dtype, memory):
-        return AttendLaunch(heads=SMALLEST_DOT, tile=16, num_warps=8)
-    is_hopper = architecture(memory.partials.device) == "sm_90"
-    if is_hopper and not INTERPRETED and _has_gluon_kernel(memory.layout):
-        heads = next((heads for heads in (8, 16) if num_heads <= heads), LARGEST_BLOCK)
-        return AttendLaunch(heads, tile=64, num_warps=4, is_gluon=True)
-    largest = LARGEST_BLOCK if is_hopper else LARGEST_BLOCK // 2
-    heads = min(largest, max(SMALLEST_DOT, next_power_of_two(num_heads)))
-    return AttendLaunch(heads, tile=64 if heads == LARGEST_BLOCK else 32, num_warps=8)
+        return find_launch(AttendLaunch, "attend fp32", device)
+    if not INTERPRETED and is_hopper(device) and _has_hopper_kernel(memory.layout):
+        return find_launch(HopperLaunch, "attend hopper", device, num_heads)
+    return find_launch(AttendLaunch, "attend bf16", device, num_heads)
 
 
-def _has_gluon_kernel(layout: LayerLayout) -> bool:
+def _has_hopper_kernel(layout: LayerLayout) -> bool:
     """Whether `kernels.triton.hopper` takes such rows."""
     row = layout.kv_row
     is_taken = layout.kv_format == "fp8" and (row.dim, row.rope_dim) == (512, 64)
     return is_taken and layout.window % 64 == 0
 
 
-def split_room(num_tokens: int, num_heads: int, launch: AttendLaunch, memory: LayerMemory) -> int:
-    """How many splits of each token the device can run at once, and leave their parts."""
+def split_room(num_tokens: int, num_heads: int, launch: ProgramLaunch, memory: LayerMemory) -> int:
+    """The most splits of each token that run at once and fit `LayerMemory.partials`."""
     programs = num_tokens * -(-num_heads // launch.heads)
-    per_multiprocessor = 1 if launch.is_gluon else LARGEST_BLOCK // launch.heads
-    wave = _num_multiprocessors(memory.partials.device) * per_multiprocessor
+    per_multiprocessor = 1 if isinstance(launch, HopperLaunch) else HEAD_BLOCK // launch.heads
+    wave = num_multiprocessors(memory.partials.device) * per_multiprocessor
     return min(wave // programs, memory.partials.shape[0] // num_tokens)
 
 
 def choose_splits(
-    num_tokens: int, num_heads: int, num_tiles: int, launch: AttendLaunch, memory: LayerMemory
+    num_tokens: int,
+    num_heads: int,
+    num_tiles: int,
+    launch: ProgramLaunch,
+    memory: LayerMemory,
 ) -> Splits | None:
-    """How rows are split, by sizes that the host knows; None where they aren't.
+    """Choose how rows are split, by sizes that the host knows; None for a single split.
 
-    The fewer tiles a split has, the sooner it is done, and the more parts there are to combine.
+    More splits have fewer tiles each and end sooner, but more has to be combined.
     """
     room = min(split_room(num_tokens, num_heads, launch, memory), num_tiles)
-    part_cost = PART_COST * num_tokens * num_heads / LARGEST_BLOCK
-    costs = [float(num_tiles)]
-    costs += [-(-num_tiles // n) + COMBINE_COST + n * part_cost for n in range(2, room + 1)]
+    combine = combine_launch(memory.partials.device)
+    part_cost = combine.part_cost * num_tokens * num_heads / HEAD_BLOCK
+    costs = [64.0 * num_tiles]  # in 1/64 of a tile's time
+    costs += [
+        64 * -(-num_tiles // n) + combine.combine_cost + n * part_cost for n in range(2, room + 1)
+    ]
     num_splits = costs.index(min(costs)) + 1
     if num_splits == 1:
         return None
@@ -429,16 +451,25 @@ def choose_splits(
 
 
 def invariant_splits(
-    num_tiles: int, most_tiles: int, launch: AttendLaunch, memory: LayerMemory
+    num_tiles: int,
+    most_tiles: int,
+    launch: ProgramLaunch,
+    memory: LayerMemory,
 ) -> Splits | None:
-    """How rows are split if not by the batch: by the most tiles that any token can ever have."""
-    per_split = max(INVARIANT_ROWS // launch.tile, -(-most_tiles // memory.partials.shape[0]))
+    """Split rows independently of the batch, by the most tiles that any token can ever have."""
+    rows = combine_launch(memory.partials.device).invariant_rows
+    per_split = max(rows // launch.tile, -(-most_tiles // memory.partials.shape[0]))
     if most_tiles <= per_split:
         return None
     return Splits(-(-num_tiles // per_split), per_split, 1, per_split)
 
 
-def count_tiles(memory: LayerMemory, launch: AttendLaunch, num_entries: int) -> int:
+def combine_launch(device: torch.device) -> CombineLaunch:
+    """The launch that combines splits, and the constants by which rows are split."""
+    return find_launch(CombineLaunch, "combine", device)
+
+
+def count_tiles(memory: LayerMemory, launch: ProgramLaunch, num_entries: int) -> int:
     """The tiles of a token's window and so many entries, of a layer that has any."""
     num_rows = memory.layout.window + (num_entries if memory.layout.ratio else 0)
     return -(-num_rows // launch.tile)
@@ -448,19 +479,12 @@ def _is_bf16(dtype: torch.dtype, memory: LayerMemory) -> bool:
     return dtype is torch.bfloat16 and memory.layout.kv_format != "fp32"
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _row_arguments(
     memory: LayerMemory, selected_rows: Tensor | None, tokens: TokenMap, max_entries: int
 ) -> dict[str, Any]:
-    """Where the rows of the window and the entries are, and which of them."""
+    """Kernel arguments that say which rows of the window and the entries are read, and where."""
     window, entries, layout = memory.window, memory.entries, memory.layout
-    pages = window.ring if entries is None else entries  # stands in for what isn't there
+    pages = window.ring if entries is None else entries  # any pages where there are no entries
     rows, num_entries = pages.data, max_entries
     if selected_rows is not None:
         rows, num_entries = selected_rows, selected_rows.shape[1]
@@ -481,7 +505,7 @@ def _row_arguments(
 def _launch(
     query: Tensor,
     memory: LayerMemory,
-    launch: AttendLaunch,
+    launch: ProgramLaunch,
     splits: Splits,
     first_token: int,
     num_tokens: int,
@@ -495,7 +519,7 @@ def _launch(
         "scale": row.dim**-0.5 * LOG2_E.value, "first_token": first_token, **splits._asdict(),
         "NUM_HEADS": num_heads,
     }  # fmt: skip
-    if launch.is_gluon:
+    if isinstance(launch, HopperLaunch):
         _launch_on_hopper(grid, launch, arguments, query.device)
         return
     _attend_kernel[grid](
@@ -508,21 +532,25 @@ def _launch(
 
 
 def _launch_on_hopper(
-    grid: tuple[int, int], launch: AttendLaunch, arguments: dict[str, Any], device: torch.device
+    grid: tuple[int, int], launch: HopperLaunch, arguments: dict[str, Any], device: torch.device
 ) -> None:
-    """A program for each token and block of heads, or as many as run at once for a chunk's."""
+    """Launch a program per token and block of heads, or for chunks as many as run at once."""
     from dsv4.kernels.triton.hopper import attention, chunk
 
-    options = {"num_warps": launch.num_warps, "launch_pdl": True}
     num_works, num_splits = grid
-    if launch.heads == LARGEST_BLOCK and arguments["HAS_CHUNKS"] and num_splits == 1:
-        programs = min(num_works, _num_multiprocessors(device))
-        chunk._attend_chunk_kernel[(programs,)](
-            **arguments, num_works=num_works, **chunk.CUT._asdict(), **options
-        )
+    is_chunk = launch.heads == HEAD_BLOCK and arguments["HAS_CHUNKS"] and num_splits == 1
+    if is_chunk:
+        launch = find_launch(HopperLaunch, "attend hopper chunk", device)
+    arguments |= {
+        "STAGES": launch.stages, "DECODING_REGISTERS": launch.decoding_registers,
+        "MULTIPLYING_REGISTERS": launch.multiplying_registers, "num_warps": launch.num_warps,
+        "launch_pdl": True,
+    }  # fmt: skip
+    if is_chunk:
+        programs = min(num_works, num_multiprocessors(device))
+        chunk._attend_chunk_kernel[(programs,)](**arguments, num_works=num_works)
     else:
-        cut = attention.CUTS[launch.heads]
-        attention._attend_kernel[grid](**arguments, HEADS=launch.heads, **cut._asdict(), **options)
+        attention._attend_kernel[grid](**arguments, HEADS=launch.heads)
 
 
 def _combine(
@@ -535,9 +563,10 @@ def _combine(
 ) -> None:
     row, num_heads = memory.layout.kv_row, results["lse_ptr"].shape[1]
     partials, stats = memory.cut_partials
+    launch = combine_launch(partials.device)
     _combine_kernel[(num_tokens * num_heads,)](
         **results, partials_ptr=partials, stats_ptr=stats, positions_ptr=tokens.positions,
         first_token=first_token, num_splits=splits.num_splits, NUM_HEADS=num_heads, DIM=row.dim,
-        ROPE=row.rope_dim, BLOCK=next_power_of_two(row.dim), SPLITS=COMBINED_AT_ONCE,
-        num_warps=4, launch_pdl=True, enable_fp_fusion=False,
+        ROPE=row.rope_dim, BLOCK=next_power_of_two(row.dim), SPLITS=launch.splits,
+        num_warps=launch.num_warps, launch_pdl=True, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Index: make queries ready, score paged keys where they lie, choose the best entries.
+"""Index: prepare query operands, score paged keys in place, choose the best entries.
 
-Tokens are taken as many at a time as the workspace holds, each time in three launches or four.
-A token that sees no more than topk entries is neither made ready nor scored.
+The workspace sets how many tokens are taken at a time, in three or four launches.
+A token that sees at most topk entries is neither prepared nor scored.
 
-Operands of the products, by key format. All are exact, and so is every product:
+Operands of the products, by key format. Each operand is exact, and so is each product:
 
     fp8     E4M3 codes; the key's scale multiplies the score, the query's is part of the weight
     mxfp4   E5M2: E2M1 values times their group's scale, a query's over that of the head's largest
@@ -13,14 +13,13 @@ Operands of the products, by key format. All are exact, and so is every product:
     bf16    BF16
     fp32    fp32
 
-Hopper adds products of E4M3 and E5M2 with 13 bits after the leading one, less than fp32's 23.
-FP8_PRODUCTS off makes BF16 operands of fp8's codes, at half the rate.
+Hopper adds products of E4M3 and E5M2 with 13 bits after the leading one; fp32 has 23.
 
-Tokens of a chunk are scored a few at a time, if they are of one request: keys are read once for
-all of them.
+A program scores a few tokens of a chunk together if they belong to one request. It then reads
+the keys once for all of them.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -37,7 +36,23 @@ from dsv4.kernels.index_scratch import (
 )
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton.decode import e2m1_values, e4m3_values
-from dsv4.kernels.triton.key_tiles import load_pages, load_row_parts, tile_blocks
+from dsv4.kernels.triton.key_tiles import (
+    KeyPages,
+    KeySpec,
+    Lines,
+    QueryOperands,
+    ScoreSpec,
+    load_pages,
+    load_row_parts,
+    tile_blocks,
+)
+from dsv4.kernels.triton.launch import (
+    WORKS,
+    QueryLaunch,
+    ScoreLaunch,
+    find_launch,
+    num_multiprocessors,
+)
 from dsv4.kernels.triton.mxfp4_scores import mxfp4_weight_factor, score_mxfp4, store_mxfp4_query
 from dsv4.kernels.triton.primitives import (
     INTERPRETED,
@@ -52,36 +67,6 @@ from dsv4.kernels.triton.primitives import (
 )
 from dsv4.kernels.triton.topk import choose_best, visible_entries
 
-FP8_PRODUCTS = True
-QUERY_HEADS = 16  # heads of a program that makes queries ready
-QUERY_WARPS = 4
-
-
-class ScoreCut(NamedTuple):
-    """What a launch that scores is cut into.
-
-    A program takes `tokens` tokens and multiplies `tile` keys at a time, while the next
-    `stages - 1` tiles are on their way (of mxfp4 always one). Keys are split over programs, up to
-    `programs` in all. maxnreg bounds the registers of a thread.
-    """
-
-    tile: int
-    warps: int
-    stages: int
-    programs: int
-    tokens: int = 1
-    maxnreg: int | None = None
-
-
-SCORE_CUTS = {
-    "fp8": ScoreCut(tile=128, warps=4, stages=3, programs=396),
-    "mxfp4": ScoreCut(tile=64, warps=4, stages=2, programs=660, maxnreg=104),
-    "nvfp4": ScoreCut(tile=128, warps=4, stages=3, programs=528),
-    "bf16": ScoreCut(tile=64, warps=4, stages=3, programs=528),
-    "fp32": ScoreCut(tile=32, warps=8, stages=3, programs=528),
-}
-CHUNK_CUTS = {"fp8": ScoreCut(tile=128, warps=8, stages=3, programs=1320, tokens=2)}
-
 
 @triton.jit
 def nvfp4_scales(scales, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -91,51 +76,52 @@ def nvfp4_scales(scales, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_query(values, scales, ready_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
+def store_query(values, scales, operand_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
-    """Store encoded query rows as operands at ready_ptr `[ROWS]`; of NVFP4, even channels first."""
-    channel = tl.arange(0, BLOCK)[None, :]
+    """Store encoded query rows as operands at operand_ptr `[ROWS]`; NVFP4's even channels first."""
+    channel = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     if FORMAT == "index_fp8":
-        tl.store(ready_ptr[:, None] + channel, values)
+        tl.store(operand_ptr[:, None] + channel, values)
     elif FORMAT == "index_fp32":
-        tl.store(ready_ptr.to(tl.pointer_type(tl.int32))[:, None] + channel, values)
+        tl.store(operand_ptr.to(tl.pointer_type(tl.int32))[:, None] + channel, values)
     elif FORMAT == "index_bf16":
-        tl.store(ready_ptr.to(tl.pointer_type(tl.uint16))[:, None] + channel, values)
+        tl.store(operand_ptr.to(tl.pointer_type(tl.uint16))[:, None] + channel, values)
     else:
         HALF: tl.constexpr = BLOCK // 2
-        pair_ptr = ready_ptr.to(tl.pointer_type(tl.uint16))[:, None] + tl.arange(0, HALF)[None, :]
-        scale = nvfp4_scales(scales, ROWS, BLOCK)
-        codes = values.to(tl.int32)
+        pair_ptr = operand_ptr.to(tl.pointer_type(tl.uint16))[:, None] + tl.arange(0, HALF)[None, :]
+        scale = nvfp4_scales(scales, ROWS, BLOCK)  # [ROWS, HALF]
+        codes = values.to(tl.int32)  # [ROWS, HALF]
         tl.store(pair_ptr, bf16_bits(e2m1_values(codes & 15) * scale))
         tl.store(pair_ptr + HALF, bf16_bits(e2m1_values(codes >> 4) * scale))
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "topk", "weights_stride", "ready_weights_stride"],
+    do_not_specialize=["first_token", "topk", "weights_stride", "query_weights_stride"],
     do_not_specialize_on_alignment=[
         "positions_ptr", "request_ids_ptr", "request_slots_ptr", "weights_ptr",
     ],
 )  # fmt: skip
 def _query_kernel(
-    query_ptr, token_stride, weights_ptr, weights_stride, ready_ptr, ready_weights_ptr,
-    ready_weights_stride, first_token, topk, positions_ptr, request_ids_ptr, request_slots_ptr,
+    query_ptr, token_stride, weights_ptr, weights_stride, query_operand_ptr, query_weights_ptr,
+    query_weights_stride, first_token, topk, positions_ptr, request_ids_ptr, request_slots_ptr,
     cos_ptr, sin_ptr, global_scale_ptr, RATIO: tl.constexpr, FORMAT: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
     BLOCK: tl.constexpr, LOG_DIM: tl.constexpr, OPERAND_BYTES: tl.constexpr,
     HAS_HADAMARD: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr, WEIGHT_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate, transform and quantise some heads of a token's index query; scale their weights."""
+    """Rotate, transform and quantise ROWS heads of a token's index query; scale their weights."""
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     _slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
     wait_for_launch_before(STARTS_NEXT=True)
     if count > topk:
-        head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # [ROWS]
         is_head = head < HEADS
-        channel = tl.arange(0, BLOCK)[None, :]
+        channel = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
         x = tl.load(query_ptr + token * token_stride + head[:, None] * DIM + channel,
-                    mask=is_head[:, None] & (channel < DIM), other=0.0).to(tl.float32)  # fmt: skip
+                    mask=is_head[:, None] & (channel < DIM),
+                    other=0.0).to(tl.float32)  # [ROWS, BLOCK]  # fmt: skip
         position = tl.load(positions_ptr + token) + tl.zeros((ROWS,), tl.int32)
         cos, sin = load_rope((cos_ptr, sin_ptr), position, is_head, DIM, ROPE, BLOCK)
         x = rotate_tail(x, cos, sin, ROWS, DIM, ROPE, BLOCK)
@@ -144,10 +130,10 @@ def _query_kernel(
         global_scale = 1.0
         if HAS_GLOBAL_SCALE:
             global_scale = tl.load(global_scale_ptr)
-        values, _own, scales = encode_rows(x, global_scale, FORMAT, ROWS, DIM, 0, BLOCK)
-        ready_row = row * BLOCK_HEADS + head
-        operand_ptr = ready_ptr + ready_row * (BLOCK * OPERAND_BYTES)
-        weight_ptr = ready_weights_ptr + row * ready_weights_stride + head
+        values, _rope_bits, scales = encode_rows(x, global_scale, FORMAT, ROWS, DIM, 0, BLOCK)
+        operand_row = row * BLOCK_HEADS + head
+        operand_ptr = query_operand_ptr + operand_row * (BLOCK * OPERAND_BYTES)
+        weight_ptr = query_weights_ptr + row * query_weights_stride + head
         if FORMAT == "index_mxfp4":
             store_mxfp4_query(values, scales, operand_ptr, weight_ptr + BLOCK_HEADS, BLOCK_HEADS,
                               ROWS, BLOCK)  # fmt: skip
@@ -165,73 +151,65 @@ def _query_kernel(
 
 
 @triton.jit
-def fp8_operand(code, FP8_PRODUCTS: tl.constexpr):
-    """E4M3 codes as what is multiplied."""
-    if INTERPRETED:
-        operand = e4m3_values(code)
-    elif FP8_PRODUCTS:
-        operand = code.to(tl.float8e4nv, bitcast=True)
-    else:
-        operand = code.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-    return operand
+def fp8_operand(code):
+    """E4M3 codes as an operand of a product."""
+    return e4m3_values(code) if INTERPRETED else code.to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
 def bf16_operand(bits):
-    """The bits of BF16 as what is multiplied."""
+    """The bits of BF16 as an operand of a product."""
     return bf16_value(bits) if INTERPRETED else bits.to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def load_query(ready_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
-               COUNT: tl.constexpr, BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr):  # fmt: skip
-    """COUNT stored channels of ROWS heads from FIRST on, `[COUNT, ROWS]`."""
+def load_query(query_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
+               COUNT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Load COUNT stored channels of ROWS heads from FIRST on, `[COUNT, ROWS]`."""
     at = tl.arange(0, ROWS)[None, :] * BLOCK + FIRST + tl.arange(0, COUNT)[:, None]
     if FORMAT == "index_fp8":
-        query = fp8_operand(tl.load(ready_ptr + at), FP8_PRODUCTS)
+        query = fp8_operand(tl.load(query_ptr + at))
     elif FORMAT == "index_fp32":
-        query = tl.load(ready_ptr.to(tl.pointer_type(tl.float32)) + at)
+        query = tl.load(query_ptr.to(tl.pointer_type(tl.float32)) + at)
     else:
-        query = bf16_operand(tl.load(ready_ptr.to(tl.pointer_type(tl.uint16)) + at))
+        query = bf16_operand(tl.load(query_ptr.to(tl.pointer_type(tl.uint16)) + at))
     return query
 
 
 @triton.jit
-def load_queries(ready_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                 FP8_PRODUCTS: tl.constexpr):  # fmt: skip
-    """The operands of a tile's products: of each half of NVFP4, or one."""
-    PARTS: tl.constexpr = 2 if FORMAT == "index_nvfp4" else 1
-    WIDTH: tl.constexpr = BLOCK // PARTS
+def load_queries(query_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the query operands of a tile's products: NVFP4's two halves, or one."""
+    HALVES: tl.constexpr = 2 if FORMAT == "index_nvfp4" else 1
+    WIDTH: tl.constexpr = BLOCK // HALVES
     queries = ()
-    for part in tl.static_range(PARTS):
-        query = load_query(ready_ptr, FORMAT, ROWS, part * WIDTH, WIDTH, BLOCK, FP8_PRODUCTS)
+    for half in tl.static_range(HALVES):
+        query = load_query(query_ptr, FORMAT, ROWS, half * WIDTH, WIDTH, BLOCK)
         queries = queries + (query,)  # type: ignore[assignment]
     return queries
 
 
 @triton.jit
-def load_keys(key_ptr, FORMAT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-              FP8_PRODUCTS: tl.constexpr):  # fmt: skip
-    """Keys whose channels are whole bytes, `[TILE, BLOCK]`."""
+def load_keys(key_ptr, FORMAT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Load keys whose channels are whole bytes, `[TILE, BLOCK]`."""
     if FORMAT == "index_fp32":
         keys = load_row_parts(key_ptr.to(tl.pointer_type(tl.float32)), DIM, BLOCK)
     elif FORMAT == "index_bf16":
         keys = bf16_operand(load_row_parts(key_ptr.to(tl.pointer_type(tl.uint16)), DIM, BLOCK))
-    elif INTERPRETED or not FP8_PRODUCTS:
-        keys = fp8_operand(load_row_parts(key_ptr, DIM, BLOCK), FP8_PRODUCTS)
+    elif INTERPRETED:
+        keys = fp8_operand(load_row_parts(key_ptr, DIM, BLOCK))
     else:
-        # Loaded as numbers, they go from memory to the product without passing registers.
+        # Loaded as numbers, keys go from memory to the product without passing registers.
         keys = load_row_parts(key_ptr.to(tl.pointer_type(tl.float8e4nv)), DIM, BLOCK)
     return keys
 
 
 @triton.jit
 def nvfp4_products(key_ptr, key_scale_ptr, queries, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """`[TILE, heads]`: products of even channels and of odd ones."""
+    """`[TILE, heads]`: the products of even channels plus those of odd ones."""
     pair = tl.arange(0, BLOCK // 2)[None, :]
-    codes = load_row_parts(key_ptr, DIM // 2, BLOCK // 2).to(tl.int32)
+    codes = load_row_parts(key_ptr, DIM // 2, BLOCK // 2).to(tl.int32)  # [TILE, BLOCK / 2]
     scale = tl.load(key_scale_ptr[:, None] + pair // 8, mask=pair < DIM // 2, other=0)
-    scale = e4m3_values(scale)
+    scale = e4m3_values(scale)  # [TILE, BLOCK / 2]
     even, odd = e2m1_values(codes & 15) * scale, e2m1_values(codes >> 4) * scale
     if not INTERPRETED:
         even, odd = even.to(tl.bfloat16), odd.to(tl.bfloat16)
@@ -248,132 +226,117 @@ def sum_heads(products, weights, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     """
     positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     weighted = tl.reshape(positive * weights[None, :], (TILE, TOKENS, BLOCK_HEADS))
-    if HEADS < BLOCK_HEADS:  # an infinite key makes NaN of a head that isn't there
+    if HEADS < BLOCK_HEADS:  # an infinite key makes the products of padding heads NaN
         is_head = tl.arange(0, BLOCK_HEADS)[None, None, :] < HEADS
         weighted = tl.where(is_head, weighted, 0.0)
     return tl.sum(weighted, axis=2)
 
 
 @triton.jit
-def score_tiles(
-    pages_ptr, counts, scores_ptr, ready, memory, FORMAT: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
-    FP8_PRODUCTS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Score every so many tiles of a request's entries for TOKENS tokens of it.
+def score_tiles(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr,
+                SPEC: tl.constexpr):  # fmt: skip
+    """Score this program's tiles of a request's entries for TOKENS of its tokens.
 
-    counts `[TOKENS]` is how many entries each is scored for, scores_ptr `[1, TOKENS]` where their
-    scores start.
+    counts `[TOKENS]` is the number of entries to score for each; their scores start at scores_ptr
+    `[1, TOKENS]`.
     """
-    ready_ptr, ready_weights_ptr, ready_weights_stride = ready
-    data_ptr, scale_ptr, page_stride = memory
-    ROWS: tl.constexpr = TOKENS * BLOCK_HEADS
-    queries = load_queries(ready_ptr, FORMAT, ROWS, BLOCK, FP8_PRODUCTS)
+    ENTRIES_PER_BLOCK: tl.constexpr = KEY.ENTRIES_PER_BLOCK
+    TILE: tl.constexpr = SPEC.TILE
+    ROWS: tl.constexpr = SPEC.TOKENS * SPEC.BLOCK_HEADS
+    queries = load_queries(operands.query_ptr, KEY.FORMAT, ROWS, KEY.BLOCK)  # each [channels, ROWS]
     head = tl.arange(0, ROWS)
-    weight_ptr = ready_weights_ptr + head // BLOCK_HEADS * ready_weights_stride + head % BLOCK_HEADS
-    weights = tl.load(weight_ptr)
+    weights = tl.load(
+        operands.weights_ptr + head // SPEC.BLOCK_HEADS * operands.weights_stride
+        + head % SPEC.BLOCK_HEADS
+    )  # [ROWS]  # fmt: skip
     count = tl.max(counts, axis=0)
     first_tile, step = tl.program_id(1), tl.num_programs(1)
     first, last = load_pages(pages_ptr, first_tile, count, ENTRIES_PER_BLOCK, TILE)
     for tile in tl.range(loop_bound(first_tile), loop_bound(tl.cdiv(count, TILE)),
-                         loop_bound(step), num_stages=STAGES):  # fmt: skip
+                         loop_bound(step), num_stages=SPEC.STAGES):  # fmt: skip
         blocks = tile_blocks(first, last, ENTRIES_PER_BLOCK, TILE) + tl.zeros((TILE,), tl.int32)
         first, last = load_pages(pages_ptr, tile + step, count, ENTRIES_PER_BLOCK, TILE)
-        entry = tile * TILE + tl.arange(0, TILE)
-        # The pages of a request are whole: what lies beyond its entries is read and not stored.
-        page_start = tl.maximum(blocks, 0).to(tl.int64) * page_stride
+        entry = tile * TILE + tl.arange(0, TILE)  # [TILE]
+        # A request's pages are whole: rows beyond its entries are read and not stored.
+        page_start = tl.maximum(blocks, 0).to(tl.int64) * keys.page_stride
         page_row = entry % ENTRIES_PER_BLOCK
-        key_ptr = data_ptr + (page_start + page_row * DATA_BYTES)
-        key_scale_ptr = scale_ptr + (page_start + page_row * SCALE_BYTES)
-        if FORMAT == "index_nvfp4":
-            products = nvfp4_products(key_ptr, key_scale_ptr, queries, DIM, BLOCK)
+        key_ptr = keys.data_ptr + (page_start + page_row * KEY.DATA_BYTES)
+        key_scale_ptr = keys.scales_ptr + (page_start + page_row * KEY.SCALE_BYTES)
+        if KEY.FORMAT == "index_nvfp4":
+            products = nvfp4_products(key_ptr, key_scale_ptr, queries, KEY.DIM, KEY.BLOCK)
         else:
-            keys = load_keys(key_ptr, FORMAT, DIM, BLOCK, FP8_PRODUCTS)
-            products = tl.dot(keys, queries[0], input_precision="ieee")
-        score = sum_heads(products, weights, HEADS, BLOCK_HEADS, TOKENS, TILE)
-        if FORMAT == "index_fp8":
+            values = load_keys(key_ptr, KEY.FORMAT, KEY.DIM, KEY.BLOCK)  # [TILE, BLOCK]
+            products = tl.dot(values, queries[0], input_precision="ieee")  # [TILE, ROWS]
+        score = sum_heads(products, weights, SPEC.HEADS, SPEC.BLOCK_HEADS, SPEC.TOKENS, TILE)
+        if KEY.FORMAT == "index_fp8":
             score *= tl.load(key_scale_ptr.to(tl.pointer_type(tl.float32)))[:, None]
-        score = tl.where((blocks >= 0)[:, None], score, 0.0)
+        score = tl.where((blocks >= 0)[:, None], score, 0.0)  # [TILE, TOKENS]
         tl.store(scores_ptr + entry[:, None], score, mask=entry[:, None] < counts[None, :])
 
 
 @triton.jit
-def score_tokens(
-    row, slot, counts, scratch, memory, block_table, FORMAT: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    OPERAND_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    ENTRIES_PER_BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr, TILE: tl.constexpr,
-    TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """Score a request's entries for TOKENS tokens of it, from `row` on, by the keys' format."""
-    scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, ready_weights_stride = scratch
-    block_table_ptr, table_stride = block_table
+def score_tokens(row, slot, counts, scores, operands, keys, table, OPERAND_BYTES: tl.constexpr,
+                 KEY: tl.constexpr, SPEC: tl.constexpr):  # fmt: skip
+    """Score a request's entries for TOKENS of its tokens, from `row` on, by the keys' format."""
     row = row.to(tl.int64)
-    scores_ptr += row * scores_stride + tl.arange(0, TOKENS)[None, :] * scores_stride
-    ready_ptr += row * (BLOCK_HEADS * BLOCK * OPERAND_BYTES)
-    ready_weights_ptr += row * ready_weights_stride
-    pages_ptr = block_table_ptr + slot * table_stride
-    ready = (ready_ptr, ready_weights_ptr, ready_weights_stride)
-    if FORMAT == "index_mxfp4":
-        score_mxfp4(
-            pages_ptr, counts, scores_ptr, ready, memory, BLOCK_HEADS, DIM, BLOCK, DATA_BYTES,
-            SCALE_BYTES, ENTRIES_PER_BLOCK, TILE, TOKENS, WARPS,
-        )  # fmt: skip
+    first_score = row * scores.stride + tl.arange(0, SPEC.TOKENS)[None, :] * scores.stride
+    scores_ptr = scores.ptr + first_score  # [1, TOKENS]
+    operands = QueryOperands(
+        operands.query_ptr + row * (SPEC.BLOCK_HEADS * KEY.BLOCK * OPERAND_BYTES),
+        operands.weights_ptr + row * operands.weights_stride,
+        operands.weights_stride,
+    )
+    pages_ptr = table.ptr + slot * table.stride
+    if KEY.FORMAT == "index_mxfp4":
+        score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY, SPEC)
     else:
-        score_tiles(
-            pages_ptr, counts, scores_ptr, ready, memory, FORMAT, HEADS, BLOCK_HEADS, DIM, BLOCK,
-            DATA_BYTES, SCALE_BYTES, ENTRIES_PER_BLOCK, FP8_PRODUCTS, TILE, TOKENS, STAGES,
-        )  # fmt: skip
+        score_tiles(pages_ptr, counts, scores_ptr, operands, keys, KEY, SPEC)
 
 
 @triton.jit(
     do_not_specialize=[
         "first_token", "num_tokens", "topk", "scores_stride", "table_stride",
-        "ready_weights_stride",
+        "query_weights_stride",
     ],
     do_not_specialize_on_alignment=[
         "positions_ptr", "request_ids_ptr", "request_slots_ptr", "block_table_ptr",
     ],
 )  # fmt: skip
 def _score_kernel(
-    scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, ready_weights_stride, data_ptr,
+    scores_ptr, scores_stride, query_operand_ptr, query_weights_ptr, query_weights_stride, data_ptr,
     scale_ptr, page_stride, first_token, num_tokens, topk, positions_ptr, request_ids_ptr,
     request_slots_ptr, block_table_ptr, table_stride, RATIO: tl.constexpr, FORMAT: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     OPERAND_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    ENTRIES_PER_BLOCK: tl.constexpr, FP8_PRODUCTS: tl.constexpr, TILE: tl.constexpr,
-    TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Score a part of the entries that TOKENS tokens see: together, if they are of one request."""
+    """Score a part of the entries that TOKENS tokens see, together if they are of one request."""
+    KEY: tl.constexpr = KeySpec(FORMAT, DIM, BLOCK, DATA_BYTES, SCALE_BYTES, ENTRIES_PER_BLOCK)
+    TOGETHER: tl.constexpr = ScoreSpec(HEADS, BLOCK_HEADS, TILE, TOKENS, STAGES, WARPS)
+    ALONE: tl.constexpr = ScoreSpec(HEADS, BLOCK_HEADS, TILE, 1, STAGES, WARPS)
     start = tl.program_id(0) * TOKENS
-    row = start + tl.arange(0, TOKENS)
+    row = start + tl.arange(0, TOKENS)  # [TOKENS]
     token = first_token + tl.minimum(row, num_tokens - 1)
     slots, counts = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
-    counts = tl.where((row < num_tokens) & (counts > topk), counts, 0)
+    counts = tl.where((row < num_tokens) & (counts > topk), counts, 0)  # [TOKENS]
     slot = tl.max(slots, axis=0)
     wait_for_launch_before(STARTS_NEXT=False)
-    scratch = (scores_ptr, scores_stride, ready_ptr, ready_weights_ptr, ready_weights_stride)
-    memory = (data_ptr, scale_ptr, page_stride)
-    block_table = (block_table_ptr, table_stride)
+    scores = Lines(scores_ptr, scores_stride)
+    operands = QueryOperands(query_operand_ptr, query_weights_ptr, query_weights_stride)
+    keys = KeyPages(data_ptr, scale_ptr, page_stride)
+    table = Lines(block_table_ptr, table_stride)
     if tl.max(counts, axis=0) > 0:
         if (tl.min(slots, axis=0) == slot) & (start + TOKENS <= num_tokens):
-            score_tokens(
-                start, slot, counts, scratch, memory, block_table, FORMAT, HEADS, BLOCK_HEADS, DIM,
-                BLOCK, OPERAND_BYTES, DATA_BYTES, SCALE_BYTES, ENTRIES_PER_BLOCK, FP8_PRODUCTS,
-                TILE, TOKENS, STAGES, WARPS,
-            )  # fmt: skip
+            score_tokens(start, slot, counts, scores, operands, keys, table, OPERAND_BYTES, KEY,
+                         TOGETHER)  # fmt: skip
         elif TOKENS > 1:
             for idx in range(TOKENS):
                 count = tl.max(tl.where(row == start + idx, counts, 0), axis=0)
                 if count > 0:
                     slot = tl.max(tl.where(row == start + idx, slots, -1), axis=0)
-                    score_tokens(
-                        start + idx, slot, count + tl.zeros((1,), tl.int32), scratch, memory,
-                        block_table, FORMAT, HEADS, BLOCK_HEADS, DIM, BLOCK, OPERAND_BYTES,
-                        DATA_BYTES, SCALE_BYTES, ENTRIES_PER_BLOCK, FP8_PRODUCTS, TILE, 1, STAGES,
-                        WARPS,
-                    )  # fmt: skip
+                    score_tokens(start + idx, slot, count + tl.zeros((1,), tl.int32), scores,
+                                 operands, keys, table, OPERAND_BYTES, KEY, ALONE)  # fmt: skip
 
 
 def select_entries(
@@ -411,7 +374,7 @@ def select_entries(
 
 
 def empty_selection(num_tokens: int, topk: int, device: torch.device) -> Selection:
-    """Room for what `choose_best` writes."""
+    """Allocate the tensors that `choose_best` writes."""
     return Selection(
         torch.empty(num_tokens, topk, dtype=torch.int32, device=device),
         torch.empty(num_tokens, topk, dtype=torch.int64, device=device),
@@ -422,7 +385,7 @@ def empty_selection(num_tokens: int, topk: int, device: torch.device) -> Selecti
 def index_scratch(
     query: Tensor, memory: LayerMemory, *, max_entries: int, num_tokens: int | None = None
 ) -> IndexScratch:
-    """The layer's workspace, cut for queries of that shape, or for another number of them."""
+    """Divide the layer's workspace for queries of that shape, or for num_tokens of them."""
     num_queries, num_heads, dim = query.shape
     row = index_row_bytes(
         memory.layout.index_format,
@@ -441,13 +404,14 @@ def prepare_queries(
     first_token: int,
     num_tokens: int,
 ) -> None:
-    """Fill the workspace's queries and weights for num_tokens tokens from first_token on."""
+    """Write the workspace's queries and weights of num_tokens tokens from first_token on."""
     num_heads, dim = query.shape[1:]
     scale = memory.global_scale
-    query = _rows_apart(query)
+    query = _packed_rows(query)
+    launch = find_launch(QueryLaunch, "index query", query.device)
     if head_weights.stride(1) != 1:
         head_weights = head_weights.contiguous()
-    _query_kernel[(num_tokens, padded_heads(num_heads) // QUERY_HEADS)](
+    _query_kernel[(num_tokens, padded_heads(num_heads) // launch.heads)](
         query_ptr=query, token_stride=query.stride(0) if len(query) > 1 else num_heads * dim,
         weights_ptr=head_weights, weights_stride=head_weights.stride(0),
         cos_ptr=memory.cos, sin_ptr=memory.sin,
@@ -455,7 +419,7 @@ def prepare_queries(
         ROPE=memory.layout.rope_dim, LOG_DIM=dim.bit_length() - 1,
         HAS_HADAMARD=memory.layout.has_hadamard, HAS_GLOBAL_SCALE=scale is not None,
         WEIGHT_SCALE=dim**-0.5 * num_heads**-0.5,
-        ROWS=QUERY_HEADS, num_warps=QUERY_WARPS, launch_pdl=True, enable_fp_fusion=False,
+        ROWS=launch.heads, num_warps=launch.num_warps, launch_pdl=True, enable_fp_fusion=False,
         **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token),
     )  # fmt: skip
 
@@ -470,27 +434,30 @@ def score_entries(
     num_heads: int,
     max_entries: int,
 ) -> None:
-    """Fill the workspace's scores for the tokens whose queries it holds."""
+    """Write the workspace's scores of the tokens whose queries it holds."""
     keys = _index_keys(memory)
-    cut = score_cut(keys.format.name, tokens)
-    num_groups = -(-num_tokens // cut.tokens)
-    splits = min(-(-max_entries // cut.tile), max(1, cut.programs // num_groups))
+    launch = score_launch(keys.format.name, tokens)
+    num_groups = -(-num_tokens // launch.tokens)
+    programs = launch.programs_per_sm * num_multiprocessors(keys.data.device)
+    splits = min(-(-max_entries // launch.tile), max(1, programs // num_groups))
     _score_kernel[(num_groups, splits)](
         scores_ptr=scratch.scores, scores_stride=scratch.scores.stride(0),
         data_ptr=keys.data, scale_ptr=keys.scales, page_stride=keys.data.stride(0),
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         DATA_BYTES=keys.format.data_bytes, SCALE_BYTES=keys.format.scale_bytes,
-        ENTRIES_PER_BLOCK=keys.rows_per_page, FP8_PRODUCTS=FP8_PRODUCTS, num_tokens=num_tokens,
-        TILE=cut.tile, TOKENS=cut.tokens, STAGES=cut.stages, WARPS=cut.warps,
-        num_warps=cut.warps, maxnreg=cut.maxnreg, launch_pdl=True,
+        ENTRIES_PER_BLOCK=keys.rows_per_page, num_tokens=num_tokens,
+        TILE=launch.tile, TOKENS=launch.tokens, STAGES=launch.stages, WARPS=launch.num_warps,
+        num_warps=launch.num_warps, maxnreg=launch.maxnreg, launch_pdl=True,
         **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token),
     )  # fmt: skip
 
 
-def score_cut(format_name: str, tokens: TokenMap) -> ScoreCut:
-    """What scores of a forward are cut into: one with a long chunk, or any other."""
-    cut = SCORE_CUTS[format_name]
-    return CHUNK_CUTS.get(format_name, cut) if len(tokens.chunk_ids) else cut
+def score_launch(format_name: str, tokens: TokenMap) -> ScoreLaunch:
+    """The launch of a forward's scores; forwards with a long chunk may have one of their own."""
+    work = f"score {format_name}"
+    if len(tokens.chunk_ids) and f"{work} chunk" in WORKS:
+        work += " chunk"
+    return find_launch(ScoreLaunch, work, tokens.positions.device)
 
 
 def _shared_arguments(
@@ -504,8 +471,8 @@ def _shared_arguments(
     row = memory.layout.index_row
     block, heads = next_power_of_two(row.dim), padded_heads(num_heads)
     return {
-        "ready_ptr": scratch.queries, "ready_weights_ptr": scratch.weights,
-        "ready_weights_stride": scratch.weights.stride(0),
+        "query_operand_ptr": scratch.queries, "query_weights_ptr": scratch.weights,
+        "query_weights_stride": scratch.weights.stride(0),
         "first_token": first_token, "topk": memory.layout.index_topk,
         "positions_ptr": tokens.positions, "request_ids_ptr": tokens.request_ids,
         "request_slots_ptr": tokens.request_slots,
@@ -520,7 +487,7 @@ def _index_keys(memory: LayerMemory) -> PagedRows:
     return memory.index_keys
 
 
-def _rows_apart(query: Tensor) -> Tensor:
-    """Queries whose heads and channels are neighbours, at any distance from each other."""
+def _packed_rows(query: Tensor) -> Tensor:
+    """The query with each token's heads and channels contiguous; tokens may be apart."""
     is_packed = query.stride(2) == 1 and query.stride(1) == query.shape[2]
     return query if is_packed else query.contiguous()

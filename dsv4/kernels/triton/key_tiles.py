@@ -1,7 +1,54 @@
-"""Tiles of index keys: the pages that they lie in, and loads of their rows."""
+"""Tiles of index keys: operands of the kernels that score them, pages, loads of rows."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class KeyPages(NamedTuple):
+    """The memory of all index keys. page_stride is the bytes from one page to the next."""
+
+    data_ptr: tl.tensor
+    scales_ptr: tl.tensor
+    page_stride: tl.tensor
+
+
+class Lines(NamedTuple):
+    """Lines of a matrix in memory: scores of tokens, or blocks of requests."""
+
+    ptr: tl.tensor
+    stride: tl.tensor
+
+
+class QueryOperands(NamedTuple):
+    """Index queries as the products take them, and the weights of their heads."""
+
+    query_ptr: tl.tensor
+    weights_ptr: tl.tensor
+    weights_stride: tl.tensor
+
+
+class KeySpec(NamedTuple):
+    """An index key as it is stored. BLOCK is DIM rounded up to a power of two."""
+
+    FORMAT: tl.constexpr
+    DIM: tl.constexpr
+    BLOCK: tl.constexpr
+    DATA_BYTES: tl.constexpr
+    SCALE_BYTES: tl.constexpr
+    ENTRIES_PER_BLOCK: tl.constexpr
+
+
+class ScoreSpec(NamedTuple):
+    """One step of a program: TILE keys for TOKENS tokens. BLOCK_HEADS is HEADS with padding."""
+
+    HEADS: tl.constexpr
+    BLOCK_HEADS: tl.constexpr
+    TILE: tl.constexpr
+    TOKENS: tl.constexpr
+    STAGES: tl.constexpr
+    WARPS: tl.constexpr
 
 
 @triton.constexpr_function
@@ -14,14 +61,15 @@ def pages_of_tile(ENTRIES_PER_BLOCK, TILE):
 
 @triton.jit
 def load_pages(pages_ptr, tile, count, ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Blocks of a tile's first and last page, or both times of each entry; -1 where there is none.
+    """Load the blocks of a tile's first and last page; -1 where there is none.
 
-    The pages of the next tile are asked for a tile ahead, so that its keys needn't wait for them.
+    A tile in more than two pages gets the block of each entry, twice. Callers load the pages of
+    the next tile one tile ahead, so that its keys do not wait for them.
     """
     PAGES: tl.constexpr = pages_of_tile(ENTRIES_PER_BLOCK, TILE)
     entry = tile * TILE
     if PAGES == 0:
-        entry += tl.arange(0, TILE)
+        entry += tl.arange(0, TILE)  # [TILE]
     first = tl.load(pages_ptr + entry // ENTRIES_PER_BLOCK, mask=entry < count, other=-1)
     last = first
     if PAGES == 2:
@@ -32,9 +80,9 @@ def load_pages(pages_ptr, tile, count, ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl
 
 @triton.jit
 def tile_blocks(first, last, ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """The block of each entry of a tile, `[TILE]`, or of all of them."""
+    """The block of each entry of a tile, `[TILE]`, or one for all of them."""
     if pages_of_tile(ENTRIES_PER_BLOCK, TILE) == 2:
-        blocks = tl.where(tl.arange(0, TILE) < ENTRIES_PER_BLOCK, first, last)
+        blocks = tl.where(tl.arange(0, TILE) < ENTRIES_PER_BLOCK, first, last)  # [TILE]
     else:
         blocks = first
     return blocks

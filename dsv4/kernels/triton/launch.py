@@ -1,14 +1,15 @@
 """Launch parameters by architecture, work and size; nothing is tuned at run time.
 
-They are read from `launch_table.json`, which `dsv4 bench tune` measures and writes:
+`launch_table` lists them:
 
-    {"sm_90": {"csa decode": [{"up_to": 32, "num_warps": 8}, {"up_to": null, "num_warps": 4}]}}
+    {"sm_90": {"csa decode": [{"up_to": 32, "num_warps": 8}, {"up_to": None, "num_warps": 4}]}}
 
-A work has steps of ascending size; a step's launch is used up to that many tokens, or rows of a
-gather, and null is any number. Fields that a step leaves out have their defaults. An architecture
-that is not listed uses the nearest older one, or else the oldest, without its bounds on registers;
-the CPU, where the interpreter runs, uses sm_90's. Only sm_90 is listed: nothing was measured on
-Blackwell yet.
+A work has steps of ascending size. The size is tokens of a write, rows of a gather, scores of a
+top-k program, or query heads; None is any number. Fields that a step leaves out have their
+defaults. A work that an architecture does not list comes from the nearest older one that lists it,
+or else from the oldest. Bounds on registers are then left out. The CPU, where the interpreter runs,
+uses sm_90's. `dsv4 bench tune` measures and writes the works of the write path and the gathers.
+Nothing was measured on Blackwell yet.
 """
 
 import functools
@@ -20,19 +21,32 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
+from dsv4.formats import INDEX_FORMATS
+from dsv4.kernels.triton import launch_table
 from dsv4.layer_schedule import AttentionType
 
 Kind = Literal["decode", "step", "chunk"]
 KINDS: tuple[Kind, ...] = ("decode", "step", "chunk")
-TABLE_PATH = Path(__file__).with_name("launch_table.json")
+TABLE_PATH = Path(launch_table.__file__)
 INTERPRETED_AS = "sm_90"
+ATTEND_SIZES = [
+    "rows_stride", "row_stride", "num_entries", "table_stride", "first_token", "num_splits",
+    "split_step", "tile_step", "tiles_per_split",
+]  # arguments that no attention kernel is compiled for  # fmt: skip
+ATTEND_UNALIGNED = [
+    "sinks_ptr", "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr",
+    "before_ptr", "after_ptr", "starts_ptr", "block_table_ptr",
+]  # its pointers of any alignment  # fmt: skip
+LISTED_TYPE = "dict[str, dict[str, list[dict[str, int | None]]]]"
+LINE_LENGTH = 100
+INTERPRETED_MULTIPROCESSORS = 4  # few, since programs run one after the other
 
 
 class Launch(NamedTuple):
-    """How one launch of the write path is cut into programs.
+    """Programs of one launch of the write path.
 
-    channels are those of an HCA program, rows the entries that a CSA program pools at once in a
-    forward with chunks, window_rows the window rows of a program.
+    channels are those of an HCA program, window_rows the window rows of a program. rows are the
+    entries that a CSA program pools at once in a forward with chunks.
     """
 
     num_warps: int
@@ -43,18 +57,97 @@ class Launch(NamedTuple):
 
 
 class GatherLaunch(NamedTuple):
-    """How one gather is cut into programs. tile is output rows per program."""
+    """Programs of one gather. tile is output rows per program."""
 
     tile: int
     num_warps: int
 
 
-AnyLaunch = Launch | GatherLaunch
+class QueryLaunch(NamedTuple):
+    """Programs that prepare index queries, with so many heads each."""
+
+    heads: int
+    num_warps: int
+
+
+class ScoreLaunch(NamedTuple):
+    """Programs that score index keys.
+
+    A program takes `tokens` tokens and multiplies `tile` keys at a time. Meanwhile it loads the
+    next `stages - 1` tiles; mxfp4 always loads one. Keys are split over programs, up to
+    `programs_per_sm` for each multiprocessor. maxnreg bounds the registers of a thread.
+    """
+
+    tile: int
+    num_warps: int
+    stages: int
+    programs_per_sm: int
+    tokens: int = 1
+    maxnreg: int | None = None
+
+
+class GroupLaunch(NamedTuple):
+    """Programs that find the largest of each group of scores, with so many scores each."""
+
+    scores: int
+    num_warps: int
+
+
+class TopkLaunch(NamedTuple):
+    """Programs that choose entries, by the scores that a program holds."""
+
+    num_warps: int
+
+
+class AttendLaunch(NamedTuple):
+    """Programs of attention: the heads of one, the rows that it takes at once.
+
+    Blocks of 64 heads need 576 columns of Blackwell's tensor memory, which has 512.
+    """
+
+    heads: int
+    tile: int
+    num_warps: int
+
+
+class HopperLaunch(NamedTuple):
+    """Programs of attention in `hopper`: the stages that fit shared memory, registers of threads.
+
+    num_warps are those of one of the two partitions that multiply.
+    """
+
+    heads: int
+    stages: int
+    decoding_registers: int
+    multiplying_registers: int
+    tile: int = 64
+    num_warps: int = 4
+
+
+class CombineLaunch(NamedTuple):
+    """Splits of attention, and the programs that combine them.
+
+    A program reads `splits` of a head at once. combine_cost is the time of combining at all, and
+    part_cost that of each split of 64 heads, in 1/64 of a tile's time. invariant_rows are the rows
+    of a split that does not depend on the batch: V4-Flash's CSA has two.
+    """
+
+    splits: int
+    num_warps: int
+    combine_cost: int
+    part_cost: int
+    invariant_rows: int
+
+
+AnyLaunch = (
+    Launch | GatherLaunch | QueryLaunch | ScoreLaunch | GroupLaunch | TopkLaunch | AttendLaunch
+    | HopperLaunch | CombineLaunch
+)  # fmt: skip
 L = TypeVar("L", bound=AnyLaunch)
 
 
 class LaunchStep(NamedTuple, Generic[L]):
-    """The launch of up to that many tokens or rows; None is any number."""
+    """The launch of up to that many tokens, rows, scores or heads; None is any number."""
 
     up_to: int | None
     launch: L
@@ -62,6 +155,7 @@ class LaunchStep(NamedTuple, Generic[L]):
 
 Steps = tuple[LaunchStep[Any], ...]
 LaunchTable = dict[str, dict[str, Steps]]  # by architecture and work
+ListedTable = Mapping[str, Mapping[str, list[dict[str, int | None]]]]  # the same as a literal
 
 
 def work_name(ratio: int, kind: Kind) -> str:
@@ -70,32 +164,56 @@ def work_name(ratio: int, kind: Kind) -> str:
 
 
 _LAYER_NAMES = {layer.ratio: layer.name.lower() for layer in AttentionType}
-WORKS: dict[str, type[Launch] | type[GatherLaunch]] = {
+TUNED_WORKS: dict[str, type[AnyLaunch]] = {
     **{work_name(layer.ratio, kind): Launch for layer in AttentionType for kind in KINDS},
     "gather": GatherLaunch,
+}
+WORKS: dict[str, type[AnyLaunch]] = {
+    **TUNED_WORKS,
+    "index query": QueryLaunch,
+    **{f"score {name}": ScoreLaunch for name in INDEX_FORMATS},
+    "score fp8 chunk": ScoreLaunch,
+    "top-k groups": GroupLaunch,
+    "top-k": TopkLaunch,
+    "attend fp32": AttendLaunch,
+    "attend bf16": AttendLaunch,
+    "attend hopper": HopperLaunch,
+    "attend hopper chunk": HopperLaunch,
+    "combine": CombineLaunch,
 }
 
 
 def launch_parameters(ratio: int, kind: Kind, num_tokens: int, device: torch.device) -> Launch:
-    """For a layer of that ratio, in a forward of that kind."""
+    """The launch of a layer of that ratio, in a forward of that kind."""
     return pick(launch_steps(ratio, kind, device), num_tokens)
 
 
 def gather_launch(num_rows: int, device: torch.device) -> GatherLaunch:
-    """For a gather of that many rows, whatever their source."""
+    """The launch of a gather of that many rows, from any source."""
     return pick(gather_steps(device), num_rows)
 
 
-@functools.cache
+def find_launch(kind: type[L], work: str, device: torch.device, count: int = 1) -> L:
+    """The launch of a work for so many scores or heads."""
+    launch = pick(work_steps(work, device), count)
+    assert isinstance(launch, kind), (work, launch)
+    return launch
+
+
 def launch_steps(ratio: int, kind: Kind, device: torch.device) -> tuple[LaunchStep[Launch], ...]:
     """Every launch that `launch_parameters` can return, and up to how many tokens."""
-    return device_steps(device)[work_name(ratio, kind)]
+    return work_steps(work_name(ratio, kind), device)
+
+
+def gather_steps(device: torch.device) -> tuple[LaunchStep[GatherLaunch], ...]:
+    """Every launch that `gather_launch` can return, and up to how many rows."""
+    return work_steps("gather", device)
 
 
 @functools.cache
-def gather_steps(device: torch.device) -> tuple[LaunchStep[GatherLaunch], ...]:
-    """Every launch that `gather_launch` can return, and up to how many rows."""
-    return device_steps(device)["gather"]
+def work_steps(work: str, device: torch.device) -> Steps:
+    """The steps of a work on that device, which is asked once."""
+    return device_steps(device)[work]
 
 
 def device_steps(device: torch.device) -> dict[str, Steps]:
@@ -106,14 +224,11 @@ def device_steps(device: torch.device) -> dict[str, Steps]:
 def architecture_steps(name: str) -> dict[str, Steps]:
     """The steps of every work on that architecture.
 
-    A kernel that fits a bound on registers where it was measured may spill on another architecture,
-    which therefore takes over none.
+    A kernel that fits a bound on registers where it was measured may spill on another architecture.
+    Such a bound is therefore not taken over.
     """
     table = committed_table()
-    nearest = nearest_architecture(name, table)
-    if nearest == name:
-        return table[name]
-    return {work: tuple(map(_without_bound, steps)) for work, steps in table[nearest].items()}
+    return {work: _nearest_steps(name, work, table) for work in WORKS}
 
 
 def pick(steps: Iterable[LaunchStep[L]], count: int) -> L:
@@ -132,6 +247,19 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether the kernels of `hopper` run on that device."""
+    return architecture(device) == "sm_90"
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; a few for the interpreter."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def nearest_architecture(name: str, listed: Iterable[str]) -> str:
     """The architecture itself, or the nearest older one that is listed, or the oldest."""
     by_age = sorted(listed, key=_version)
@@ -141,27 +269,28 @@ def nearest_architecture(name: str, listed: Iterable[str]) -> str:
 
 @functools.cache
 def committed_table() -> LaunchTable:
-    """The table of `launch_table.json`, read once."""
-    return parse_table(TABLE_PATH.read_text())
+    """The table of `launch_table`, checked."""
+    return parse_table(launch_table.LAUNCHES)
 
 
-def parse_table(text: str) -> LaunchTable:
-    """Read a table; every architecture must list every work."""
-    try:
-        listed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"Invalid launch table: expected JSON, got {error}") from error
+def parse_table(listed: Any) -> LaunchTable:
+    """Check a table and make launches of it; some architecture must list every work."""
     _check("launch table", listed, isinstance(listed, dict) and listed, "architectures by name")
-    return {name: _parse_architecture(name, works) for name, works in listed.items()}
+    table = {name: _parse_architecture(name, works) for name, works in listed.items()}
+    works = {work for listed_works in table.values() for work in listed_works}
+    where = f"works of {', '.join(table)}"
+    _check(where, sorted(works), works == WORKS.keys(), f"{sorted(WORKS)}")
+    return table
 
 
-def format_table(table: LaunchTable) -> str:
-    """The text of a table, one step a line, architectures by age."""
+def format_table(listed: ListedTable) -> str:
+    """The text of the module `launch_table`: one step a line, architectures by age."""
     architectures = [
-        f"  {json.dumps(name)}: {{\n{_format_works(table[name])}\n  }}"
-        for name in sorted(table, key=_version)
+        f"    {json.dumps(name)}: {{\n{_format_works(listed[name])}    }},\n"
+        for name in sorted(listed, key=_version)
     ]
-    return "{\n" + ",\n".join(architectures) + "\n}\n"
+    docstring = f'"""{launch_table.__doc__}"""'
+    return f"{docstring}\n\nLAUNCHES: {LISTED_TYPE} = {{\n{''.join(architectures)}}}\n"
 
 
 def step_fields(step: LaunchStep[Any]) -> dict[str, int | None]:
@@ -175,18 +304,34 @@ def launch_fields(launch: AnyLaunch) -> dict[str, int | None]:
     return {k: v for k, v in launch._asdict().items() if k not in defaults or defaults[k] != v}
 
 
+def _nearest_steps(name: str, work: str, table: LaunchTable) -> Steps:
+    nearest = nearest_architecture(name, [other for other in table if work in table[other]])
+    steps = table[nearest][work]
+    return steps if nearest == name else tuple(map(_without_bound, steps))
+
+
 def _without_bound(step: LaunchStep[Any]) -> LaunchStep[Any]:
-    if isinstance(step.launch, Launch):
+    if isinstance(step.launch, Launch | ScoreLaunch):
         return step._replace(launch=step.launch._replace(maxnreg=None))
     return step
 
 
-def _format_works(works: Mapping[str, Steps]) -> str:
+def _format_works(works: Mapping[str, list[dict[str, int | None]]]) -> str:
     lines = []
-    for work in WORKS:
-        steps = ",\n".join(f"      {json.dumps(step_fields(step))}" for step in works[work])
-        lines.append(f"    {json.dumps(work)}: [\n{steps}\n    ]")
-    return ",\n".join(lines)
+    for work in (work for work in WORKS if work in works):
+        steps = "".join(map(_format_step, works[work]))
+        lines.append(f"        {json.dumps(work)}: [\n{steps}        ],\n")
+    return "".join(lines)
+
+
+def _format_step(step: Mapping[str, int | None]) -> str:
+    """A step on one line, or on a line for each field where one is too short."""
+    fields = [f"{json.dumps(name)}: {value}" for name, value in step.items()]
+    line = f"            {{{', '.join(fields)}}},\n"
+    if len(line) <= LINE_LENGTH + 1:
+        return line
+    lines = "".join(f"                {field},\n" for field in fields)
+    return f"            {{\n{lines}            }},\n"
 
 
 def _version(name: str) -> int:
@@ -196,7 +341,7 @@ def _version(name: str) -> int:
 def _parse_architecture(name: str, works: Any) -> dict[str, Steps]:
     _check("architecture", name, re.fullmatch(r"sm_\d+", name), "a name like 'sm_90'")
     _check(name, works, isinstance(works, dict), "works by name")
-    _check(f"works of {name}", sorted(works), works.keys() == WORKS.keys(), f"{sorted(WORKS)}")
+    _check(f"works of {name}", sorted(works), works.keys() <= WORKS.keys(), f"{sorted(WORKS)}")
     return {
         work: _parse_steps(f"{name}, {work}", steps, WORKS[work]) for work, steps in works.items()
     }
@@ -210,12 +355,12 @@ def _parse_steps(where: str, steps: Any, kind: type[AnyLaunch]) -> Steps:
     sizes = [step.up_to for step in parsed]
     bounds = [size for size in sizes if size is not None]
     is_ascending = bounds == sorted(set(bounds)) and sizes == [*bounds, None]
-    _check(f"up_to of {where}", sizes, is_ascending, "ascending sizes and null at the end")
+    _check(f"up_to of {where}", sizes, is_ascending, "ascending sizes and None at the end")
     return parsed
 
 
 def _parse_step(where: str, step: Any, kind: type[AnyLaunch]) -> LaunchStep[Any]:
-    _check(where, step, isinstance(step, dict), "an object of fields")
+    _check(where, step, isinstance(step, dict), "a dict of fields")
     defaults = kind._field_defaults
     known, needed = {"up_to", *kind._fields}, {"up_to", *kind._fields} - defaults.keys()
     is_complete = needed <= step.keys() <= known
@@ -224,11 +369,11 @@ def _parse_step(where: str, step: Any, kind: type[AnyLaunch]) -> LaunchStep[Any]
         can_be_null = name == "up_to" or (name in defaults and defaults[name] is None)
         is_valid = can_be_null if value is None else type(value) is int and value > 0
         _check(f"{name} of {where}", value, is_valid, "a whole number above 0")
-    num_warps = step["num_warps"]
+    launch = kind(**{name: value for name, value in step.items() if name != "up_to"})
+    num_warps = launch.num_warps
     is_power = num_warps & (num_warps - 1) == 0
     _check(f"num_warps of {where}", num_warps, is_power, "a power of two")
-    fields = {name: value for name, value in step.items() if name != "up_to"}
-    return LaunchStep(step["up_to"], kind(**fields))
+    return LaunchStep(step["up_to"], launch)
 
 
 def _check(where: str, value: Any, is_valid: object, expected: str) -> None:

@@ -1,18 +1,21 @@
 """Top-k: the best entries of each token, exactly, from scores in memory.
 
-Scores are compared as fp32 numbers are: ±0 are one number, and a NaN is never chosen. A program
-holds all scores of its row in registers. It counts those at two pivots at a time until the k-th
-largest is found, then lists, in ascending index, what is not below it, and of its equals the first
-where all are too many. Pivots are guesses: they decide how soon the search ends, never where;
-between them they are whole numbers ordered as scores are. A count is of a thread's scores first,
-as fp32, whose sums run beside the comparisons, then of a warp's, then of all warps' in each warp.
-Of a long row the largest of each group of 8 are made first, and of each 8 of these, until they fit
-a program. The best k entries are in the best k groups, since k groups that come before another one
-have k entries that come before all of its: the program goes down from groups to their members, k
-of them at a time.
+Scores are compared as fp32 numbers: ±0 are one number, and a NaN is never chosen. A program holds
+all scores of its row in registers. It counts the scores at or above two pivots at a time until it
+finds the k-th largest. It then lists, in ascending index, every score above that one, and its
+equals from the first on until k are listed.
+
+Pivots are guesses: they decide when the search ends, never its result. Pivots are order keys, whole
+numbers in the order of scores. A count adds up a thread's scores first, as fp32, whose sums run
+beside the comparisons, then a warp's, then all warps' in each warp.
+
+A row that does not fit a program is reduced first, to the largest of each group of 8 scores. These
+are reduced in the same way until they fit. The best k entries are in the best k groups, since k
+groups before another one have k entries before all of its. The program goes down from groups to
+their members, k groups at a time.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -21,41 +24,57 @@ from torch import Tensor
 from dsv4.formats import next_power_of_two
 from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.index_scratch import GROUP, group_levels, narrow_width, padded_entries
+from dsv4.kernels.triton.launch import GroupLaunch, TopkLaunch, find_launch
 from dsv4.kernels.triton.primitives import wait_for_launch_before
 
-MIN_WIDTH = 1024  # scores of a program
-KEYS_PER_THREAD = 32
-MIN_WARPS, MAX_WARPS = 8, 16
+MIN_WIDTH = 1024  # the fewest scores of a program: four for each thread of 8 warps
 VECTOR = 4  # neighbours that a thread reads at once
-CHUNK = 4096  # scores of which a program makes the largest of groups
-CHUNK_WARPS = 4
 GROUP_SIZE = tl.constexpr(GROUP)
 SIGN_BIT = tl.constexpr(-(2**31))
 INF_BITS, NAN_BITS = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
 NO_KEY = tl.constexpr(-0x7F800001)  # below -inf
 END_KEY = tl.constexpr(0x7F800001)  # above inf
 FIRST_MARGIN = tl.constexpr(0.05)  # standard deviations from the first guess to its pivots
-MARGIN = tl.constexpr(0.7)  # the same of a guess between two counts
-STEP = tl.constexpr(0.1)  # standard deviations of groups that a level's pivots are apart
-NEAR, FAR = tl.constexpr(0.7), tl.constexpr(1.4)  # pivots, of the way to a guess beyond two counts
-MAX_GUESSES = tl.constexpr(12)  # passes after which what is left is cut in thirds
+MARGIN = tl.constexpr(0.7)  # standard deviations from a guess between two counts to its pivots
+STEP = tl.constexpr(0.1)  # standard deviations of groups between the two pivots of a level
+NEAR, FAR = tl.constexpr(0.7), tl.constexpr(1.4)  # pivots, as shares of the way to a guess beyond
+MAX_GUESSES = tl.constexpr(12)  # passes of guesses, before the interval is cut in thirds
+
+
+class RowShape(NamedTuple):
+    """The scores that a program holds, and its threads that hold them, four or more each."""
+
+    WIDTH: tl.constexpr
+    THREADS: tl.constexpr
+
+
+class Quads(NamedTuple):
+    """The first, second, third and fourth of every four neighbours, `[WIDTH / 4]` each."""
+
+    first: tl.tensor
+    second: tl.tensor
+    third: tl.tensor
+    fourth: tl.tensor
+
+
+class Interval(NamedTuple):
+    """Two order keys, and how many scores are not below each of them."""
+
+    low: tl.tensor
+    high: tl.tensor
+    num_low: tl.tensor
+    num_high: tl.tensor
 
 
 @triton.constexpr_function
-def program_warps(width):
-    """Warps of a program that holds so many scores."""
-    return max(MIN_WARPS, min(MAX_WARPS, width // (32 * KEYS_PER_THREAD)))
-
-
-@triton.constexpr_function
-def num_threads(width):
+def num_threads(WIDTH, WARPS):
     """Threads of a program that hold its scores, four or more each."""
-    return min(width // 4, 32 * program_warps(width))
+    return min(WIDTH // 4, 32 * WARPS)
 
 
 @triton.jit
 def visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO: tl.constexpr):
-    """A token's slot, int64, and how many entries it sees; none if it is padding."""
+    """A token's slot, int64, and the number of entries that it sees; 0 for padding."""
     slot = tl.load(request_slots_ptr + tl.load(request_ids_ptr + token)).to(tl.int64)
     position = tl.load(positions_ptr + token)
     return slot, tl.where(slot >= 0, (position + 1) // RATIO, 0)
@@ -71,7 +90,7 @@ def order_keys(bits):
 
 @triton.jit
 def key_bits(key):
-    """The fp32 bits of an order key; NaN's of NO_KEY and END_KEY."""
+    """The fp32 bits of an order key; NO_KEY and END_KEY give a NaN's."""
     return tl.where(key < 0, (-key) | SIGN_BIT, key)
 
 
@@ -83,7 +102,7 @@ def key_value(key):
 
 @triton.jit
 def bits_before(bits, at, end, VECTOR: tl.constexpr):
-    """A NaN's bits from `end` on, where it cuts a vector; whole vectors after it are a NaN's."""
+    """Make NaN of the bits from `end` on if it cuts a vector; whole vectors after it are NaN."""
     if end % VECTOR != 0:
         bits = tl.where(at < end, bits, NAN_BITS)
     return bits
@@ -91,7 +110,10 @@ def bits_before(bits, at, end, VECTOR: tl.constexpr):
 
 @triton.jit
 def load_bits(scores_ptr, end, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
-    """Bits of scores before `end`, then a NaN's. Up to VECTOR - 1 after it are read, not used."""
+    """Load the bits of scores before `end`, `[WIDTH]`; NaN from there on.
+
+    Up to VECTOR - 1 scores after `end` are read and not used.
+    """
     at = tl.arange(0, WIDTH)
     bits = tl.load(scores_ptr + at, mask=at // VECTOR * VECTOR < end, other=NAN_BITS)
     return bits_before(bits, at, end, VECTOR)
@@ -99,7 +121,7 @@ def load_bits(scores_ptr, end, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def upper_quantile(share):
-    """About how many standard deviations above the mean a share of normal numbers begins."""
+    """Estimate how many standard deviations above the mean the largest share of numbers begins."""
     tail = tl.minimum(share, 1.0 - share)
     t = tl.sqrt(-1.3862944 * tl.log2(tl.maximum(tail, 1e-6)))
     z = t - (2.30753 + 0.27061 * t) / (1.0 + (0.99229 + 0.04481 * t) * t)
@@ -114,40 +136,39 @@ def value_key(value):
 
 @triton.jit
 def split_quads(x, WIDTH: tl.constexpr):
-    """The first of every four neighbours, the second, the third, the fourth; a thread has all."""
+    """Split `[WIDTH]` into `Quads`; a thread keeps all four of a quad."""
     even, odd = tl.split(tl.reshape(x, (WIDTH // 4, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
-    return first, second, third, fourth
+    return Quads(first, second, third, fourth)
 
 
 @triton.jit
-def sum_lanes(x, NUM: tl.constexpr):
-    """The sums of each warp: of a thread first, then of its lanes."""
-    THREADS: tl.constexpr = num_threads(NUM * 4)
-    threads = tl.sum(tl.reshape(x, (NUM // THREADS, THREADS)), axis=0)
+def sum_lanes(x, THREADS: tl.constexpr):
+    """The sum of each warp, `[warps]`: over a thread first, then over lanes."""
+    threads = tl.sum(tl.reshape(x, (x.shape[0] // THREADS, THREADS)), axis=0)  # [THREADS]
     return tl.sum(tl.reshape(threads, (THREADS // 32, 32)), axis=1)
 
 
 @triton.jit
-def sum_both(a, b, NUM: tl.constexpr):
-    """The sums of two, in each warp, then of all warps, which takes one barrier."""
-    warps = tl.join(sum_lanes(a, NUM), sum_lanes(b, NUM))
+def sum_both(a, b, THREADS: tl.constexpr):
+    """The sums of two tensors: over each warp, then over all warps, which takes one barrier."""
+    warps = tl.join(sum_lanes(a, THREADS), sum_lanes(b, THREADS))  # [warps, 2]
     each = warps[None, :, :] + tl.zeros((1, warps.shape[0], 2), tl.float32)
     return tl.split(tl.sum(tl.sum(each, axis=1), axis=0))
 
 
 @triton.jit
-def first_pivots(scores, count, wanted, WIDTH: tl.constexpr):
-    """Two keys around the wanted-th of `count` largest, if they are normal numbers.
+def first_pivots(scores, count, wanted, SHAPE: tl.constexpr):
+    """Two keys around the wanted-th largest of `count` scores, if they are normal numbers.
 
-    Every fourth is asked. Returns their standard deviation too.
+    The estimate takes every fourth score. Returns their standard deviation too.
     """
-    sample, _second, _third, _fourth = split_quads(scores, WIDTH)
+    sample = split_quads(scores, SHAPE.WIDTH).first  # [WIDTH / 4]
     scale = 1.0 / tl.cdiv(count, 4).to(tl.float32)
     is_finite = tl.abs(sample) < float("inf")
     values = tl.where(is_finite, sample, 0.0)
-    mean, square = sum_both(values, values * values, WIDTH // 4)
+    mean, square = sum_both(values, values * values, SHAPE.THREADS)
     mean, square = mean * scale, square * scale
     deviation = tl.sqrt(tl.maximum(square - mean * mean, 0.0))
     guess = mean + deviation * upper_quantile(tl.minimum(wanted / count.to(tl.float32), 1.0))
@@ -160,7 +181,7 @@ def first_pivots(scores, count, wanted, WIDTH: tl.constexpr):
 
 @triton.jit
 def key_between(low, high, fraction, is_by_value):
-    """The key at a fraction of the way, as numbers are spaced or as keys are."""
+    """The key at a fraction of the way from low to high, by value or by key."""
     span = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
     step = (span.to(tl.float32) * tl.minimum(tl.maximum(fraction, 0.0), 1.0)).to(tl.uint32)
     key = (low.to(tl.uint32, bitcast=True) + step).to(tl.int32, bitcast=True)
@@ -171,10 +192,10 @@ def key_between(low, high, fraction, is_by_value):
 
 
 @triton.jit
-def pivots_between(low, high, num_low, num_high, wanted, is_by_thirds):
-    """Two keys around the wanted-th largest, if what is left is evenly spaced from low to high."""
-    num_before = (num_low - wanted).to(tl.float32) + 0.5
-    num_after = (wanted - num_high).to(tl.float32) - 0.5
+def pivots_between(interval, wanted, is_by_thirds):
+    """Two keys around the wanted-th largest, if scores in the interval are evenly spaced."""
+    num_before = (interval.num_low - wanted).to(tl.float32) + 0.5
+    num_after = (wanted - interval.num_high).to(tl.float32) - 0.5
     num_left = num_before + num_after
     root = tl.rsqrt(num_left)
     middle = num_before * root * root
@@ -183,18 +204,20 @@ def pivots_between(low, high, num_low, num_high, wanted, is_by_thirds):
     first = tl.where(is_by_thirds, 0.33333334, middle - margin)
     last = tl.where(is_by_thirds, 0.6666667, middle + margin)
     is_by_value = not is_by_thirds
+    low, high = interval.low, interval.high
     return key_between(low, high, first, is_by_value), key_between(low, high, last, is_by_value)
 
 
 @triton.jit
-def pivots_beyond(low, high, num_low, num_high, first, last, num_first, num_last, wanted):
-    """Two keys around the wanted-th largest, if counts go on as from `first` to `last`."""
-    is_below = low == NO_KEY
-    start = tl.where(is_below, high, low)
-    num_start = tl.where(is_below, num_high, num_low).to(tl.float32)
-    ratio = tl.maximum(num_first.to(tl.float32), 0.5) / tl.maximum(num_last.to(tl.float32), 0.5)
+def pivots_beyond(interval, pivots, wanted):
+    """Two keys around the wanted-th largest, if counts go on as between the last two pivots."""
+    is_below = interval.low == NO_KEY
+    start = tl.where(is_below, interval.high, interval.low)
+    num_start = tl.where(is_below, interval.num_high, interval.num_low).to(tl.float32)
+    num_first = tl.maximum(pivots.num_low.to(tl.float32), 0.5)
+    ratio = num_first / tl.maximum(pivots.num_high.to(tl.float32), 0.5)
     steps = tl.log2(tl.maximum(num_start, 0.5) / wanted) / tl.maximum(tl.log2(ratio), 0.05)
-    way = steps * (last - first + 1).to(tl.float32)
+    way = steps * (pivots.high - pivots.low + 1).to(tl.float32)
     down = NO_KEY - start.to(tl.float32)
     up = END_KEY - start.to(tl.float32)
     near = start + tl.minimum(tl.maximum(way * NEAR, down), up).to(tl.int32)
@@ -203,29 +226,28 @@ def pivots_beyond(low, high, num_low, num_high, first, last, num_first, num_last
 
 
 @triton.jit
-def by_thread(x, WIDTH: tl.constexpr):
-    """The same in three dimensions, of which a thread has all of the first and the last."""
-    NUM: tl.constexpr = num_threads(WIDTH)
-    return tl.reshape(x, (WIDTH // 4 // NUM, NUM, 4))
+def by_thread(x, SHAPE: tl.constexpr):
+    """`[quads, THREADS, 4]` of `[WIDTH]`: a thread has all of the first and last dimension."""
+    return tl.reshape(x, (SHAPE.WIDTH // 4 // SHAPE.THREADS, SHAPE.THREADS, 4))
 
 
 @triton.jit
 def in_each_warp(x):
-    """A number of each warp, int32, in a row that every warp has: one barrier, no second sum."""
+    """A number of each warp, int32, as a row that every warp has: one barrier, no second sum."""
     return x[None, :] + tl.zeros((1, x.shape[0]), tl.int32)
 
 
 @triton.jit
-def num_at_least(scores, low, WIDTH: tl.constexpr):
-    """How many scores of each thread are not below `low`, fp32."""
-    ones = by_thread(tl.where(scores >= low, 1.0, 0.0), WIDTH)
+def num_at_least(scores, low, SHAPE: tl.constexpr):
+    """The number of scores of each thread that are not below `low`, fp32 `[THREADS]`."""
+    ones = by_thread(tl.where(scores >= low, 1.0, 0.0), SHAPE)
     return tl.sum(tl.sum(ones, axis=2), axis=0)
 
 
 @triton.jit
-def count_at_least(scores, low, high, WIDTH: tl.constexpr):
-    """How many scores are not below `low`, and not below `high`, which is no less."""
-    pairs = num_at_least(scores, high, WIDTH) * 65536.0 + num_at_least(scores, low, WIDTH)
+def count_at_least(scores, low, high, SHAPE: tl.constexpr):
+    """The number of scores not below `low`, and not below `high`, which is no less."""
+    pairs = num_at_least(scores, high, SHAPE) * 65536.0 + num_at_least(scores, low, SHAPE)
     warps = tl.sum(tl.reshape(pairs.to(tl.int32), (pairs.shape[0] // 32, 32)), axis=1)
     packed = tl.sum(tl.sum(in_each_warp(warps), axis=1), axis=0)
     return packed & 0xFFFF, (packed >> 16) & 0xFFFF
@@ -233,40 +255,40 @@ def count_at_least(scores, low, high, WIDTH: tl.constexpr):
 
 @triton.jit
 def largest_of(keys):
-    """The largest of a key of each thread."""
+    """The largest of `[THREADS]` keys."""
     warps = tl.max(tl.reshape(keys, (keys.shape[0] // 32, 32)), axis=1)
     return tl.max(tl.max(in_each_warp(warps), axis=1), axis=0)
 
 
 @triton.jit
-def largest_before(scores, high, WIDTH: tl.constexpr):
-    """The largest key before `high`; that of -inf if there is none."""
+def largest_before(scores, high, SHAPE: tl.constexpr):
+    """The largest key below `high`; -inf's if there is none."""
     left = tl.where(scores <= key_value(high - 1), scores, float("-inf"))
-    return largest_of(value_key(tl.max(tl.max(by_thread(left, WIDTH), axis=2), axis=0)))
+    return largest_of(value_key(tl.max(tl.max(by_thread(left, SHAPE), axis=2), axis=0)))
 
 
 @triton.jit
-def smallest_from(scores, low, WIDTH: tl.constexpr):
-    """The smallest key from `low` on; that of inf if there is none."""
+def smallest_from(scores, low, SHAPE: tl.constexpr):
+    """The smallest key not below `low`; inf's if there is none."""
     left = tl.where(scores >= key_value(low), scores, float("inf"))
-    return -largest_of(-value_key(tl.min(tl.min(by_thread(left, WIDTH), axis=2), axis=0)))
+    return -largest_of(-value_key(tl.min(tl.min(by_thread(left, SHAPE), axis=2), axis=0)))
 
 
 @triton.jit
-def find_threshold(scores, first, last, count, wanted, WIDTH: tl.constexpr):
-    """The key from which on `wanted` are, or the wanted-th largest's, which others may share.
+def find_threshold(scores, first, last, count, wanted, SHAPE: tl.constexpr):
+    """A key with exactly `wanted` scores >= it, or the wanted-th largest's, which others share.
 
-    That of -inf where fewer are.
+    -inf's if there are fewer scores. The search starts from the pivots first and last.
     """
     low, high = tl.full((), NO_KEY, tl.int32), tl.full((), END_KEY, tl.int32)
-    num_low = tl.where(count > wanted, tl.full((), WIDTH, tl.int32), wanted)
+    num_low = tl.where(count > wanted, tl.full((), SHAPE.WIDTH, tl.int32), wanted)
     num_high = tl.full((), 0, tl.int32)
     num_slow, num_passes = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     is_found = tl.full((), False, tl.int1)
     while not is_found:
         first = tl.minimum(tl.maximum(first, low + 1), high - 1)
         last = tl.minimum(tl.maximum(last, first), high - 1)
-        num_first, num_last = count_at_least(scores, key_value(first), key_value(last), WIDTH)
+        num_first, num_last = count_at_least(scores, key_value(first), key_value(last), SHAPE)
         num_between = num_low - num_high
         has_first, has_last = num_first >= wanted, num_last >= wanted
         low = tl.where(has_last, last, tl.where(has_first, first, low))
@@ -280,27 +302,28 @@ def find_threshold(scores, first, last, count, wanted, WIDTH: tl.constexpr):
         if not is_found:
             is_open = (low == NO_KEY) | (high == END_KEY)
             if num_high + 1 == wanted:
-                low = largest_before(scores, high, WIDTH)
+                low = largest_before(scores, high, SHAPE)
                 is_found = tl.full((), True, tl.int1)
             elif is_open & (num_passes < 3):
-                first, last = pivots_beyond(low, high, num_low, num_high, first, last, num_first,
-                                            num_last, wanted)  # fmt: skip
+                pivots = Interval(first, last, num_first, num_last)
+                first, last = pivots_beyond(Interval(low, high, num_low, num_high), pivots, wanted)
             elif (num_slow > 1) & (not is_open) & (num_passes < MAX_GUESSES):
-                low = smallest_from(scores, low, WIDTH)
-                high = largest_before(scores, high, WIDTH) + 1
+                low = smallest_from(scores, low, SHAPE)
+                high = largest_before(scores, high, SHAPE) + 1
                 num_slow = tl.full((), -1, tl.int32)
                 first, last = low + 1, high - 1
             else:
                 is_by_thirds = is_open | (num_passes >= MAX_GUESSES)
-                first, last = pivots_between(low, high, num_low, num_high, wanted, is_by_thirds)
+                interval = Interval(low, high, num_low, num_high)
+                first, last = pivots_between(interval, wanted, is_by_thirds)
     return tl.maximum(low, NO_KEY + 1)
 
 
 @triton.jit
 def count_before(counts, NUM: tl.constexpr):
-    """The sum of all before each, and of all: in the lanes of a warp first, then in all warps.
+    """Exclusive prefix sums of `[NUM]` counts, and their total: over lanes, then over warps.
 
-    Two halves are summed at once, as halves of one number.
+    The first and the second half are summed at once, as halves of one number.
     """
     LANES: tl.constexpr = min(32, NUM // 2)
     GROUPS: tl.constexpr = NUM // 2 // LANES
@@ -319,22 +342,23 @@ def count_before(counts, NUM: tl.constexpr):
 
 @triton.jit
 def is_at_least(scores, low):
-    """1 for what is not below, 0 for the rest."""
+    """1 where scores are not below `low`, else 0."""
     return tl.where(scores >= low, 1, 0)
 
 
 @triton.jit
 def count_quads(scores, low, WIDTH: tl.constexpr):
-    """How many scores not below `low` come before each quad, and how many there are."""
+    """The number of scores not below `low` before each quad, and in all."""
     quads = tl.sum(tl.reshape(tl.where(scores >= low, 1.0, 0.0), (WIDTH // 4, 4)), axis=1)
     return count_before(quads.to(tl.int32), WIDTH // 4)
 
 
 @triton.jit
-def keep_first_equals(scores, low, wanted, WIDTH: tl.constexpr):
-    """NaN for those with this key after so many of them that the wanted are full."""
+def keep_first_equals(scores, low, wanted, SHAPE: tl.constexpr):
+    """Replace scores equal to `low` by NaN once `wanted` scores are kept."""
+    WIDTH: tl.constexpr = SHAPE.WIDTH
     upper = key_value(low + 1)
-    num_above, _same = count_at_least(scores, upper, upper, WIDTH)
+    num_above, _same = count_at_least(scores, upper, upper, SHAPE)
     is_equal = scores == key_value(low)
     quads = tl.reshape(tl.where(is_equal, 1, 0), (WIDTH // 4, 4))
     before, _total = count_before(tl.sum(quads, axis=1), WIDTH // 4)
@@ -351,77 +375,76 @@ def page_row(block, entry, ENTRIES_PER_BLOCK: tl.constexpr):
 
 @triton.jit
 def store_quarter(list_ptr, rows_ptr, entry, row, is_best, place, HAS_ROWS: tl.constexpr):
-    """Store those of one quarter that are among the best, and their rows."""
+    """Store the best of one of the four of every quad, and their rows."""
     tl.store(list_ptr + place, entry, mask=is_best)
     if HAS_ROWS:
         tl.store(rows_ptr + place, row, mask=is_best)
 
 
 @triton.jit
-def store_best(list_ptr, rows_ptr, scores, entry, block0, block1, block2, block3, low, wanted,
-               WIDTH: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
-               HAS_ROWS: tl.constexpr):  # fmt: skip
-    """Store which are the best, ascending; returns how many. `entry` is each quad's first."""
+def store_best(list_ptr, rows_ptr, scores, entry, blocks, low, wanted, SHAPE: tl.constexpr,
+               ENTRIES_PER_BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr):  # fmt: skip
+    """Store the best entries in ascending order; return how many. `entry` is each quad's first."""
+    WIDTH: tl.constexpr = SHAPE.WIDTH
     floor = key_value(low)
-    place0, total = count_quads(scores, floor, WIDTH)
+    place0, total = count_quads(scores, floor, WIDTH)  # [WIDTH / 4]
     if total > wanted:
-        scores = keep_first_equals(scores, low, wanted, WIDTH)
+        scores = keep_first_equals(scores, low, wanted, SHAPE)
         place0, total = count_quads(scores, floor, WIDTH)
-    scores0, scores1, scores2, scores3 = split_quads(scores, WIDTH)
-    place1 = place0 + is_at_least(scores0, floor)
-    place2 = place1 + is_at_least(scores1, floor)
-    place3 = place2 + is_at_least(scores2, floor)
-    row0 = page_row(block0, entry, ENTRIES_PER_BLOCK)
+    quads = split_quads(scores, WIDTH)
+    place1 = place0 + is_at_least(quads.first, floor)
+    place2 = place1 + is_at_least(quads.second, floor)
+    place3 = place2 + is_at_least(quads.third, floor)
+    row0 = page_row(blocks.first, entry, ENTRIES_PER_BLOCK)
     if ENTRIES_PER_BLOCK % 4 == 0:
         row1, row2, row3 = row0 | 1, row0 | 2, row0 | 3
     else:
-        row1 = page_row(block1, entry + 1, ENTRIES_PER_BLOCK)
-        row2 = page_row(block2, entry + 2, ENTRIES_PER_BLOCK)
-        row3 = page_row(block3, entry + 3, ENTRIES_PER_BLOCK)
-    store_quarter(list_ptr, rows_ptr, entry, row0, scores0 >= floor, place0, HAS_ROWS)
-    store_quarter(list_ptr, rows_ptr, entry + 1, row1, scores1 >= floor, place1, HAS_ROWS)
-    store_quarter(list_ptr, rows_ptr, entry + 2, row2, scores2 >= floor, place2, HAS_ROWS)
-    store_quarter(list_ptr, rows_ptr, entry + 3, row3, scores3 >= floor, place3, HAS_ROWS)
+        row1 = page_row(blocks.second, entry + 1, ENTRIES_PER_BLOCK)
+        row2 = page_row(blocks.third, entry + 2, ENTRIES_PER_BLOCK)
+        row3 = page_row(blocks.fourth, entry + 3, ENTRIES_PER_BLOCK)
+    store_quarter(list_ptr, rows_ptr, entry, row0, quads.first >= floor, place0, HAS_ROWS)
+    store_quarter(list_ptr, rows_ptr, entry + 1, row1, quads.second >= floor, place1, HAS_ROWS)
+    store_quarter(list_ptr, rows_ptr, entry + 2, row2, quads.third >= floor, place2, HAS_ROWS)
+    store_quarter(list_ptr, rows_ptr, entry + 3, row3, quads.fourth >= floor, place3, HAS_ROWS)
     return total
 
 
 @triton.jit
 def level_size(num_padded, level: tl.constexpr, VECTOR: tl.constexpr):
-    """Groups of a level; whole vectors, which loads are to know."""
+    """The number of groups of a level, in a form that tells loads they are whole vectors."""
     return num_padded // (GROUP_SIZE**level * VECTOR) * VECTOR
 
 
 @triton.jit
 def load_members(level_ptr, list_ptr, num_listed, end, WIDTH: tl.constexpr,
                  VECTOR: tl.constexpr):  # fmt: skip
-    """Bits of the members of listed groups, NaN's from `end` on; and each quad's first member."""
+    """Load the bits of listed groups' members, NaN from `end` on; and each quad's first member."""
     lane = tl.arange(0, WIDTH // GROUP_SIZE)
     group = tl.load(list_ptr + lane, mask=lane < num_listed, other=0)
-    at = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+    at = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]  # [groups, GROUP_SIZE]
     is_listed = (lane < num_listed)[:, None]
     bits = tl.load(level_ptr + at, mask=is_listed & (at // VECTOR * VECTOR < end), other=NAN_BITS)
     bits = bits_before(bits, at, end, VECTOR)
-    first, _second, _third, _fourth = split_quads(tl.reshape(at, (WIDTH,)), WIDTH)
-    return tl.reshape(bits, (WIDTH,)), first
+    return tl.reshape(bits, (WIDTH,)), split_quads(tl.reshape(at, (WIDTH,)), WIDTH).first
 
 
 @triton.jit
 def load_blocks(pages, entry, end, ENTRIES_PER_BLOCK: tl.constexpr):
-    """The blocks of each quad's four entries, all one where blocks are cut between quads."""
+    """Load the blocks of each quad's four entries; one is enough where no block ends in a quad."""
     block0 = tl.load(pages + entry // ENTRIES_PER_BLOCK, mask=entry < end, other=-1)
     if ENTRIES_PER_BLOCK % 4 == 0:
-        return block0, block0, block0, block0
+        return Quads(block0, block0, block0, block0)
     else:
         last = entry + 3
         block1 = tl.load(pages + (entry + 1) // ENTRIES_PER_BLOCK, mask=entry + 1 < end, other=-1)
         block2 = tl.load(pages + (entry + 2) // ENTRIES_PER_BLOCK, mask=entry + 2 < end, other=-1)
         block3 = tl.load(pages + last // ENTRIES_PER_BLOCK, mask=last < end, other=-1)
-        return block0, block1, block2, block3
+        return Quads(block0, block1, block2, block3)
 
 
 @triton.jit
 def store_tops(tops_ptr, keys, chunk, num_tops, SIZE: tl.constexpr):
-    """Store the bits of the largest key of each of a chunk's groups; returns these keys."""
+    """Store the bits of the largest key of each of a chunk's groups; return these keys."""
     tops = tl.max(tl.reshape(keys, (SIZE, GROUP_SIZE)), axis=1)
     at = chunk * SIZE + tl.arange(0, SIZE)
     tl.store(tops_ptr + at, key_bits(tops), mask=at < num_tops)
@@ -437,7 +460,7 @@ def _group_kernel(
     positions_ptr, request_ids_ptr, request_slots_ptr,
     RATIO: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Store the largest score of each group, of each group of groups and so on; NaN for none."""
+    """Store the largest score of each group, then of each group of groups; NaN for none."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
                                    request_slots_ptr, RATIO)  # fmt: skip
@@ -467,8 +490,10 @@ def _topk_kernel(
     first_token, topk, num_padded, max_entries, positions_ptr, request_ids_ptr, request_slots_ptr,
     block_table_ptr, table_stride, RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
     LEVELS: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Choose a token's entries; where it sees no more than topk, all, and no score is read."""
+    """Choose a token's entries. If it sees at most topk, choose all and read no score."""
+    SHAPE: tl.constexpr = RowShape(WIDTH, num_threads(WIDTH, WARPS))
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     request = tl.load(request_ids_ptr + token)
@@ -490,12 +515,12 @@ def _topk_kernel(
         pages = block_table_ptr + slot * table_stride
         entry = tl.arange(0, WIDTH // 4) * 4
         scores = bits.to(tl.float32, bitcast=True)
-        first, last, deviation = first_pivots(scores, count, topk, WIDTH)
+        first, last, deviation = first_pivots(scores, count, topk, SHAPE)
         for level in tl.static_range(LEVELS):
-            low = find_threshold(scores, first, last, count, topk, WIDTH)
-            num_listed = store_best(entries_ptr, rows_ptr, scores, entry, entry, entry, entry,
-                                    entry, low, topk, WIDTH, ENTRIES_PER_BLOCK,
-                                    False)  # fmt: skip
+            low = find_threshold(scores, first, last, count, topk, SHAPE)
+            unused = Quads(entry, entry, entry, entry)
+            num_listed = store_best(entries_ptr, rows_ptr, scores, entry, unused, low, topk, SHAPE,
+                                    ENTRIES_PER_BLOCK, False)  # fmt: skip
             first, last = low, value_key(key_value(low) + STEP * deviation)
             if level == LEVELS - 1:
                 level_ptr = scores_ptr
@@ -508,13 +533,13 @@ def _topk_kernel(
             tl.debug_barrier()
             scores = bits.to(tl.float32, bitcast=True)
             if low == NO_KEY + 1:
-                first, last, deviation = first_pivots(scores, count, topk, WIDTH)
+                first, last, deviation = first_pivots(scores, count, topk, SHAPE)
         end = tl.where(slot >= 0, num_seen, 0)
-        block0, block1, block2, block3 = load_blocks(pages, entry, end, ENTRIES_PER_BLOCK)
-        low = find_threshold(scores, first, last, count, topk, WIDTH)
+        blocks = load_blocks(pages, entry, end, ENTRIES_PER_BLOCK)
+        low = find_threshold(scores, first, last, count, topk, SHAPE)
         low = tl.where(slot >= 0, low, END_KEY)
-        num_stored = store_best(entries_ptr, rows_ptr, scores, entry, block0, block1, block2,
-                                block3, low, topk, WIDTH, ENTRIES_PER_BLOCK, True)  # fmt: skip
+        num_stored = store_best(entries_ptr, rows_ptr, scores, entry, blocks, low, topk, SHAPE,
+                                ENTRIES_PER_BLOCK, True)  # fmt: skip
         is_empty = (lane >= num_stored) & (lane < topk)
         tl.store(entries_ptr + lane, -1, mask=is_empty)
         tl.store(rows_ptr + lane, tl.full((BLOCK_K,), -1, tl.int64), mask=is_empty)
@@ -544,13 +569,13 @@ def choose_best(
     """Write the selection of num_tokens tokens from first_token on.
 
     Args:
-        chosen: Of all tokens.
-        scores: `[num_tokens, at least max_entries]` fp32, rows of these tokens, contiguous.
-            Nothing is read of a token that sees no more than topk entries.
+        chosen: The selection of all tokens.
+        scores: `[num_tokens, at least max_entries]` fp32, contiguous rows of these tokens.
+            The row of a token that sees at most topk entries is not read.
         group_tops: `[num_tokens, at least num_group_tops]` int32, scratch for rows that do not
             fit a program.
     """
-    topk = chosen.entry_idx.shape[1]
+    topk, device = chosen.entry_idx.shape[1], scores.device
     levels, width = program_shape(max_entries, topk=topk)
     strides = (scores.stride(0), group_tops.stride(0) if levels else 0)
     vector = VECTOR if not any(stride % VECTOR for stride in strides) else 1
@@ -564,20 +589,21 @@ def choose_best(
         "RATIO": ratio, "LEVELS": levels, "VECTOR": vector, "launch_pdl": True,
     }  # fmt: skip
     if levels:
-        grid = (num_tokens, -(-max_entries // CHUNK))
-        _group_kernel[grid](**shared, CHUNK=CHUNK, num_warps=CHUNK_WARPS)
+        group = find_launch(GroupLaunch, "top-k groups", device)
+        grid = (num_tokens, -(-max_entries // group.scores))
+        _group_kernel[grid](**shared, CHUNK=group.scores, num_warps=group.num_warps)
+    num_warps = find_launch(TopkLaunch, "top-k", device, width).num_warps
     _topk_kernel[(num_tokens,)](
         **shared, entry_idx_ptr=chosen.entry_idx, rows_ptr=chosen.rows, counts_ptr=chosen.counts,
         max_entries=max_entries,
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         ENTRIES_PER_BLOCK=entries_per_block, WIDTH=width,
-        BLOCK_K=next_power_of_two(topk),
-        num_warps=program_warps(width),
+        BLOCK_K=next_power_of_two(topk), WARPS=num_warps, num_warps=num_warps,
     )  # fmt: skip
 
 
 def program_shape(max_entries: int, *, topk: int) -> tuple[int, int]:
-    """Levels of groups above the scores, and how many scores a program holds."""
+    """The levels of groups above the scores, and the number of scores that a program holds."""
     if max_entries <= topk:
         return 0, MIN_WIDTH
     levels = group_levels(max_entries, topk=topk)
@@ -587,7 +613,7 @@ def program_shape(max_entries: int, *, topk: int) -> tuple[int, int]:
 
 
 def distinct_sizes(longest: int, *, topk: int) -> list[int]:
-    """The fewest entries for every choice of programs, up to the longest row."""
+    """The fewest entries that give each shape of programs, up to the longest row."""
     powers = [2**n + 1 for n in range(longest.bit_length())]
     fewest: dict[object, int] = {}
     for size in sorted(size for size in {1, topk + 1, *powers} if size <= longest):

@@ -1,6 +1,5 @@
 """Results of the benches for reading: tables, and sentences below them."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -236,7 +235,7 @@ def _cache_row(row: Result, name: str) -> dict[str, Any]:
 
 def show_tune(result: Result) -> Shown:
     """Show present and chosen launches; then the skipped ones, and the table."""
-    from dsv4.kernels.triton.launch import format_table, parse_table
+    from dsv4.kernels.triton.launch import format_table
 
     columns = (
         ("work", "{work}"), ("size", "{size}"), ("present", "{present}"), ("us", "{present_us}"),
@@ -254,7 +253,7 @@ def show_tune(result: Result) -> Shown:
     ]
     last = f"written to {result['written']}"
     if result["written"] is None:
-        last = format_table(parse_table(json.dumps({architecture: result["table"]})))
+        last = format_table({architecture: result["table"]})
     return Shown([build_table(title, rows, columns)], [*skipped, last])
 
 

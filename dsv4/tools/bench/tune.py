@@ -20,14 +20,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from dsv4.kernels.triton import launch_table
 from dsv4.kernels.triton.launch import (
     TABLE_PATH,
-    WORKS,
+    TUNED_WORKS,
     AnyLaunch,
     LaunchStep,
     Steps,
     architecture,
-    committed_table,
     device_steps,
     format_table,
     launch_fields,
@@ -68,13 +68,18 @@ def bench_tune(*, is_written: bool = False) -> dict[str, Any]:
     require_cuda("tune")
     device = torch.device("cuda", torch.cuda.current_device())
     present = device_steps(device)
-    trials = [Trial(work, launch) for work in WORKS for launch in candidates(work, present[work])]
+    trials = [
+        Trial(work, launch) for work in TUNED_WORKS for launch in candidates(work, present[work])
+    ]
     problems = _problems(trials)
     choices = _choose_all(usable_launches(trials, problems), present)
     name = architecture(device)
-    chosen = chosen_steps(choices)
+    chosen = {
+        work: [step_fields(step) for step in steps] for work, steps in chosen_steps(choices).items()
+    }
     if is_written:
-        TABLE_PATH.write_text(format_table({**committed_table(), name: chosen}))
+        listed = launch_table.LAUNCHES
+        TABLE_PATH.write_text(format_table({**listed, name: {**listed.get(name, {}), **chosen}}))
     return {
         "bench": "tune",
         "architecture": name,
@@ -83,7 +88,7 @@ def bench_tune(*, is_written: bool = False) -> dict[str, Any]:
             {"work": work, "launch": launch_fields(launch), "problem": problem}
             for (work, launch), problem in problems.items()
         ],
-        "table": {work: [step_fields(step) for step in steps] for work, steps in chosen.items()},
+        "table": chosen,
         "written": str(TABLE_PATH) if is_written else None,
         "environment": environment(),
     }

@@ -181,6 +181,7 @@ def _gather_case(num_rows: int, *, num_layers: int) -> Case:
 def _has_same_bytes(work: str, launch: AnyLaunch, device: str) -> bool:
     if isinstance(launch, GatherLaunch):
         return _gathers_same_values(launch)
+    assert isinstance(launch, Launch), launch
     layer, kind = WRITES[work]
     config = write_config(layer, drafts_per_step=STEP_TOKENS.get(kind, 1) - 1)
     return _stores_same_bytes(config, launch, *CHECKED_LENGTHS[kind], device=device)

@@ -1,12 +1,14 @@
 """The choice of launches by made-up times, and the check of their bytes."""
 
 import json
+import runpy
 
 import pytest
 import torch
 
+from dsv4.kernels.triton import launch_table
 from dsv4.kernels.triton.launch import (
-    WORKS,
+    TUNED_WORKS,
     GatherLaunch,
     Launch,
     LaunchStep,
@@ -14,6 +16,7 @@ from dsv4.kernels.triton.launch import (
     format_table,
     parse_table,
     pick,
+    step_fields,
 )
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.bench import timing, tune, tune_cases
@@ -94,21 +97,22 @@ def test_a_work_without_a_launch_is_refused():
 def test_the_chosen_steps_are_a_table():
     choices = [
         Choice(work, size, committed_table()["sm_90"][work][0].launch, CANDIDATES[work][i % 2], {})
-        for work in WORKS
+        for work in TUNED_WORKS
         for i, size in enumerate(work_sizes(work))
     ]
     steps = chosen_steps(choices)
     assert [step.up_to for step in steps["csa decode"]] == [1, 32, 128, None]
     assert [step.up_to for step in steps["gather"]] == [32 * 512, None]
-    table = {"sm_100": steps}
-    assert parse_table(format_table(table)) == table
+    listed = {work: [step_fields(step) for step in found] for work, found in steps.items()}
+    table = parse_table({**launch_table.LAUNCHES, "sm_100": listed})
+    assert table["sm_100"] == steps
 
 
 def test_every_work_has_candidates_and_sizes():
-    assert CANDIDATES.keys() == WORKS.keys()
+    assert CANDIDATES.keys() == TUNED_WORKS.keys()
     for work, launches in CANDIDATES.items():
         assert len(set(launches)) == len(launches) > 1
-        assert all(type(launch) is WORKS[work] for launch in launches)
+        assert all(type(launch) is TUNED_WORKS[work] for launch in launches)
         assert list(work_sizes(work)) == sorted(set(work_sizes(work)))
 
 
@@ -128,7 +132,7 @@ class FakeGPU:
     """Make up times that depend on the warps alone, and on whether a window closes."""
 
     def __init__(self, monkeypatch, path) -> None:
-        path.write_text(format_table(committed_table()))
+        path.write_text(format_table(launch_table.LAUNCHES))
         monkeypatch.setattr(tune, "TABLE_PATH", path)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -148,7 +152,7 @@ class FakeGPU:
 
 @pytest.fixture
 def fake_gpu(monkeypatch, tmp_path):
-    return FakeGPU(monkeypatch, tmp_path / "table.json")
+    return FakeGPU(monkeypatch, tmp_path / "table.py")
 
 
 def test_the_command_prints_a_table(fake_gpu, capsys):
@@ -162,16 +166,22 @@ def test_the_command_prints_a_table(fake_gpu, capsys):
     assert result["architecture"] == "sm_100" and result["written"] is None
     assert result["skipped"][0]["problem"] == "spills 2 registers"
     assert '      {"up_to": 32, "num_warps": 2},\n' in out and "Launches of sm_100" in out
-    assert parse_table(tune.TABLE_PATH.read_text()) == committed_table()
+    assert read_table() == launch_table.LAUNCHES
 
 
 def test_the_command_writes_one_architecture(fake_gpu, capsys):
     assert main(["bench", "tune", "--write", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    written = parse_table(tune.TABLE_PATH.read_text())
-    assert list(written) == ["sm_90", "sm_100"]
-    assert written["sm_90"] == committed_table()["sm_90"]
-    assert json.loads(tune.TABLE_PATH.read_text())["sm_100"] == result["table"]
+    written = read_table()
+    assert list(written) == ["sm_80", "sm_90", "sm_100"]
+    assert written["sm_90"] == launch_table.LAUNCHES["sm_90"]
+    assert written["sm_100"] == {**launch_table.LAUNCHES["sm_100"], **result["table"]}
+    parse_table(written)
+
+
+def read_table() -> dict:
+    """The table that the command may have written."""
+    return runpy.run_path(str(tune.TABLE_PATH))["LAUNCHES"]
 
 
 def test_times_are_weighted_and_the_quickest_of_the_rounds(monkeypatch):

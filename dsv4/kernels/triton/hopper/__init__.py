@@ -1,3 +1,4 @@
-"""Kernels for Hopper alone, in Gluon: twins of Triton kernels where their compiler stands in the
-way. The Triton kernel of the same contract stays the portable path.
+"""Attention kernels for Hopper alone, in Gluon, where Triton's compiler stands in the way.
+
+The Triton kernel of the same contract stays the portable path.
 """

@@ -1,67 +1,63 @@
-"""Attention of a chunk's many tokens on Hopper, as `gluon.attention`'s for 64 heads of a program.
+"""Attention of a chunk's many tokens on Hopper, with 64 heads of a program.
 
-A program takes one token after the other, so that the next one's rows are on their way and decoded
-while the last one's output is stored.
+It differs from `hopper.attention` in that a program takes one token after another. The next token's
+rows are loaded and decoded while the last one's output is stored.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, decode_tiles
+from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, RowsSpec, decode_tiles
 from dsv4.kernels.triton.hopper.many_heads import HEADS, make_exchange, multiply_many, store_many
-from dsv4.kernels.triton.hopper.program import Cut, find_work, make_memory, place_rows
+from dsv4.kernels.triton.hopper.program import (
+    EntryPtrs,
+    ResultPtrs,
+    Splits,
+    Tokens,
+    WindowPtrs,
+    find_work,
+    make_memory,
+    place_rows,
+)
 from dsv4.kernels.triton.hopper.softmax import load_query
-
-CUT = Cut(2, 56, 200)
+from dsv4.kernels.triton.launch import ATTEND_SIZES, ATTEND_UNALIGNED
 
 
 @gluon.jit
-def multiply_in_turn(num_works, tokens, splits, memory, query_ptr, query, between, scale, results,
-                     NUM_HEADS: gl.constexpr, ENTRIES: gl.constexpr, WINDOW: gl.constexpr,
-                     RATIO: gl.constexpr, STAGES: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
-    """A side's part of one work after the other.
+def multiply_in_turn(num_works, tokens, splits, memory, query_ptr, query, exchange, scale, results,
+                     NUM_HEADS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
+                     SIDE: gl.constexpr):  # fmt: skip
+    """Multiply and store one side's share of one work after another.
 
-    Each is found again when its results are there, which leaves registers to the products.
+    A work is found again before its results are stored, which leaves registers to the products.
     """
     count = gl.to_tensor(0)
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        tiles, _token, where = find_work(work, tokens, splits, NUM_HEADS, HEADS, ENTRIES, WINDOW,
-                                         RATIO)  # fmt: skip
-        load_query(query, query_ptr, where, NUM_HEADS, SIDE)
-        acc, largest, total, count = multiply_many(tiles, count, memory, query, between, scale,
+        tiles, _token, out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
+        load_query(query, query_ptr, out_loc, NUM_HEADS, SIDE)
+        acc, largest, total, count = multiply_many(tiles, count, memory, query, exchange, scale,
                                                    STAGES, SIDE)  # fmt: skip
-        _tiles, _token, where = find_work(work, tokens, splits, NUM_HEADS, HEADS, ENTRIES, WINDOW,
-                                          RATIO)  # fmt: skip
-        store_many(acc, largest, total, query, results, where, True, NUM_HEADS, False, SIDE)
+        _tiles, _token, out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
+        store_many(acc, largest, total, query, results, out_loc, True, NUM_HEADS, False, SIDE)
         gl.thread_barrier()
 
 
 @gluon.jit
 def decode_in_turn(num_works, tokens, splits, memory, window, entries, NUM_HEADS: gl.constexpr,
-                   ENTRIES: gl.constexpr, WINDOW: gl.constexpr, RATIO: gl.constexpr,
-                   RING_ROWS: gl.constexpr, ENTRY_ROWS: gl.constexpr, HAS_CHUNKS: gl.constexpr,
-                   STAGES: gl.constexpr):  # fmt: skip
-    """Decode the rows of one work after the other."""
+                   SPEC: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Decode the rows of one work after another."""
     count = gl.to_tensor(0)
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        tiles, token, _where = find_work(work, tokens, splits, NUM_HEADS, HEADS, ENTRIES, WINDOW,
-                                         RATIO)  # fmt: skip
-        rows, bases = place_rows(token, window, entries, HAS_CHUNKS)
-        count = decode_tiles(tiles, count, memory, rows, bases, ENTRIES, WINDOW, RING_ROWS,
-                             ENTRY_ROWS, STAGES, False)  # fmt: skip
+        tiles, token, _out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
+        row_source, bases = place_rows(token, window, entries, SPEC)
+        count = decode_tiles(tiles, count, memory, row_source, bases, SPEC, STAGES, False)
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "rows_stride", "row_stride", "num_entries", "table_stride", "first_token", "num_works",
-        "num_splits", "split_step", "tile_step", "tiles_per_split",
-    ],
-    do_not_specialize_on_alignment=[
-        "sinks_ptr", "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr",
-        "before_ptr", "after_ptr", "starts_ptr", "block_table_ptr",
-    ],
-)  # fmt: skip
+    do_not_specialize=[*ATTEND_SIZES, "num_works"],
+    do_not_specialize_on_alignment=ATTEND_UNALIGNED,
+)
 def _attend_chunk_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
@@ -74,26 +70,27 @@ def _attend_chunk_kernel(
     HAS_CHUNKS: gl.constexpr, IS_SPLIT: gl.constexpr, STAGES: gl.constexpr,
     DECODING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tokens and 64 of their heads each, one after the other, over all of their rows."""
+    """Attend for tokens and 64 of their heads each, one after another, over all of their rows."""
     gdc_wait()
-    tokens = first_token, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr
-    splits = num_splits, split_step, tile_step, tiles_per_split
-    window = (ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
-              before_ptr, starts_ptr)  # fmt: skip
-    entries = (entries_ptr, entries_stride, rows_ptr, rows_stride, row_stride, block_table_ptr,
-               table_stride)  # fmt: skip
-    results = sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr
+    SPEC: gl.constexpr = RowsSpec(WINDOW, RING_ROWS, HAS_CHUNKS, ENTRIES, RATIO, ENTRY_ROWS)
+    tokens = Tokens(first_token, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr)
+    splits = Splits(num_splits, split_step, tile_step, tiles_per_split)
+    window = WindowPtrs(ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr,
+                        workspace_scales_ptr, before_ptr, starts_ptr)  # fmt: skip
+    entries = EntryPtrs(entries_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
+                        block_table_ptr, table_stride)  # fmt: skip
+    results = ResultPtrs(sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr)
     query, memory = make_memory(HEADS, STAGES, 2)
-    between = make_exchange()
+    exchange = make_exchange()
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (multiply_in_turn, (num_works, tokens, splits, memory, query_ptr, query, between, scale,
-                                results, NUM_HEADS, ENTRIES, WINDOW, RATIO, STAGES, 0)),
-            (multiply_in_turn, (num_works, tokens, splits, memory, query_ptr, query, between, scale,
-                                results, NUM_HEADS, ENTRIES, WINDOW, RATIO, STAGES, 1)),
-            (decode_in_turn, (num_works, tokens, splits, memory, window, entries, NUM_HEADS,
-                              ENTRIES, WINDOW, RATIO, RING_ROWS, ENTRY_ROWS, HAS_CHUNKS, STAGES)),
+            (multiply_in_turn, (num_works, tokens, splits, memory, query_ptr, query, exchange,
+                                scale, results, NUM_HEADS, SPEC, STAGES, 0)),
+            (multiply_in_turn, (num_works, tokens, splits, memory, query_ptr, query, exchange,
+                                scale, results, NUM_HEADS, SPEC, STAGES, 1)),
+            (decode_in_turn, (num_works, tokens, splits, memory, window, entries, NUM_HEADS, SPEC,
+                              STAGES)),
         ],
         [4, DECODING_WARPS],
         [MULTIPLYING_REGISTERS, DECODING_REGISTERS],

@@ -1,9 +1,10 @@
-"""Decoding of fp8 rows by warps of their own, on Hopper: tiles of rows to stages in shared memory.
+"""Decoding of fp8 rows on Hopper: some warps turn tiles of rows into stages in shared memory.
 
-E4M3 becomes BF16 by the conversions there are, by way of FP16 and FP32, all of them exact, and so
-is the product with the scale. A NaN code stays one, and makes a NaN of the row's logit and with it
-of every output.
+E4M3 becomes BF16 by way of FP16 and FP32. Each conversion is exact, and so is the product with the
+scale. A NaN code stays NaN, and makes the row's logit and then every output NaN.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,14 +15,14 @@ GROUP = gl.constexpr(64)  # channels that share a scale
 CODE_GROUPS = gl.constexpr(7)
 DIM = gl.constexpr(512)
 ROPE = gl.constexpr(64)
-PART = gl.constexpr(128)  # channels of a buffer; stores to one buffer would wait for each other
-PARTS = gl.constexpr(4)
-SIDE_PARTS = gl.constexpr(2)  # of the channels of a group of warps that multiplies
+CHANNEL_QUARTER = gl.constexpr(128)  # channels of a buffer; stores to one would wait for each other
+CHANNEL_QUARTERS = gl.constexpr(4)
+SIDE_QUARTERS = gl.constexpr(2)  # quarters of a side, one of the two groups of warps that multiply
 DATA_BYTES = gl.constexpr(576)
 SCALE_BYTES = gl.constexpr(8)
 DECODING_WARPS = gl.constexpr(8)
 
-# A thread has a row's 16 bytes of each group of channels; four threads have a row.
+# A thread has 16 bytes of a row in each group of channels; four threads have a row.
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
 QUARTERS = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0]))
@@ -54,9 +55,62 @@ DECODE = gl.constexpr("""
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; prefetch.global.L2 [$1 + 64]; mov.u32 $0, 0;")
 
 
+class RowsSpec(NamedTuple):
+    """The rows that a launch reads: window and rings, source, ratio and pages of entries."""
+
+    WINDOW: gl.constexpr
+    RING_ROWS: gl.constexpr
+    HAS_CHUNKS: gl.constexpr
+    ENTRIES: gl.constexpr
+    RATIO: gl.constexpr
+    ENTRY_ROWS: gl.constexpr
+
+
+class Tiles(NamedTuple):
+    """The tiles of a work, from first to end by step."""
+
+    first: gl.tensor
+    end: gl.tensor
+    step: gl.tensor
+
+
+class Stages(NamedTuple):
+    """Decoded tiles in shared memory, and barriers: a stage is full, is empty.
+
+    quarters hold the channels, `[STAGES, TILE, CHANNEL_QUARTER]` each; biases `[STAGES, TILE]`
+    are added to the rows' logits: 0, or -inf where there is no row.
+    """
+
+    quarters: gl.tuple
+    biases: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class RowSource(NamedTuple):
+    """Sources of a token's rows: a ring or the workspace, a list of rows, a block table."""
+
+    position: gl.tensor
+    window_start: gl.tensor
+    in_workspace: gl.tensor
+    num_rows: gl.tensor
+    list_ptr: gl.tensor
+    list_stride: gl.tensor
+    table_ptr: gl.tensor
+
+
+class RowBases(NamedTuple):
+    """Pointers that rows are relative to. scales_offset leads from the window's data to scales."""
+
+    window_ptr: gl.tensor
+    scales_offset: gl.tensor
+    entries_ptr: gl.tensor
+    entries_stride: gl.tensor
+
+
 @gluon.jit
 def decode_words(words, scale):
-    """Four E4M3 codes a word to two words of two BF16 numbers each, times a scale, twice BF16."""
+    """Words of four E4M3 codes to words of two BF16 numbers, times a pair of BF16 scales."""
     low, high = gl.inline_asm_elementwise(
         DECODE, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -73,48 +127,43 @@ def scale_pair(scales, group: gl.constexpr):
 
 
 @gluon.jit
-def find_rows(tile, end, where, ENTRIES: gl.constexpr, WINDOW: gl.constexpr,
-              RING_ROWS: gl.constexpr, ENTRY_ROWS: gl.constexpr):  # fmt: skip
-    """What tells where a tile's rows are: a row of the window's memory, a listed row, a block.
-
-    -1 where there is none.
-    """
-    position, window_start, in_workspace, num_rows, list_ptr, list_stride, table_ptr = where
-    row = tile * TILE + gl.arange(0, TILE, layout=ROWS)
-    found = gl.full((TILE,), -1, gl.int32, layout=ROWS)
+def find_rows(tile, end, source, SPEC: gl.constexpr):
+    """Find a tile's rows: a row of the window's memory, a listed row, or a block; -1 for none."""
+    row = tile * TILE + gl.arange(0, TILE, layout=ROWS)  # [TILE]
+    rows = gl.full((TILE,), -1, gl.int32, layout=ROWS)
     if tile < end:
-        if tile < WINDOW // TILE:
-            at = position - (WINDOW - 1) + row
-            kept = gl.where(in_workspace, window_start + row, at % RING_ROWS)
-            found = gl.where(at >= 0, kept, -1)
-        elif ENTRIES == "listed":
-            entry = (row - WINDOW).to(gl.int64)
-            listed = gl.load(list_ptr + entry * list_stride, mask=row < num_rows, other=-1)
-            found = listed.to(gl.int32)  # a device's rows are fewer than 2^31
-        elif ENTRIES == "all":
-            column = (row - WINDOW) // ENTRY_ROWS
-            found = gl.load(table_ptr + column, mask=row < num_rows, other=-1)
-    return found
+        if tile < SPEC.WINDOW // TILE:
+            at = source.position - (SPEC.WINDOW - 1) + row
+            kept = gl.where(source.in_workspace, source.window_start + row, at % SPEC.RING_ROWS)
+            rows = gl.where(at >= 0, kept, -1)
+        elif SPEC.ENTRIES == "listed":
+            entry = (row - SPEC.WINDOW).to(gl.int64)
+            listed = gl.load(source.list_ptr + entry * source.list_stride,
+                             mask=row < source.num_rows, other=-1)  # fmt: skip
+            rows = listed.to(gl.int32)  # a device's rows are fewer than 2^31
+        elif SPEC.ENTRIES == "all":
+            column = (row - SPEC.WINDOW) // SPEC.ENTRY_ROWS
+            rows = gl.load(source.table_ptr + column, mask=row < source.num_rows, other=-1)
+    return rows
 
 
 @gluon.jit
-def row_pointers(tile, found, bases, ENTRIES: gl.constexpr, WINDOW: gl.constexpr,
-                 ENTRY_ROWS: gl.constexpr):  # fmt: skip
-    """Pointers to the data, in words, and to the scales of a tile's rows."""
-    base_ptr, scales_offset, entries_ptr, entries_stride = bases
-    start, row = gl.zeros_like(found).to(gl.int64), found.to(gl.int64)
-    if ENTRIES != "none":
-        is_window = tile < WINDOW // TILE
-        if ENTRIES == "listed":
-            listed = found.to(gl.uint32)
-            page, entry_row = listed // ENTRY_ROWS, listed % ENTRY_ROWS
+def row_pointers(tile, rows, bases, SPEC: gl.constexpr):
+    """Pointers to the data, in words, and to the scales of a tile's rows, `[TILE]`."""
+    base_ptr, scales_offset = bases.window_ptr, bases.scales_offset
+    start, row = gl.zeros_like(rows).to(gl.int64), rows.to(gl.int64)
+    if SPEC.ENTRIES != "none":
+        is_window = tile < SPEC.WINDOW // TILE
+        if SPEC.ENTRIES == "listed":
+            listed = rows.to(gl.uint32)
+            page, entry_row = listed // SPEC.ENTRY_ROWS, listed % SPEC.ENTRY_ROWS
         else:
-            entry = tile * TILE - WINDOW + gl.arange(0, TILE, layout=ROWS)
-            page, entry_row = found, entry % ENTRY_ROWS
-        start = gl.where(is_window, start, page.to(gl.int64) * entries_stride)
+            entry = tile * TILE - SPEC.WINDOW + gl.arange(0, TILE, layout=ROWS)
+            page, entry_row = rows, entry % SPEC.ENTRY_ROWS
+        start = gl.where(is_window, start, page.to(gl.int64) * bases.entries_stride)
         row = gl.where(is_window, row, entry_row.to(gl.int64))
-        base_ptr = gl.where(is_window, base_ptr, entries_ptr)
-        scales_offset = gl.where(is_window, scales_offset, ENTRY_ROWS * DATA_BYTES)
+        base_ptr = gl.where(is_window, base_ptr, bases.entries_ptr)
+        scales_offset = gl.where(is_window, scales_offset, SPEC.ENTRY_ROWS * DATA_BYTES)
     data_ptr = base_ptr + (start + row * DATA_BYTES)
     scale_ptr = base_ptr + scales_offset + (start + row * SCALE_BYTES)
     return (data_ptr.to(gl.pointer_type(gl.int32), bitcast=True),
@@ -123,7 +172,7 @@ def row_pointers(tile, found, bases, ENTRIES: gl.constexpr, WINDOW: gl.constexpr
 
 @gluon.jit
 def prefetch_rows(data_ptr):
-    """Have rows brought to L2: each of a row's four threads asks for a quarter."""
+    """Prefetch rows to L2; each of a row's four threads asks for a quarter."""
     at = data_ptr.to(gl.int64, bitcast=True)
     at = gl.convert_layout(at, gl.SliceLayout(1, QUARTERS), assert_trivial=True)
     quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, QUARTERS))[None, :]
@@ -135,7 +184,7 @@ def prefetch_rows(data_ptr):
 
 @gluon.jit
 def load_codes(data_ptr, is_present, group: gl.constexpr):
-    """A group's codes, four a word; zeros where there is no row."""
+    """Load a group's codes, `[TILE, 16]` words of four; zeros where there is no row."""
     word = gl.arange(0, GROUP // 4, layout=gl.SliceLayout(0, WORDS))[None, :]
     mask = is_present[:, None] & (word >= 0)
     return gl.load(data_ptr[:, None] + word + group * (GROUP // 4), mask=mask, other=0)
@@ -143,7 +192,7 @@ def load_codes(data_ptr, is_present, group: gl.constexpr):
 
 @gluon.jit
 def load_rotated(data_ptr, is_present):
-    """The rotated channels, two a word."""
+    """Load the rotated channels, `[TILE, 32]` words of two."""
     word = gl.arange(0, ROPE // 2, layout=gl.SliceLayout(0, WIDE))[None, :]
     data_ptr = gl.convert_layout(data_ptr, gl.SliceLayout(1, WIDE), assert_trivial=True)
     is_present = gl.convert_layout(is_present, gl.SliceLayout(1, WIDE), assert_trivial=True)
@@ -152,22 +201,23 @@ def load_rotated(data_ptr, is_present):
 
 
 @gluon.jit
-def store_groups(part, left, right):
-    """Store two groups of channels side by side."""
-    both = gl.permute(gl.join(left, right), (0, 2, 1))
-    part._reinterpret(gl.int32, (TILE, GROUP), OPERAND_WORDS).store(gl.reshape(both, (TILE, GROUP)))
+def store_groups(quarter, left, right):
+    """Store two groups of channels side by side in a quarter's buffer."""
+    both = gl.permute(gl.join(left, right), (0, 2, 1))  # [TILE, 2, 32]
+    words = quarter._reinterpret(gl.int32, (TILE, GROUP), OPERAND_WORDS)
+    words.store(gl.reshape(both, (TILE, GROUP)))
 
 
 @gluon.jit
 def decode_group(codes, scales, group: gl.constexpr):
-    """A group of channels as words of two BF16 numbers."""
+    """Decode a group of channels to words of two BF16 numbers, `[TILE, 32]`."""
     scale, words = gl.broadcast(scale_pair(scales, group)[:, None], codes[group])
     return gl.convert_layout(decode_words(words, scale), WIDE, assert_trivial=True)
 
 
 @gluon.jit
 def load_tile(data_ptr, scale_ptr, is_present):
-    """Codes by group, rotated channels and scales of a tile's rows."""
+    """Load a tile's rows: codes by group, rotated channels and scales."""
     codes = gl.tuple(())
     for group in gl.static_range(CODE_GROUPS):
         codes = codes + (load_codes(data_ptr, is_present, group),)
@@ -176,54 +226,46 @@ def load_tile(data_ptr, scale_ptr, is_present):
 
 
 @gluon.jit
-def decode_tiles(tiles, count, memory, where, bases, ENTRIES: gl.constexpr, WINDOW: gl.constexpr,
-                 RING_ROWS: gl.constexpr, ENTRY_ROWS: gl.constexpr,
-                 STAGES: gl.constexpr, IS_EARLY: gl.constexpr):  # fmt: skip
+def decode_tiles(tiles, count, memory, source, bases, SPEC: gl.constexpr, STAGES: gl.constexpr,
+                 IS_EARLY: gl.constexpr):  # fmt: skip
     """Decode every tile of a token into the stages in turn, counted from `count` on.
 
-    The next tile is loaded before one is decoded, where there are registers for both, or after it.
-
-    A row's bias is added to its logits: 0, -inf where there is none.
+    IS_EARLY loads the next tile before this one is decoded, if registers hold both; else after it.
     """
-    first, end, step = tiles
-    parts, biases, full, empty = memory
-    IS_LISTED: gl.constexpr = ENTRIES == "listed"
-    found = find_rows(first, end, where, ENTRIES, WINDOW, RING_ROWS, ENTRY_ROWS)
-    data_ptr, scale_ptr = row_pointers(first, found, bases, ENTRIES, WINDOW, ENTRY_ROWS)
-    codes, rotated, scales = load_tile(data_ptr, scale_ptr, found >= 0)
-    later = find_rows(first + step, end, where, ENTRIES, WINDOW, RING_ROWS, ENTRY_ROWS)
+    IS_LISTED: gl.constexpr = SPEC.ENTRIES == "listed"
+    first, end, step = tiles.first, tiles.end, tiles.step
+    rows = find_rows(first, end, source, SPEC)
+    data_ptr, scale_ptr = row_pointers(first, rows, bases, SPEC)
+    codes, rotated, scales = load_tile(data_ptr, scale_ptr, rows >= 0)
+    next_rows = find_rows(first + step, end, source, SPEC)
     for tile in range(first, end, step):
         stage = count % STAGES
-        is_present, now_later = found >= 0, later
+        is_present = rows >= 0
         if IS_EARLY or IS_LISTED:
-            data_ptr, scale_ptr = row_pointers(
-                tile + step, gl.maximum(later, 0), bases, ENTRIES, WINDOW, ENTRY_ROWS
-            )
-            later = find_rows(tile + 2 * step, end, where, ENTRIES, WINDOW, RING_ROWS, ENTRY_ROWS)
+            data_ptr, scale_ptr = row_pointers(tile + step, gl.maximum(next_rows, 0), bases, SPEC)
+            after_next = find_rows(tile + 2 * step, end, source, SPEC)
         next_codes, next_rotated, next_scales = codes, rotated, scales
         if IS_EARLY:
-            next_codes, next_rotated, next_scales = load_tile(data_ptr, scale_ptr, now_later >= 0)
+            next_codes, next_rotated, next_scales = load_tile(data_ptr, scale_ptr, next_rows >= 0)
         elif IS_LISTED:
             prefetch_rows(data_ptr)
-        mbarrier.wait(empty.index(stage), (count // STAGES + 1) % 2)
+        mbarrier.wait(memory.empty.index(stage), (count // STAGES + 1) % 2)
         for pair in gl.static_range(3):
             left = decode_group(codes, scales, 2 * pair)
             right = decode_group(codes, scales, 2 * pair + 1)
-            store_groups(parts[pair].index(stage), left, right)
-        store_groups(parts[3].index(stage), decode_group(codes, scales, 6), rotated)
-        biases.index(stage).store(gl.where(is_present, 0.0, float("-inf")))
+            store_groups(memory.quarters[pair].index(stage), left, right)
+        store_groups(memory.quarters[3].index(stage), decode_group(codes, scales, 6), rotated)
+        memory.biases.index(stage).store(gl.where(is_present, 0.0, float("-inf")))
         fence_async_shared()  # it waits for loads
         if not IS_EARLY:
             if not IS_LISTED:
-                data_ptr, scale_ptr = row_pointers(
-                    tile + step, later, bases, ENTRIES, WINDOW, ENTRY_ROWS
-                )
-            next_codes, next_rotated, next_scales = load_tile(data_ptr, scale_ptr, now_later >= 0)
+                data_ptr, scale_ptr = row_pointers(tile + step, next_rows, bases, SPEC)
+            next_codes, next_rotated, next_scales = load_tile(data_ptr, scale_ptr, next_rows >= 0)
             if not IS_LISTED:
-                later = find_rows(tile + 2 * step, end, where, ENTRIES, WINDOW, RING_ROWS,
-                                  ENTRY_ROWS)  # fmt: skip
-        codes, rotated, scales, found = next_codes, next_rotated, next_scales, now_later
+                after_next = find_rows(tile + 2 * step, end, source, SPEC)
+        codes, rotated, scales = next_codes, next_rotated, next_scales
+        rows, next_rows = next_rows, after_next
         gl.thread_barrier()
-        mbarrier.arrive(full.index(stage), count=1)
+        mbarrier.arrive(memory.full.index(stage), count=1)
         count += 1
     return count

@@ -1,9 +1,11 @@
-"""Multiplying for up to 64 heads on Hopper: heads are the rows of both products.
+"""Products for up to 64 heads on Hopper: heads are the M dimension of both.
 
 Two groups of warps, the sides, are partitions of their own, and each has one half of the channels.
-Logits are the sum of both halves' products, which the sides exchange by way of shared memory. Both
-then take the softmax, so that weights stay in registers.
+Logits are the sum of both halves' products, which the sides exchange through shared memory. Both
+then compute the softmax, so that weights stay in registers.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,14 +15,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dsv4.kernels.triton.hopper.decode import DIM, PART, PARTS, SIDE_PARTS, TILE
+from dsv4.kernels.triton.hopper.decode import (
+    CHANNEL_QUARTER,
+    CHANNEL_QUARTERS,
+    DIM,
+    SIDE_QUARTERS,
+    TILE,
+)
 from dsv4.kernels.triton.hopper.program import make_barrier
 from dsv4.kernels.triton.hopper.softmax import (
     DENSE,
     finite_base,
     log_sum_exp,
     output_factor,
-    part_offsets,
+    quarter_offsets,
     rotate_back,
     wait_for_query,
 )
@@ -30,128 +38,133 @@ LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 HEAD_ROWS = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
-# Of logits on their way: the rows that a warp stores at once are in different banks.
+# Layout of exchanged logits: the rows that a warp stores at once are in different banks.
 EXCHANGED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+
+
+class Exchange(NamedTuple):
+    """Logits that the sides exchange, and barriers: both have written them, both have read them."""
+
+    logits: gl.shared_memory_descriptor
+    is_written: gl.shared_memory_descriptor
+    is_read: gl.shared_memory_descriptor
 
 
 @gluon.jit
 def make_exchange():
-    """Memory for logits on their way, and barriers: both sides have written, have taken them."""
-    exchanged = gl.allocate_shared_memory(gl.float32, (2, HEADS, TILE), EXCHANGED)
-    return exchanged, make_barrier(2), make_barrier(2)
+    """Allocate the exchange of logits."""
+    logits = gl.allocate_shared_memory(gl.float32, (2, HEADS, TILE), EXCHANGED)
+    return Exchange(logits, make_barrier(2), make_barrier(2))
 
 
 @gluon.jit
-def start_logits(query, parts, biases, count, stage, SIDE: gl.constexpr):
-    """Start a side's product of the queries and a tile's rows; one is on top of the rows' biases.
+def start_logits(query, memory, count, stage, SIDE: gl.constexpr):
+    """Start a side's product of the queries and a tile's rows; side 0 adds the rows' biases.
 
-    That the query's place seems to change keeps its many addresses out of registers.
+    Index by a runtime zero, so that the compiler does not hoist descriptor addresses into
+    registers.
     """
-    place = count >> 24  # 0
+    zero = count >> 24
     pending = gl.zeros((HEADS, TILE), gl.float32, layout=LOGITS)
     if SIDE == 0:
-        pending += biases.index(stage).load(gl.SliceLayout(0, LOGITS))[None, :]
-    for part in gl.static_range(SIDE * SIDE_PARTS, (SIDE + 1) * SIDE_PARTS):
-        keys = parts[part].index(stage).permute((1, 0))
-        pending = warpgroup_mma(query[part].index(place), keys, pending, is_async=True)
+        pending += memory.biases.index(stage).load(gl.SliceLayout(0, LOGITS))[None, :]
+    for quarter in gl.static_range(SIDE * SIDE_QUARTERS, (SIDE + 1) * SIDE_QUARTERS):
+        keys = memory.quarters[quarter].index(stage).permute((1, 0))
+        pending = warpgroup_mma(query[quarter].index(zero), keys, pending, is_async=True)
     return pending
 
 
 @gluon.jit
-def add_other(logits, between, count, SIDE: gl.constexpr):
-    """Add the other side's logits of the tile to a side's own; both get the same sums."""
-    exchanged, is_written, is_taken = between
-    mbarrier.wait(is_taken, (count + 1) % 2)
-    exchanged.index(SIDE).store(logits)
+def add_other(logits, exchange, count, SIDE: gl.constexpr):
+    """Add the other side's logits of the tile; both sides get the same sums."""
+    mbarrier.wait(exchange.is_read, (count + 1) % 2)
+    exchange.logits.index(SIDE).store(logits)
     gl.thread_barrier()
-    mbarrier.arrive(is_written, count=1)
-    mbarrier.wait(is_written, count % 2)
-    logits += exchanged.index(1 - SIDE).load(LOGITS)
+    mbarrier.arrive(exchange.is_written, count=1)
+    mbarrier.wait(exchange.is_written, count % 2)
+    logits += exchange.logits.index(1 - SIDE).load(LOGITS)  # [HEADS, TILE]
     gl.thread_barrier()
-    mbarrier.arrive(is_taken, count=1)
+    mbarrier.arrive(exchange.is_read, count=1)
     return logits
 
 
 @gluon.jit
-def add_output(acc, shrink, weights, parts, stage, SIDE: gl.constexpr):
+def add_output(acc, shrink, weights, quarters, stage, SIDE: gl.constexpr):
     """Shrink a side's accumulators and add its product of a tile's weights and rows.
 
     All of them shrink before the first product starts, so that no product waits for one.
     """
     factor = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
     shrunk, pending = gl.tuple(()), gl.tuple(())
-    for part in gl.static_range(SIDE_PARTS):
-        shrunk = shrunk + (acc[part] * factor,)
-    for part in gl.static_range(SIDE_PARTS):
-        values = parts[SIDE * SIDE_PARTS + part].index(stage)
-        pending = pending + (warpgroup_mma(weights, values, shrunk[part], is_async=True),)
+    for nth in gl.static_range(SIDE_QUARTERS):
+        shrunk = shrunk + (acc[nth] * factor,)  # [HEADS, CHANNEL_QUARTER]
+    for nth in gl.static_range(SIDE_QUARTERS):
+        values = quarters[SIDE * SIDE_QUARTERS + nth].index(stage)
+        pending = pending + (warpgroup_mma(weights, values, shrunk[nth], is_async=True),)
     return warpgroup_mma_wait(0, deps=pending)
 
 
 @gluon.jit
-def multiply_many(tiles, count, memory, query, between, scale, STAGES: gl.constexpr,
+def multiply_many(tiles, count, memory, query, exchange, scale, STAGES: gl.constexpr,
                   SIDE: gl.constexpr):  # fmt: skip
-    """The softmax of 64 heads, and a side's half of the output's channels.
+    """Compute the softmax of 64 heads, and a side's half of the output's channels.
 
     Tiles are counted from `count` on.
     """
-    first, end, step = tiles
-    parts, biases, full, empty = memory
     acc = gl.tuple(())
-    for _ in gl.static_range(SIDE_PARTS):
-        acc = acc + (gl.zeros((HEADS, PART), gl.float32, layout=OUTPUT),)
+    for _ in gl.static_range(SIDE_QUARTERS):
+        acc = acc + (gl.zeros((HEADS, CHANNEL_QUARTER), gl.float32, layout=OUTPUT),)
     largest = gl.full((HEADS,), float("-inf"), gl.float32, layout=HEAD_ROWS)
     total = gl.zeros((HEADS,), gl.float32, layout=HEAD_ROWS)
     wait_for_query()
-    for _ in range(first, end, step):
+    for _ in range(tiles.first, tiles.end, tiles.step):
         stage = count % STAGES
-        mbarrier.wait(full.index(stage), count // STAGES % 2)
-        pending = start_logits(query, parts, biases, count, stage, SIDE)
-        logits = add_other(warpgroup_mma_wait(0, deps=[pending]), between, count, SIDE)
-        new_largest = gl.maximum(largest, gl.max(logits, axis=1) * scale)
+        mbarrier.wait(memory.full.index(stage), count // STAGES % 2)
+        pending = start_logits(query, memory, count, stage, SIDE)
+        logits = add_other(warpgroup_mma_wait(0, deps=[pending]), exchange, count, SIDE)
+        new_largest = gl.maximum(largest, gl.max(logits, axis=1) * scale)  # [HEADS]
         base = finite_base(new_largest)
         shrink = gl.exp2(largest - base)
-        tile_weights = gl.exp2(logits * scale - base[:, None])
+        tile_weights = gl.exp2(logits * scale - base[:, None])  # [HEADS, TILE]
         largest, total = new_largest, total * shrink + gl.sum(tile_weights, axis=1)
         weights = gl.convert_layout(tile_weights.to(gl.bfloat16), WEIGHTS, assert_trivial=True)
-        acc = add_output(acc, shrink, weights, parts, stage, SIDE)
+        acc = add_output(acc, shrink, weights, memory.quarters, stage, SIDE)
         gl.thread_barrier()
-        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(memory.empty.index(stage), count=1)
         count += 1
     return acc, largest, total, count
 
 
 @gluon.jit
-def store_many(acc, largest, total, query, results, where, has_rows, NUM_HEADS: gl.constexpr,
+def store_many(acc, largest, total, query, results, out_loc, has_rows, NUM_HEADS: gl.constexpr,
                IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
-    """What a side has of the output, or of a part of it."""
-    sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr = results
-    position, first_head, row, part_row = where
-    head = gl.arange(0, HEADS, layout=HEAD_ROWS)
+    """Store a side's half of the output, or of a part of it."""
+    first_head, row, part_row = out_loc.first_head, out_loc.row, out_loc.part_row
+    head = gl.arange(0, HEADS, layout=HEAD_ROWS)  # [HEADS]
     is_head = first_head + head < NUM_HEADS
     if IS_SPLIT:
         if SIDE == 0:
-            gl.store(stats_ptr + 2 * (part_row + head), largest, mask=is_head)
-            gl.store(stats_ptr + 2 * (part_row + head) + 1, total, mask=is_head)
-        for part in gl.static_range(SIDE_PARTS):
-            at = part_offsets(SIDE * SIDE_PARTS + part, HEADS, OUTPUT)
+            gl.store(results.stats_ptr + 2 * (part_row + head), largest, mask=is_head)
+            gl.store(results.stats_ptr + 2 * (part_row + head) + 1, total, mask=is_head)
+        for nth in gl.static_range(SIDE_QUARTERS):
+            at = quarter_offsets(SIDE * SIDE_QUARTERS + nth, HEADS, OUTPUT)
             is_there = has_rows & (first_head * DIM + at < NUM_HEADS * DIM)
-            gl.store(partials_ptr + part_row * DIM + at, acc[part], mask=is_there)
+            gl.store(results.partials_ptr + part_row * DIM + at, acc[nth], mask=is_there)
     else:
         if SIDE == 0:
-            gl.store(lse_ptr + row + head, log_sum_exp(largest, total), mask=is_head)
-        sink = gl.load(sinks_ptr + first_head + head, mask=is_head, other=0.0)
+            gl.store(results.lse_ptr + row + head, log_sum_exp(largest, total), mask=is_head)
+        sink = gl.load(results.sinks_ptr + first_head + head, mask=is_head, other=0.0)
         factor = output_factor(sink, largest, total)
         factor = gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
-        # By way of shared memory, where a side's half of the query was, rows are stored whole.
-        for part in gl.static_range(SIDE_PARTS):
-            values = acc[part] * factor[:, None]
-            if SIDE * SIDE_PARTS + part == PARTS - 1:
-                values = rotate_back(values, cos_ptr, sin_ptr, position)
-            query[SIDE * SIDE_PARTS + part].index(0).store(values.to(gl.bfloat16))
+        # The output passes through the query's shared memory, so that rows are stored whole.
+        for nth in gl.static_range(SIDE_QUARTERS):
+            values = acc[nth] * factor[:, None]  # [HEADS, CHANNEL_QUARTER]
+            if SIDE * SIDE_QUARTERS + nth == CHANNEL_QUARTERS - 1:
+                values = rotate_back(values, results.cos_ptr, results.sin_ptr, out_loc.position)
+            query[SIDE * SIDE_QUARTERS + nth].index(0).store(values.to(gl.bfloat16))
         gl.thread_barrier()
-        for part in gl.static_range(SIDE_PARTS):
-            at = part_offsets(SIDE * SIDE_PARTS + part, HEADS, DENSE)
-            values = query[SIDE * SIDE_PARTS + part].index(0).load(DENSE)
+        for nth in gl.static_range(SIDE_QUARTERS):
+            at = quarter_offsets(SIDE * SIDE_QUARTERS + nth, HEADS, DENSE)
+            values = query[SIDE * SIDE_QUARTERS + nth].index(0).load(DENSE)
             is_there = first_head * DIM + at < NUM_HEADS * DIM
-            gl.store(output_ptr + row * DIM + at, values, mask=is_there)
+            gl.store(results.output_ptr + row * DIM + at, values, mask=is_there)

@@ -1,4 +1,4 @@
-"""What a program on Hopper begins with: its memory, and what it works on.
+"""The start of a program on Hopper: its operands, its shared memory, and its work.
 
 A work is a token and a block of its heads, over one split of the token's rows.
 """
@@ -9,20 +9,96 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dsv4.kernels.triton.hopper.decode import OPERAND, PART, PARTS, TILE, VECTOR
+from dsv4.kernels.triton.hopper.decode import (
+    CHANNEL_QUARTER,
+    CHANNEL_QUARTERS,
+    OPERAND,
+    TILE,
+    VECTOR,
+    RowBases,
+    RowSource,
+    Stages,
+    Tiles,
+)
 
 
-class Cut(NamedTuple):
-    """Stages that fit shared memory, and registers of a thread that decodes or multiplies."""
+class Tokens(NamedTuple):
+    """The tokens of a launch: the first one, the most entries of one, the plan's arrays."""
 
-    STAGES: int
-    DECODING_REGISTERS: int
-    MULTIPLYING_REGISTERS: int
+    first_token: gl.tensor
+    num_entries: gl.tensor
+    positions_ptr: gl.tensor
+    request_ids_ptr: gl.tensor
+    request_slots_ptr: gl.tensor
+
+
+class Splits(NamedTuple):
+    """The tiles of a token's splits, as `kernels.triton.attention.Splits`."""
+
+    num_splits: gl.tensor
+    split_step: gl.tensor
+    tile_step: gl.tensor
+    tiles_per_split: gl.tensor
+
+
+class WindowPtrs(NamedTuple):
+    """Memory of the window's rows: the rings, and the workspace of chunks."""
+
+    ring_ptr: gl.tensor
+    ring_scales_ptr: gl.tensor
+    ring_stride: gl.tensor
+    workspace_ptr: gl.tensor
+    workspace_scales_ptr: gl.tensor
+    before_ptr: gl.tensor
+    starts_ptr: gl.tensor
+
+
+class EntryPtrs(NamedTuple):
+    """Memory of the entries, the lists of selected rows, and the block table."""
+
+    entries_ptr: gl.tensor
+    entries_stride: gl.tensor
+    rows_ptr: gl.tensor
+    rows_stride: gl.tensor
+    row_stride: gl.tensor
+    block_table_ptr: gl.tensor
+    table_stride: gl.tensor
+
+
+class ResultPtrs(NamedTuple):
+    """Memory of the results, and of the sinks and tables that they depend on."""
+
+    sinks_ptr: gl.tensor
+    output_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    cos_ptr: gl.tensor
+    sin_ptr: gl.tensor
+    partials_ptr: gl.tensor
+    stats_ptr: gl.tensor
+
+
+class Token(NamedTuple):
+    """A token's number, request, slot, position and number of rows."""
+
+    token: gl.tensor
+    request: gl.tensor
+    slot: gl.tensor
+    position: gl.tensor
+    num_rows: gl.tensor
+
+
+class OutLoc(NamedTuple):
+    """The place of a work's results: position, first head, row of all heads, row of partials."""
+
+    position: gl.tensor
+    first_head: gl.tensor
+    row: gl.tensor
+    part_row: gl.tensor
 
 
 @gluon.jit
 def make_barrier(COUNT: gl.constexpr):
-    """A barrier for so many arrivals."""
+    """Allocate a barrier for COUNT arrivals."""
     barrier = gl.allocate_shared_memory(gl.int64, (1,), mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=COUNT)
     return barrier
@@ -30,70 +106,70 @@ def make_barrier(COUNT: gl.constexpr):
 
 @gluon.jit
 def make_memory(HEADS: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Memory for the query, and for the stages, which so many read before they are filled again."""
-    query, parts = gl.tuple(()), gl.tuple(())
-    for _ in gl.static_range(PARTS):
-        query = query + (gl.allocate_shared_memory(gl.bfloat16, (1, HEADS, PART), OPERAND),)
-        parts = parts + (gl.allocate_shared_memory(gl.bfloat16, (STAGES, TILE, PART), OPERAND),)
+    """Allocate the query and the stages; READERS read a stage before it is filled again."""
+    query, quarters = gl.tuple(()), gl.tuple(())
+    for _ in gl.static_range(CHANNEL_QUARTERS):
+        query = query + (
+            gl.allocate_shared_memory(gl.bfloat16, (1, HEADS, CHANNEL_QUARTER), OPERAND),
+        )
+        quarters = quarters + (
+            gl.allocate_shared_memory(gl.bfloat16, (STAGES, TILE, CHANNEL_QUARTER), OPERAND),
+        )
     biases = gl.allocate_shared_memory(gl.float32, (STAGES, TILE), VECTOR)
     full = gl.allocate_shared_memory(gl.int64, (STAGES, 1), mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, (STAGES, 1), mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=READERS)
-    return query, (parts, biases, full, empty)
+    return query, Stages(quarters, biases, full, empty)
 
 
 @gluon.jit
 def find_work(work, tokens, splits, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
-              ENTRIES: gl.constexpr, WINDOW: gl.constexpr, RATIO: gl.constexpr):  # fmt: skip
-    """A work's tiles, as first, end and step; its token; and where its results go.
-
-    The token is its number, request, slot, position and number of rows. Results are at a position,
-    from a head on, at a row of all heads and one of partial results.
-    """
-    first_token, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr = tokens
-    num_splits, split_step, tile_step, tiles_per_split = splits
+              SPEC: gl.constexpr):  # fmt: skip
+    """A work's tiles, its token, and where its results go."""
     BLOCKS: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     nth, split = work // BLOCKS, gl.program_id(1)
-    token, first_head = first_token + nth, work % BLOCKS * HEADS
-    request = gl.load(request_ids_ptr + token)
-    slot = gl.load(request_slots_ptr + request).to(gl.int64)
-    position = gl.load(positions_ptr + token)
-    num_rows = WINDOW
-    if ENTRIES == "listed":
-        num_rows += num_entries
-    elif ENTRIES == "all":
-        num_rows += gl.minimum((position + 1) // RATIO, num_entries)
+    token, first_head = tokens.first_token + nth, work % BLOCKS * HEADS
+    request = gl.load(tokens.request_ids_ptr + token)
+    slot = gl.load(tokens.request_slots_ptr + request).to(gl.int64)
+    position = gl.load(tokens.positions_ptr + token)
+    num_rows = SPEC.WINDOW
+    if SPEC.ENTRIES == "listed":
+        num_rows += tokens.num_entries
+    elif SPEC.ENTRIES == "all":
+        num_rows += gl.minimum((position + 1) // SPEC.RATIO, tokens.num_entries)
     num_rows = gl.where(slot >= 0, num_rows, 0)
-    first = split * split_step
-    end = gl.minimum(first + tiles_per_split * tile_step, gl.cdiv(num_rows, TILE))
+    first = split * splits.split_step
+    end = first + splits.tiles_per_split * splits.tile_step
+    end = gl.minimum(end, gl.cdiv(num_rows, TILE))
     row = token.to(gl.int64) * NUM_HEADS + first_head
-    part = (nth.to(gl.int64) * num_splits + split) * NUM_HEADS + first_head
-    tiles = first, end, tile_step
-    return tiles, (token, request, slot, position, num_rows), (position, first_head, row, part)
+    part_row = (nth.to(gl.int64) * splits.num_splits + split) * NUM_HEADS + first_head
+    tiles = Tiles(first, end, splits.tile_step)
+    token = Token(token, request, slot, position, num_rows)
+    return tiles, token, OutLoc(position, first_head, row, part_row)
 
 
 @gluon.jit
-def place_rows(token, window, entries, HAS_CHUNKS: gl.constexpr):
-    """What tells where a token's rows are, and the pointers that it counts from."""
-    (ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr, before_ptr,
-     starts_ptr) = window  # fmt: skip
-    (entries_ptr, entries_stride, rows_ptr, rows_stride, row_stride, block_table_ptr,
-     table_stride) = entries  # fmt: skip
-    token, request, slot, position, num_rows = token
-    window_ptr = ring_ptr + slot * ring_stride
-    window_scales = ring_scales_ptr.to(gl.int64) - ring_ptr.to(gl.int64)
+def place_rows(token, window, entries, SPEC: gl.constexpr):
+    """The source of a token's rows, and the pointers that they are relative to."""
+    window_ptr = window.ring_ptr + token.slot * window.ring_stride
+    window_scales = window.ring_scales_ptr.to(gl.int64) - window.ring_ptr.to(gl.int64)
     window_start = gl.to_tensor(0)
     in_workspace = gl.to_tensor(False)
-    if HAS_CHUNKS:
-        window_start = gl.load(starts_ptr + request)
+    if SPEC.HAS_CHUNKS:
+        window_start = gl.load(window.starts_ptr + token.request)
         in_workspace = window_start >= 0
-        window_start += position - gl.load(before_ptr + request)
-        window_ptr = gl.where(in_workspace, workspace_ptr, window_ptr)
-        workspace_scales = workspace_scales_ptr.to(gl.int64) - workspace_ptr.to(gl.int64)
+        window_start += token.position - gl.load(window.before_ptr + token.request)
+        window_ptr = gl.where(in_workspace, window.workspace_ptr, window_ptr)
+        workspace_scales = window.workspace_scales_ptr.to(gl.int64)
+        workspace_scales -= window.workspace_ptr.to(gl.int64)
         window_scales = gl.where(in_workspace, workspace_scales, window_scales)
-    where = (position, window_start, in_workspace, num_rows,
-             rows_ptr + token.to(gl.int64) * rows_stride, row_stride,
-             block_table_ptr + slot * table_stride)  # fmt: skip
-    return where, (window_ptr, window_scales.to(gl.int32), entries_ptr, entries_stride)
+    row_source = RowSource(
+        token.position, window_start, in_workspace, token.num_rows,
+        entries.rows_ptr + token.token.to(gl.int64) * entries.rows_stride, entries.row_stride,
+        entries.block_table_ptr + token.slot * entries.table_stride,
+    )  # fmt: skip
+    bases = RowBases(window_ptr, window_scales.to(gl.int32), entries.entries_ptr,
+                     entries.entries_stride)  # fmt: skip
+    return row_source, bases
