@@ -104,12 +104,16 @@ def save(path: Path, value: dict[str, Any]) -> None:
 
 
 def slices(tests: list[str], *, size: int = SLICE_TESTS) -> list[list[str]]:
-    """Tests of one file at a time, at most `size`; files of many tests come first."""
+    """Tests of one file at a time, at most `size`; files of many tests come first.
+
+    Other files come between the slices of one file, which need the same compiled kernels.
+    """
     files: dict[str, list[str]] = {}
     for test in tests:
         files.setdefault(test.partition("::")[0], []).append(test)
     ordered = sorted(files.values(), key=len, reverse=True)
-    return [names[i : i + size] for names in ordered for i in range(0, len(names), size)]
+    starts = range(0, max(map(len, ordered), default=0), size)
+    return [names[i : i + size] for i in starts for names in ordered if i < len(names)]
 
 
 def read_results(lines: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], str | None]:

@@ -135,5 +135,5 @@ def test_the_commit(gpu_tests, monkeypatch):
 def test_slices(gpu_tests):
     tests = [*(f"a.py::t{n}" for n in range(3)), *(f"b.py::t{n}" for n in range(5))]
     assert gpu_tests.slices(tests, size=4) == [
-        [f"b.py::t{n}" for n in range(4)], ["b.py::t4"], [f"a.py::t{n}" for n in range(3)],
+        [f"b.py::t{n}" for n in range(4)], [f"a.py::t{n}" for n in range(3)], ["b.py::t4"],
     ]  # fmt: skip
