@@ -1,14 +1,20 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The oldest transformers that is supported, beside the newest in requirements.txt.
-OLDEST := transformers==5.17.0
+# Requirements are whole locks: nothing but what they list is installed.
+INSTALL := pip install --quiet --disable-pip-version-check --no-deps --require-hashes
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+# Tests that run a model, in whose products CPUs differ, and another CPU's products.
+MODEL_TESTS := tests/test_docs.py tests/test_readme.py tests/tools/test_cli.py tests/tools/inspector \
+	tests/model tests/integrations
+OTHER_CPU := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE \
+	TEST_THREADS=2 OMP_WAIT_POLICY=passive
 
 # How long `make soak` runs, and where.
 MINUTES ?= 10
 DEVICE ?= cpu
 
-.PHONY: demo test lint unit oldest slow soak bench docs map sanitize clean
+.PHONY: demo test lint unit oldest slow othercpu gpu soak bench docs map sanitize lock clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dsv4 demo
@@ -21,13 +27,20 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy --strict dsv4
 
 unit: $(VENV)/.installed
-	$(BIN)/pytest -n 2
+	$(PYTEST) --durations=10
 
 oldest: $(VENV)/.oldest
-	PYTHONPATH=$(VENV)/oldest $(BIN)/pytest -n 2 tests/model tests/integrations tests/test_config.py
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) tests/model tests/integrations tests/test_config.py
 
 slow: $(VENV)/.installed
-	$(BIN)/pytest -n 2 -m slow
+	$(PYTEST) -m slow --durations=10
+
+othercpu: $(VENV)/.installed
+	$(OTHER_CPU) $(PYTEST) $(MODEL_TESTS)
+
+# Arguments of a part go into GPU_TESTS, as in make gpu GPU_TESTS="--minutes 4".
+gpu:
+	$(PYTHON) scripts/gpu_tests.py $(GPU_TESTS)
 
 soak: $(VENV)/.installed
 	$(BIN)/python -m tests.cache.soak --minutes $(MINUTES) --device $(DEVICE)
@@ -45,15 +58,16 @@ map:
 sanitize:
 	scripts/sanitize.sh
 
-$(VENV)/.installed: requirements.txt pyproject.toml
+$(VENV)/.installed: requirements.txt requirements-cuda.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/$(INSTALL) -r requirements.txt
+	$(BIN)/pip show torch | grep -q '^Version:.*+cpu' || $(BIN)/$(INSTALL) -r requirements-cuda.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-$(VENV)/.oldest: $(VENV)/.installed
+$(VENV)/.oldest: $(VENV)/.installed requirements-oldest.txt
 	rm -rf $(VENV)/oldest
-	$(BIN)/pip install --quiet --disable-pip-version-check --target $(VENV)/oldest $(OLDEST)
+	$(BIN)/$(INSTALL) --target $(VENV)/oldest -r requirements-oldest.txt
 	touch $@
 
 $(VENV)-docs/.installed: requirements-docs.txt
@@ -61,5 +75,13 @@ $(VENV)-docs/.installed: requirements-docs.txt
 	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	touch $@
 
+# WHEELS are other builds of pinned versions, whose hashes are added.
+lock: $(VENV)-lock/bin/uv
+	$(VENV)-lock/bin/python scripts/lock.py $(WHEELS:%=--wheel %) requirements*.txt
+
+$(VENV)-lock/bin/uv:
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/pip install --quiet --disable-pip-version-check uv
+
 clean:
-	rm -rf $(VENV) $(VENV)-docs build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

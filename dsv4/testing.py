@@ -20,6 +20,7 @@ from dsv4.kernels.contracts import (
 from dsv4.layer_schedule import AttentionType
 
 _Nested = TypeVar("_Nested")
+Draw = Callable[..., Tensor]  # takes a shape and a generator, as `torch.randn` does
 
 POISON_BYTE = 0xFF  # NaN in E4M3, UE8M0, BF16 and fp32 alike
 
@@ -41,12 +42,14 @@ def poison(manager: KVCacheManager) -> None:
     manager.device_memory.partials.fill_(torch.nan)
 
 
-def random_weights(config: CacheConfig, kind: AttentionType, *, seed: int) -> LayerWeights:
+def random_weights(
+    config: CacheConfig, kind: AttentionType, *, seed: int, draw: Draw = torch.randn
+) -> LayerWeights:
     """Draw the learned tensors of a layer, fp32, from a seed."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, mean: float = 0.0, spread: float = 0.5) -> Tensor:
-        return mean + spread * torch.randn(shape, generator=generator)
+        return mean + spread * draw(shape, generator=generator)
 
     def compressor(dim: int) -> CompressorWeights:
         width = _num_series(kind) * dim
@@ -67,12 +70,13 @@ def random_projections(
     *,
     seed: int,
     dtype: torch.dtype = torch.float32,
+    draw: Draw = torch.randn,
 ) -> LayerProjections:
     """Draw normal projections of one sequence from a seed."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn((num_tokens, *shape), generator=generator).to(dtype)
+        return draw((num_tokens, *shape), generator=generator).to(dtype)
 
     def compressor(dim: int) -> CompressorInputs:
         width = _num_series(kind) * dim
@@ -92,21 +96,33 @@ def random_projections(
     return LayerProjections(query, kv, main, index)
 
 
-def model_weights(config: CacheConfig, *, seed: int) -> list[LayerWeights]:
+def model_weights(
+    config: CacheConfig, *, seed: int, draw: Draw = torch.randn
+) -> list[LayerWeights]:
     """Draw weights of every layer of the schedule."""
     return [
-        random_weights(config, layer.attention_type, seed=seed + layer.layer_idx)
+        random_weights(config, layer.attention_type, seed=seed + layer.layer_idx, draw=draw)
         for layer in config.schedule
     ]
 
 
 def model_projections(
-    config: CacheConfig, num_tokens: int, *, seed: int, dtype: torch.dtype = torch.float32
+    config: CacheConfig,
+    num_tokens: int,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    draw: Draw = torch.randn,
 ) -> list[LayerProjections]:
     """Draw projections of one sequence for every layer of the schedule."""
     return [
         random_projections(
-            config, layer.attention_type, num_tokens, seed=seed + layer.layer_idx, dtype=dtype
+            config,
+            layer.attention_type,
+            num_tokens,
+            seed=seed + layer.layer_idx,
+            dtype=dtype,
+            draw=draw,
         )
         for layer in config.schedule
     ]

@@ -5,26 +5,22 @@ Without a GPU, Triton's kernels run under its interpreter.
 
 import os
 
+import pytest
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-    from triton.runtime import interpreter
+    from tests import interpreter
 
-    patched_modules: set[int] = set()
+    interpreter.install()
 
-    def call_device_function(function, *args, **kwargs):
-        """Patch Triton's language once for each module, not at every call of a function.
 
-        That takes longer than most functions. What a launch patches it restores and patches again;
-        what only a function's module sees stays patched, as it does without this.
-        """
-        module = id(function.fn.__globals__)
-        if module not in patched_modules:
-            interpreter._patch_lang(function.fn)
-            patched_modules.add(module)
-        return function.rewrite()(*args, **kwargs)
-
-    interpreter.InterpretedFunction.__call__ = call_device_function
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Tests that only the interpreter makes slow are slow where it runs."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("interpreted"):
+                item.add_marker(pytest.mark.slow)

@@ -111,12 +111,19 @@ def test_import_loads_no_tools_and_no_external_kernels():
     assert result.stdout.strip() == str(allowed), result.stderr
 
 
-def test_import_is_quick():
+def share_of_import_time() -> float:
+    """The time that importing dsv4 takes, as a share of the time for what it needs."""
     code = (
-        "import time, torch, numpy\n"
+        "import time\n"
         "start = time.process_time()\n"
+        "import torch, numpy\n"
+        "between = time.process_time()\n"
         "import dsv4\n"
-        "print(time.process_time() - start)"
+        "print((time.process_time() - between) / (between - start))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert float(result.stdout) < 1.0
+    return float(result.stdout)
+
+
+def test_import_is_quick():
+    assert min(share_of_import_time() for _ in range(2)) < 0.5

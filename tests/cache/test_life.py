@@ -22,9 +22,15 @@ from tests.cache.life import (
 
 COMMON = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=300, stateful_step_count=50, **COMMON)
+TestLife.settings = settings(max_examples=60, stateful_step_count=50, **COMMON)
 TestWholeLife = WholeLife.TestCase
 TestWholeLife.settings = settings(max_examples=20, stateful_step_count=30, **COMMON)
+
+
+@pytest.mark.slow
+def test_many_lives():
+    chosen = settings(max_examples=300, stateful_step_count=50, **COMMON)
+    run_state_machine_as_test(Life, settings=chosen)
 
 
 def swap_blocks(manager):

@@ -472,7 +472,7 @@ def test_a_device_without_external_kernels(flash_mla, monkeypatch):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.slow)])
 def test_no_kernel_spills(arch):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compile_external", str(arch)]

@@ -1,5 +1,6 @@
 """Ops declare their mutations and results; layers compile whole, and once for all steps."""
 
+import itertools
 import shutil
 
 import pytest
@@ -126,8 +127,21 @@ FORWARD_OPS = {"write_layer", "select_entries", "attend"}
 GATHER_OPS = {"gather_swa_kv", "gather_compressed_kv", "gather_all_compressed_kv"}
 
 
-@pytest.mark.parametrize("step", [forward_and_gather, in_parts], ids=lambda step: step.__name__)
-@pytest.mark.parametrize(("backend", "device"), BACKENDS, ids=lambda name: name)
+def cases(*layers):
+    """Backends, steps and layers; of those that are interpreted only a step in parts is quick."""
+    found = []
+    for (backend, device), step, layer in itertools.product(
+        BACKENDS, (forward_and_gather, in_parts), layers or (None,)
+    ):
+        is_quick = backend == "reference" or (step is in_parts and layer in (None, CSA))
+        name = "-".join((backend, device, step.__name__, *map(str, (layer,) if layers else ())))
+        marks = () if is_quick else pytest.mark.interpreted
+        values = (backend, device, step, layer) if layers else (backend, device, step)
+        found.append(pytest.param(*values, id=name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("backend", "device", "step"), cases())
 def test_a_step_through_the_ops_is_the_direct_one(backend, device, step):
     options = {"backend": backend, "device": device}
     direct = run_layers(step, **options)
@@ -177,9 +191,7 @@ def test_nothing_that_is_stored_or_given_has_a_gradient():
     assert not any(tensor.requires_grad for tensor in manager.tensors().values())
 
 
-@pytest.mark.parametrize("layer_idx", [SWA, CSA, HCA])
-@pytest.mark.parametrize("step", [forward_and_gather, in_parts], ids=lambda step: step.__name__)
-@pytest.mark.parametrize(("backend", "device"), BACKENDS, ids=lambda name: name)
+@pytest.mark.parametrize(("backend", "device", "step", "layer_idx"), cases(SWA, CSA, HCA))
 def test_a_compiled_layer_is_the_eager_one(backend, device, step, layer_idx):
     options = {"backend": backend, "device": device, "layers": (layer_idx,)}
     counter = CompileCounterWithBackend("aot_eager")

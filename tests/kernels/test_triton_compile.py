@@ -12,7 +12,7 @@ import pytest
 from dsv4.kernels.triton.launch import KINDS
 
 
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.slow)])
 def test_no_kernel_spills(arch):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compile_triton", str(arch)]

@@ -1,0 +1,139 @@
+"""The script of `make gpu` runs every test once, part after part, and records all outcomes."""
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COUNTED = """
+import pytest, time
+
+@pytest.mark.parametrize("number", range({count}))
+def test_counted(number):
+    with open("runs.txt", "a") as file:
+        file.write(f"{name} {{number}}\\n")
+    time.sleep({seconds})
+"""
+OUTCOMES = """
+import os
+import pytest
+
+def test_passes(): pass
+
+def test_fails(): assert 1 == 2
+
+def test_skips(): pytest.skip("not here")
+
+@pytest.fixture
+def broken(): raise RuntimeError("no fixture")
+
+def test_error(broken): pass
+
+def test_ends_the_process(): os._exit(3)
+
+def test_after_that(): pass
+
+@pytest.mark.slow
+def test_slow(): assert False
+"""
+
+
+@pytest.fixture
+def gpu_tests(tmp_path, monkeypatch):
+    """The script on a tree of its own."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    module = importlib.import_module("gpu_tests")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow: s\n  gpu: g\n")
+    return module
+
+
+def write_counted(folder, name, *, count, seconds=0.0):
+    text = COUNTED.format(name=name, count=count, seconds=seconds)
+    (folder / "tests" / f"test_{name}.py").write_text(text)
+
+
+def run(gpu_tests, folder, *options, commit="abc"):
+    state, out = folder / "state.json", folder / "out.json"
+    arguments = ["--allow-cpu", "--commit", commit, "--state", str(state), "--out", str(out)]
+    code = gpu_tests.main([*arguments, "--workers", "2", *options])
+    return code, json.loads(out.read_text())
+
+
+def counted(folder) -> list[str]:
+    path = folder / "runs.txt"
+    return sorted(path.read_text().splitlines()) if path.exists() else []
+
+
+def test_outcomes(gpu_tests, tmp_path, capsys):
+    (tmp_path / "tests" / "test_outcomes.py").write_text(OUTCOMES)
+    code, record = run(gpu_tests, tmp_path)
+    assert code == 1 and record["complete"] and record["commit"] == "abc"
+    assert (record["passed"], record["failed"], record["skipped"]) == (2, 3, 1)
+    names = [name.partition("::")[2] for name in record["failures"]]
+    assert names == ["test_fails", "test_error", "test_ends_the_process"]
+    counts = record["files"]["tests/test_outcomes.py"]
+    assert (counts["passed"], counts["failed"], counts["skipped"]) == (2, 3, 1)
+    assert {"gpu", "driver", "python", "torch", "triton", "date"} <= record.keys()
+    assert "the process ended with 3" in capsys.readouterr().out
+
+
+def test_parts_run_every_test_once(gpu_tests, tmp_path):
+    write_counted(tmp_path, "long", count=8, seconds=0.3)
+    write_counted(tmp_path, "short", count=2)
+    code, record = run(gpu_tests, tmp_path, "--minutes", "0")
+    assert code == 2 and not record["complete"] and record["left"] == 10
+    parts = 0
+    while code == 2:
+        code, record = run(gpu_tests, tmp_path, "--minutes", "0.02")
+        moved = tmp_path / "carried.json"
+        shutil.move(tmp_path / "state.json", moved)
+        shutil.move(moved, tmp_path / "state.json")
+        parts += 1
+        assert parts < 20
+    assert code == 0 and parts > 1 and record["complete"]
+    assert (record["passed"], record["left"]) == (10, 0)
+    expected = [f"long {n}" for n in range(8)] + [f"short {n}" for n in range(2)]
+    assert counted(tmp_path) == sorted(expected)
+
+
+def test_another_commit_starts_anew(gpu_tests, tmp_path):
+    write_counted(tmp_path, "short", count=2)
+    assert run(gpu_tests, tmp_path)[0] == 0
+    assert run(gpu_tests, tmp_path)[0] == 0
+    assert len(counted(tmp_path)) == 2
+    assert run(gpu_tests, tmp_path, "--resume-any", commit="def")[1]["commit"] == "abc"
+    assert len(counted(tmp_path)) == 2
+    assert run(gpu_tests, tmp_path, commit="def")[1]["commit"] == "def"
+    assert len(counted(tmp_path)) == 4
+
+
+def test_tests_that_cannot_be_collected(gpu_tests, tmp_path):
+    (tmp_path / "tests" / "test_broken.py").write_text("import nothing_of_this_name")
+    with pytest.raises(SystemExit, match="could not be collected"):
+        run(gpu_tests, tmp_path)
+
+
+def test_a_machine_without_a_gpu_is_refused(gpu_tests, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_tests, "describe_environment", lambda: {"gpu": None})
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        gpu_tests.main(["--commit", "abc", "--state", str(tmp_path / "state.json")])
+
+
+def test_the_commit(gpu_tests, monkeypatch):
+    monkeypatch.setenv("GPU_TESTS_COMMIT", "from the environment")
+    assert gpu_tests.parse([]).commit == "from the environment"
+    assert gpu_tests.parse(["--commit", "named"]).commit == "named"
+    with pytest.raises(SystemExit, match="no git here"):  # the tree is none of git's
+        gpu_tests.find_commit()
+
+
+def test_slices(gpu_tests):
+    tests = [*(f"a.py::t{n}" for n in range(3)), *(f"b.py::t{n}" for n in range(5))]
+    assert gpu_tests.slices(tests, size=4) == [
+        [f"b.py::t{n}" for n in range(4)], [f"a.py::t{n}" for n in range(3)], ["b.py::t4"],
+    ]  # fmt: skip
