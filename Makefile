@@ -72,7 +72,7 @@ $(VENV)/.oldest: $(VENV)/.installed requirements-oldest.txt
 
 $(VENV)-docs/.installed: requirements-docs.txt
 	$(PYTHON) -m venv $(VENV)-docs
-	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	$(VENV)-docs/bin/$(INSTALL) -r requirements-docs.txt
 	touch $@
 
 # WHEELS are other builds of pinned versions, whose hashes are added.
