@@ -120,10 +120,10 @@ class LayerWrites(NamedTuple):
 
 
 class CheckpointPoints(NamedTuple):
-    """Block boundaries inside chunks, and where a layer's rows at them go.
+    """Block boundaries inside chunks, and the checkpoints of a layer's rows there.
 
-    points is `[num_points, 3]` int32: row of the batch, boundary, checkpoint; checkpoints is
-    `[num_checkpoints, checkpoint_bytes]` uint8, each laid out as the front of a slot.
+    points is `[num_points, 3]` int32: row of the batch, boundary, checkpoint. checkpoints is
+    `[num_checkpoints, checkpoint_bytes]` uint8; each has the layout of a slot's front.
     """
 
     points: Tensor

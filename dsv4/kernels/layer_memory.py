@@ -199,7 +199,7 @@ class LayerMemory(LayerStorages):
 
     @property
     def index_tail(self) -> Tensor | None:
-        """The same of the indexer; None unless CSA."""
+        """Tail of the indexer, of `index_head_dim`; None unless CSA."""
         return self.layout.cut_index_tail(self.slots)
 
     @property
