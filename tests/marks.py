@@ -4,6 +4,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+import torch
+
+needs_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton's interpreter does not run beside a GPU"
+)
 
 
 def quick(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:

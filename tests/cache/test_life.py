@@ -191,7 +191,7 @@ def test_another_choice_of_entries_is_found():
 
 
 def test_kernels_are_compared_with_a_fresh_request():
-    machine = on_kernels(Life, "cpu")()
+    machine = on_kernels(Life, "cuda" if torch.cuda.is_available() else "cpu")()
     machine.start()
     machine.open()
     assert machine.grow({0: 17}, seed=0) and machine.grow({0: 2}, seed=1)

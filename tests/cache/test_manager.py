@@ -12,6 +12,7 @@ from dsv4.kernels import reference
 from dsv4.kernels.backends import BACKENDS, default_backend
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 from tests.handles import finish
+from tests.marks import needs_interpreter
 
 CONFIG = CacheConfig.tiny()
 WEIGHTS = model_weights(CONFIG, seed=0)
@@ -135,6 +136,7 @@ def test_the_default_backend_is_the_devices(device, backend):
     assert default_backend(torch.device(device)) == backend
 
 
+@needs_interpreter
 def test_the_backend_is_chosen_once(monkeypatch):
     assert make_manager().backend == "reference"
     monkeypatch.setattr("dsv4.cache.manager.default_backend", lambda device: "triton")

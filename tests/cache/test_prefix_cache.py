@@ -19,6 +19,7 @@ from dsv4.testing import (
     take_rows,
 )
 from tests.cache.live import assert_same, live_bytes
+from tests.marks import needs_interpreter
 
 BLOCK = 128
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -99,7 +100,7 @@ def test_every_boundary_resumes_as_a_cold_run(config, chunks, device):
         manager.free_request(slot)
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=needs_interpreter), GPU])
 @pytest.mark.parametrize("chunks", [[140], [126, 140]], ids=str)
 def test_the_triton_backend_checkpoints_the_same(chunks, device):
     config = CacheConfig.tiny(**BASE, compress_ratios=(4, 128), drafts_per_step=1)

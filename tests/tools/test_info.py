@@ -1,7 +1,9 @@
 """`dsv4 info`: versions, devices, backends, and why some are missing."""
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +67,9 @@ def folder(monkeypatch, tmp_path):
     """Make a folder for external kernels, and forget loaded ones."""
     for name in ("flash_mla", "deep_gemm"):
         monkeypatch.delitem(sys.modules, name, raising=False)
+    named = str(Path(os.environ.get(find.FOLDER_VARIABLE, tmp_path)).resolve())
+    monkeypatch.delenv(find.FOLDER_VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != named])
     monkeypatch.syspath_prepend(tmp_path)
     find.load_flash_mla.cache_clear()
     find.load_deep_gemm.cache_clear()
