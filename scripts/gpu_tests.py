@@ -2,7 +2,8 @@
 
 `make gpu` runs what is left for about eight minutes and writes docs/gpu-tests.json; run it again
 until it says that all have run. `--state` names the one file that carries what has run from part
-to part. Another commit starts anew. The file is also the pytest plugin of its own workers.
+to part. Another commit starts anew, or with `--resume-any` keeps what did not fail before. The
+file is also the pytest plugin of its own workers.
 """
 
 import argparse
@@ -69,6 +70,7 @@ class State:
     Attributes:
         tests: Node ids in the order of collection.
         results: By node id: outcome, seconds, and the error of a failure.
+        earlier_commits: Commits at which some of the results were found.
     """
 
     commit: str
@@ -76,6 +78,7 @@ class State:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
     environment: dict[str, Any] = field(default_factory=dict)
+    earlier_commits: list[str] = field(default_factory=list)
 
     @property
     def left(self) -> list[str]:
@@ -88,11 +91,20 @@ class State:
 
 
 def read_state(path: Path, commit: str, *, resume_any: bool = False) -> State:
-    """The state to go on from; a new one if there is none or if it is of another commit."""
+    """The state to go on from; a new one if there is none or if it is of another commit.
+
+    With `resume_any`, results of another commit stay but for failures; tests are collected anew.
+    """
     if not path.is_file():
         return State(commit)
     state = State(**json.loads(path.read_text()))
-    return state if resume_any or state.commit == commit else State(commit)
+    if state.commit == commit:
+        return state
+    if not resume_any:
+        return State(commit)
+    kept = {name: r for name, r in state.results.items() if r["outcome"] != "failed"}
+    earlier = [*state.earlier_commits, state.commit]
+    return State(commit, results=kept, seconds=state.seconds, earlier_commits=earlier)
 
 
 def save(path: Path, value: dict[str, Any]) -> None:
@@ -153,6 +165,7 @@ def record(state: State) -> dict[str, Any]:
     return {
         "complete": state.is_complete,
         "commit": state.commit,
+        "earlier_commits": state.earlier_commits,
         "date": datetime.now(UTC).date().isoformat(),
         **state.environment,
         **{outcome: total[outcome] for outcome in OUTCOMES},
@@ -317,7 +330,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", default=os.environ.get("GPU_TESTS_COMMIT"))
     parser.add_argument("--state", type=Path, default=ROOT / "build/gpu-tests/state.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/gpu-tests.json")
-    parser.add_argument("--resume-any", action="store_true", help="a state of another commit too")
+    parser.add_argument("--resume-any", action="store_true", help="keep another commit's results")
     parser.add_argument("--allow-cpu", action="store_true", help="run where there is no GPU")
     return parser.parse_args(arguments)
 
@@ -340,6 +353,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(name)
         if not state.tests:
             state.tests = collect(folder, options.tests)
+            state.results = {t: state.results[t] for t in state.tests if t in state.results}
         run_part(state, folder, save_state, minutes=options.minutes, num_workers=options.workers)
     save_state()
     counts = record(state)

@@ -106,10 +106,20 @@ def test_another_commit_starts_anew(gpu_tests, tmp_path):
     assert run(gpu_tests, tmp_path)[0] == 0
     assert run(gpu_tests, tmp_path)[0] == 0
     assert len(counted(tmp_path)) == 2
-    assert run(gpu_tests, tmp_path, "--resume-any", commit="def")[1]["commit"] == "abc"
-    assert len(counted(tmp_path)) == 2
     assert run(gpu_tests, tmp_path, commit="def")[1]["commit"] == "def"
     assert len(counted(tmp_path)) == 4
+
+
+def test_another_commit_keeps_what_did_not_fail(gpu_tests, tmp_path):
+    write_counted(tmp_path, "short", count=2)
+    path = tmp_path / "tests" / "test_mended.py"
+    path.write_text("def test_mended(): assert False\ndef test_gone(): pass")
+    assert run(gpu_tests, tmp_path)[0] == 1
+    path.write_text("def test_mended(): pass\ndef test_new(): pass")
+    code, record = run(gpu_tests, tmp_path, "--resume-any", commit="def")
+    assert code == 0 and record["complete"] and record["passed"] == 4
+    assert (record["commit"], record["earlier_commits"]) == ("def", ["abc"])
+    assert len(counted(tmp_path)) == 2
 
 
 def test_tests_that_cannot_be_collected(gpu_tests, tmp_path):
