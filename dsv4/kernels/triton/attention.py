@@ -38,6 +38,7 @@ from dsv4.kernels.triton.launch import (
     is_hopper,
     num_multiprocessors,
 )
+from dsv4.kernels.triton.operands import row_spec
 from dsv4.kernels.triton.primitives import (
     INTERPRETED,
     LOG2_E,
@@ -51,16 +52,6 @@ from dsv4.kernels.triton.primitives import (
 
 LN_2 = tl.constexpr(0.6931471805599453)
 HEAD_BLOCK = 64  # heads of the largest program, and of a split that `part_cost` is for
-
-
-class RowSpec(NamedTuple):
-    """A stored row: its format, channels, rotated channels, and the bytes of its records."""
-
-    FORMAT: tl.constexpr
-    DIM: tl.constexpr
-    ROPE: tl.constexpr
-    DATA_BYTES: tl.constexpr
-    SCALE_BYTES: tl.constexpr
 
 
 class RowSource(NamedTuple):
@@ -126,10 +117,11 @@ def row_pointers(source, page, row, ROW: tl.constexpr):
 @triton.jit
 def load_tile(data_ptr, scale_ptr, is_present, ROW: tl.constexpr, IS_BF16: tl.constexpr):
     """Load a tile's rows as operands, `[TILE, 64]` by group of channels."""
+    FORMAT: tl.constexpr = ROW.FORMAT
     groups = tl.tuple(())
     for group in tl.static_range((ROW.DIM + GROUP - 1) // GROUP):
-        values = load_group(data_ptr, scale_ptr, is_present, group, ROW.FORMAT, ROW.DIM, ROW.ROPE)
-        if ROW.FORMAT == "kv_fp8_entry_scale" and not IS_BF16:
+        values = load_group(data_ptr, scale_ptr, is_present, group, FORMAT, ROW.DIM, ROW.ROPE)
+        if FORMAT == "kv_fp8_entry_scale" and not IS_BF16:
             values = round_to_bf16(values)
         groups = groups + (as_operand(values, IS_BF16),)
     return groups
@@ -208,8 +200,7 @@ def _attend_kernel(
     num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
     starts_ptr, block_table_ptr, table_stride,
     first_token, num_splits, split_step, tile_step, tiles_per_split,
-    ENTRIES: tl.constexpr, FORMAT: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr,
-    ROPE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    ROW: tl.constexpr, ENTRIES: tl.constexpr, NUM_HEADS: tl.constexpr,
     RING_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, IS_SPLIT: tl.constexpr,
     IS_BF16: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
@@ -221,7 +212,6 @@ def _attend_kernel(
     """
     # The programs of `_combine_kernel` would fill processors that have no program yet.
     wait_for_launch_before(STARTS_NEXT=False)
-    ROW: tl.constexpr = RowSpec(FORMAT, DIM, ROPE, DATA_BYTES, SCALE_BYTES)
     ring = RowSource(ring_ptr, ring_scales_ptr, ring_stride)
     entries = RowSource(entries_ptr, entries_scales_ptr, entries_stride)
     out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr, positions_ptr)
@@ -241,13 +231,13 @@ def _attend_kernel(
     end = tl.minimum(first + tiles_per_split * tile_step, tl.cdiv(num_rows, TILE))
 
     acc = tl.tuple(())
-    for _ in tl.static_range((DIM + GROUP - 1) // GROUP):
+    for _ in tl.static_range((ROW.DIM + GROUP - 1) // GROUP):
         acc = acc + (tl.zeros((HEADS, GROUP), tl.float32),)
     largest = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     state = SoftmaxState(acc, largest, total)
     has_rows = first < end
-    query = load_query(query_ptr, token, head, has_rows, NUM_HEADS, DIM, IS_BF16)
+    query = load_query(query_ptr, token, head, has_rows, NUM_HEADS, ROW.DIM, IS_BF16)
     # Hoisted out of the loop, the products' descriptors would not fit the registers.
     for tile in tl.range(loop_bound(first), loop_bound(end), loop_bound(tile_step),
                          disable_licm=True):  # fmt: skip
@@ -260,8 +250,8 @@ def _attend_kernel(
         if HAS_CHUNKS:
             copied = workspace_row(token, row, positions_ptr, request_ids_ptr, before_ptr,
                                    starts_ptr, WINDOW)  # fmt: skip
-            data_ptr = tl.where(copied >= 0, workspace_ptr + copied * DATA_BYTES, data_ptr)
-            scale_ptr = tl.where(copied >= 0, workspace_scales_ptr + copied * SCALE_BYTES,
+            data_ptr = tl.where(copied >= 0, workspace_ptr + copied * ROW.DATA_BYTES, data_ptr)
+            scale_ptr = tl.where(copied >= 0, workspace_scales_ptr + copied * ROW.SCALE_BYTES,
                                  scale_ptr)  # fmt: skip
         if ENTRIES != "none":
             entry = row - WINDOW
@@ -290,14 +280,14 @@ def _attend_kernel(
         tl.store(stats_ptr + 2 * at + 1, state.total, mask=is_head)
         for group in tl.static_range(len(state.acc)):
             channel = group * GROUP + tl.arange(0, GROUP)[None, :]
-            tl.store(partials_ptr + at[:, None] * DIM + channel, state.acc[group],
-                     mask=has_rows & is_head[:, None] & (channel < DIM))  # fmt: skip
+            tl.store(partials_ptr + at[:, None] * ROW.DIM + channel, state.acc[group],
+                     mask=has_rows & is_head[:, None] & (channel < ROW.DIM))  # fmt: skip
     else:
         store_lse(lse_ptr, token, head, state.largest, state.total, NUM_HEADS)
         factor = output_factor(sinks_ptr, head, state.largest, state.total, NUM_HEADS)
         for group in tl.static_range(len(state.acc)):
             store_channels(state.acc[group], factor, out, token, head, group * GROUP, NUM_HEADS,
-                           DIM, ROPE)  # fmt: skip
+                           ROW.DIM, ROW.ROPE)  # fmt: skip
 
 
 @triton.jit(
@@ -523,8 +513,7 @@ def _launch(
         _launch_on_hopper(grid, launch, arguments, query.device)
         return
     _attend_kernel[grid](
-        **arguments, FORMAT=f"kv_{row.name}", DIM=row.dim,
-        ROPE=row.rope_dim, DATA_BYTES=row.data_bytes, SCALE_BYTES=row.scale_bytes,
+        **arguments, ROW=row_spec("kv", row, row.rope_dim),
         IS_BF16=_is_bf16(query.dtype, memory), HEADS=launch.heads,
         TILE=launch.tile, num_warps=launch.num_warps, num_stages=1, launch_pdl=True,
         enable_fp_fusion=False,
