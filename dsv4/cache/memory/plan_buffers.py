@@ -65,7 +65,7 @@ class PlanBuffers:
             self.host[name] = self._packed[start : start + size]
             self.device[name] = self.packed[start : start + size]
             start += size
-        self._block_table = block_table
+        self._block_table, self._flat_table = block_table, block_table.view(-1)
         self._max_updates = max_table_updates
         self._host_index = self.host.pop("table_index").view(np.int64)
         self._index = self.device.pop("table_index").view(torch.int64)
@@ -139,8 +139,8 @@ class PlanBuffers:
         if self._staging is not None:
             changed, values = changed_blocks()
             for start in range(0, max(len(changed), 1), self._max_updates):
-                end = min(start + self._max_updates, len(changed))
-                self._send(self._staging, changed[start:end], values[start:end])
+                part = slice(start, start + self._max_updates)
+                self._send(self._staging, changed[part], values[part])
         self._copies.apply()
 
     def _send(self, staging: Staging, changed: Int64Array, values: IntArray) -> None:
@@ -148,7 +148,7 @@ class PlanBuffers:
         self._host_index[:count], self._host_value[:count] = changed, values
         staging.send(self._packed)
         if count:
-            self._block_table.view(-1).index_copy_(0, self._index[:count], self._value[:count])
+            self._flat_table.index_copy_(0, self._index[:count], self._value[:count])
 
 
 class _BlockCopies:
