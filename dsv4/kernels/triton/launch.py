@@ -284,13 +284,35 @@ def parse_table(listed: Any) -> LaunchTable:
 
 
 def format_table(listed: ListedTable) -> str:
-    """The text of the module `launch_table`: one step a line, architectures by age."""
-    architectures = [
-        f"    {json.dumps(name)}: {{\n{_format_works(listed[name])}    }},\n"
+    """Write the module `launch_table`: architectures by age, works in the order of `WORKS`."""
+    ordered = {
+        name: {work: listed[name][work] for work in WORKS if work in listed[name]}
         for name in sorted(listed, key=_version)
-    ]
-    docstring = f'"""{launch_table.__doc__}"""'
-    return f"{docstring}\n\nLAUNCHES: {LISTED_TYPE} = {{\n{''.join(architectures)}}}\n"
+    }
+    start = f"LAUNCHES: {LISTED_TYPE} = "
+    return f'"""{launch_table.__doc__}"""\n\n{start}{_format(ordered, used=len(start))}\n'
+
+
+def _format(value: Any, *, indent: int = 0, used: int = 0) -> str:
+    """Write a literal on one line if it fits after `used` columns, else an item a line.
+
+    Steps of one work never share a line.
+    """
+    line = repr(value).replace("'", '"')
+    is_short = indent + used + len(line) < LINE_LENGTH and "}, {" not in line
+    if is_short or not isinstance(value, dict | list):
+        return line
+    inner = indent + 4
+    if isinstance(value, dict):
+        names = [f"{json.dumps(name)}: " for name in value]
+        items = [
+            name + _format(item, indent=inner, used=len(name))
+            for name, item in zip(names, value.values(), strict=True)
+        ]
+    else:
+        items = [_format(item, indent=inner) for item in value]
+    body = "".join(f"{' ' * inner}{item},\n" for item in items)
+    return f"{line[0]}\n{body}{' ' * indent}{line[-1]}"
 
 
 def step_fields(step: LaunchStep[Any]) -> dict[str, int | None]:
@@ -314,24 +336,6 @@ def _without_bound(step: LaunchStep[Any]) -> LaunchStep[Any]:
     if isinstance(step.launch, Launch | ScoreLaunch):
         return step._replace(launch=step.launch._replace(maxnreg=None))
     return step
-
-
-def _format_works(works: Mapping[str, list[dict[str, int | None]]]) -> str:
-    lines = []
-    for work in (work for work in WORKS if work in works):
-        steps = "".join(map(_format_step, works[work]))
-        lines.append(f"        {json.dumps(work)}: [\n{steps}        ],\n")
-    return "".join(lines)
-
-
-def _format_step(step: Mapping[str, int | None]) -> str:
-    """A step on one line, or on a line for each field where one is too short."""
-    fields = [f"{json.dumps(name)}: {value}" for name, value in step.items()]
-    line = f"            {{{', '.join(fields)}}},\n"
-    if len(line) <= LINE_LENGTH + 1:
-        return line
-    lines = "".join(f"                {field},\n" for field in fields)
-    return f"            {{\n{lines}            }},\n"
 
 
 def _version(name: str) -> int:

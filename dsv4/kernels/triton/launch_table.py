@@ -8,22 +8,14 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
         ],
     },
     "sm_90": {
-        "swa decode": [
-            {"up_to": None, "num_warps": 1},
-        ],
-        "swa step": [
-            {"up_to": None, "num_warps": 4},
-        ],
+        "swa decode": [{"up_to": None, "num_warps": 1}],
+        "swa step": [{"up_to": None, "num_warps": 4}],
         "swa chunk": [
             {"up_to": 512, "num_warps": 1},
             {"up_to": None, "num_warps": 4, "window_rows": 8},
         ],
-        "csa decode": [
-            {"up_to": None, "num_warps": 4},
-        ],
-        "csa step": [
-            {"up_to": None, "num_warps": 4},
-        ],
+        "csa decode": [{"up_to": None, "num_warps": 4}],
+        "csa step": [{"up_to": None, "num_warps": 4}],
         "csa chunk": [
             {"up_to": 512, "num_warps": 4, "window_rows": 4, "maxnreg": 96},
             {"up_to": None, "num_warps": 4, "window_rows": 4, "maxnreg": 72},
@@ -32,19 +24,13 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
             {"up_to": 128, "num_warps": 4, "channels": 32},
             {"up_to": None, "num_warps": 4},
         ],
-        "hca step": [
-            {"up_to": None, "num_warps": 4},
-        ],
+        "hca step": [{"up_to": None, "num_warps": 4}],
         "hca chunk": [
             {"up_to": 512, "num_warps": 4, "channels": 32, "window_rows": 4},
             {"up_to": None, "num_warps": 4, "window_rows": 4},
         ],
-        "gather": [
-            {"up_to": None, "tile": 8, "num_warps": 4},
-        ],
-        "index query": [
-            {"up_to": None, "heads": 16, "num_warps": 4},
-        ],
+        "gather": [{"up_to": None, "tile": 8, "num_warps": 4}],
+        "index query": [{"up_to": None, "heads": 16, "num_warps": 4}],
         "score mxfp4": [
             {
                 "up_to": None,
@@ -77,16 +63,12 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
                 "tokens": 2,
             },
         ],
-        "top-k groups": [
-            {"up_to": None, "scores": 4096, "num_warps": 4},
-        ],
+        "top-k groups": [{"up_to": None, "scores": 4096, "num_warps": 4}],
         "top-k": [
             {"up_to": 8192, "num_warps": 8},
             {"up_to": None, "num_warps": 16},
         ],
-        "attend fp32": [
-            {"up_to": None, "heads": 16, "tile": 16, "num_warps": 8},
-        ],
+        "attend fp32": [{"up_to": None, "heads": 16, "tile": 16, "num_warps": 8}],
         "attend bf16": [
             {"up_to": 16, "heads": 16, "tile": 32, "num_warps": 8},
             {"up_to": 32, "heads": 32, "tile": 32, "num_warps": 8},
