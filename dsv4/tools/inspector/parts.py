@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.cache.memory.layout import RunLayout, block_layout, slot_layout
+from dsv4.cache.memory.layout import cache_layout
 from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
 from dsv4.cache.saved_request import SavedRequest
 from dsv4.config import CacheConfig
-from dsv4.formats import PagedRows, RowFormat, cut_tail
+from dsv4.formats import PagedRows, RowFormat
+from dsv4.kernels.layer_memory import LayerLayout
 from dsv4.kernels.reference.codec import EncodedRows, decode, read_rows
-from dsv4.layer_schedule import AttentionType
 
 CHUNK_ROWS = 4096  # rows decoded at a time
 
@@ -94,15 +94,14 @@ class Part:
 def layer_parts(config: CacheConfig, saved: SavedRequest) -> list[list[Part]]:
     """List the parts of each layer of a saved request."""
     schemas = build_schemas(config)
-    slots = slot_layout(schemas, page_align=config.page_align)
-    blocks = block_layout(schemas, page_align=config.page_align)
+    layouts = cache_layout(config, schemas).layers
     return [
         [
-            _window(config, saved, schema, slots, idx),
-            *_entries(config, saved, schema, blocks, idx),
-            *_tails(saved, schema, slots, idx),
+            _window(saved, layout),
+            *_entries(config, saved, schema, layout),
+            *_tails(saved, schema, layout),
         ]
-        for idx, schema in enumerate(schemas)
+        for schema, layout in zip(schemas, layouts, strict=True)
     ]
 
 
@@ -111,52 +110,35 @@ def first_tail_position(schema: LayerCacheSchema, length: int) -> int:
     return max(0, length // schema.ratio * schema.ratio - schema.tail_buffer_size_b)
 
 
-def _window(
-    config: CacheConfig, saved: SavedRequest, schema: LayerCacheSchema, slots: RunLayout, idx: int
-) -> Part:
-    offset = slots.offsets[idx]["ring"]
-    pages = schema.kv_row.pages(saved.slot[None], offset=offset, rows_per_page=schema.ring_rows)
-    first = max(0, saved.length - config.sliding_window)
-    return Part(
-        "window", FormatRows(pages), first, saved.length - first, ring_rows=schema.ring_rows
-    )
+def _window(saved: SavedRequest, layout: LayerLayout) -> Part:
+    rows = FormatRows(layout.cut_ring(saved.slot[None]))
+    first = max(0, saved.length - layout.window)
+    return Part("window", rows, first, saved.length - first, ring_rows=layout.ring_rows)
 
 
 def _entries(
-    config: CacheConfig, saved: SavedRequest, schema: LayerCacheSchema, blocks: RunLayout, idx: int
+    config: CacheConfig, saved: SavedRequest, schema: LayerCacheSchema, layout: LayerLayout
 ) -> Iterator[Part]:
-    if not schema.ratio:
-        return
     scale = config.index_global_scale
-    kinds = [("entries", "entries", schema.kv_row)]
-    if schema.indexer_head_dim:
-        kinds.append(("index keys", "index_keys", schema.index_row))
-    for name, offset_name, row_format in kinds:
-        has_scale = name == "index keys" and scale is not None
-        pages = row_format.pages(
-            saved.blocks, offset=blocks.offsets[idx][offset_name],
-            rows_per_page=schema.entries_per_block,
-        )  # fmt: skip
-        rows = FormatRows(pages, torch.tensor(scale) if has_scale else None)
-        yield Part(
-            name, rows, 0, saved.length // schema.ratio,
-            ratio=schema.ratio, overlap=schema.tail_buffer_size_b,
-        )  # fmt: skip
+    key_scale = None if scale is None else torch.tensor(scale)
+    for name, pages, global_scale in (
+        ("entries", layout.cut_entries(saved.blocks), None),
+        ("index keys", layout.cut_index_keys(saved.blocks), key_scale),
+    ):
+        if pages is not None:
+            yield Part(
+                name, FormatRows(pages, global_scale), 0, saved.length // schema.ratio,
+                ratio=schema.ratio, overlap=schema.tail_buffer_size_b,
+            )  # fmt: skip
 
 
-def _tails(
-    saved: SavedRequest, schema: LayerCacheSchema, slots: RunLayout, idx: int
-) -> Iterator[Part]:
-    if not schema.ratio:
-        return
-    first = first_tail_position(schema, saved.length)
-    kinds = [("tail", "tail", schema.entry_head_dim)]
-    if schema.attention_type is AttentionType.CSA:
-        kinds.append(("index tail", "index_tail", schema.indexer_head_dim))
-    for name, offset_name, head_dim in kinds:
-        tail = cut_tail(
-            saved.slot[None], offset=slots.offsets[idx][offset_name], num_rows=schema.tail_rows,
-            width=schema.num_series * head_dim, dtype=schema.tail_dtype,
-        )[0]  # fmt: skip
-        rows = PlainRows(tail)
-        yield Part(name, rows, first, saved.length - first, ring_rows=schema.tail_rows)
+def _tails(saved: SavedRequest, schema: LayerCacheSchema, layout: LayerLayout) -> Iterator[Part]:
+    slot = saved.slot[None]
+    for name, tail in (
+        ("tail", layout.cut_tail(slot)),
+        ("index tail", layout.cut_index_tail(slot)),
+    ):
+        if tail is not None:
+            first = first_tail_position(schema, saved.length)
+            num_rows = saved.length - first
+            yield Part(name, PlainRows(tail[0]), first, num_rows, ring_rows=schema.tail_rows)
