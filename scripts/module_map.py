@@ -19,15 +19,18 @@ Only `testing` and the package's own `__init__` import from rooms further down.
 | to see | look in |
 |---|---|
 | where a row format is defined | `formats.py`: every byte layout, drawn |
-| where a position becomes a row, and when a window closes | `kernels/reference/addressing.py` |
+| where a position becomes a row | `kernels/reference/addressing.py` |
+| when a compression window closes | `closes_window` of `kernels/reference/addressing.py`; on a \
+GPU `compress_*` of `kernels/triton/flush_write.py` |
 | how a closed window becomes an entry | `kernels/reference/compressor.py`, then \
 `kernels/reference/flush_write.py`; on a GPU `kernels/triton/flush_write.py` |
 | how a forward is planned, and blocks are taken | `cache/prepare_forward.py` |
-| where a block is freed | `cache/manager.py` (`free_request`, `truncate`), by `release` of \
-`cache/memory/block_allocator.py` |
+| where a block is freed | `release` of `cache/memory/block_allocator.py`; `shorten` of \
+`cache/books.py` calls it for `free_request` and `truncate`, `evict` of \
+`cache/prefix/prefix_tree.py` for the prefix cache |
 | what a layer does in a forward | `cache/handle.py` |
-| which kernel attends | `kernels/triton/attention.py`; it hands `fp8` rows on Hopper to \
-`kernels/triton/hopper/attention.py`, and chunks of them to `kernels/triton/hopper/chunk.py` |
+| which kernel attends | `attend_launch` of `kernels/triton/attention.py` decides; `fp8` rows on \
+Hopper go to `kernels/triton/hopper/attention.py`, and chunks to `kernels/triton/hopper/chunk.py` |
 | what all of it must equal | `kernels/reference/dense.py`, which has no cache |
 """
 # Lowest first, as tests/test_imports.py ranks them; folders inside of a room follow it.

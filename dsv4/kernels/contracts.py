@@ -16,9 +16,9 @@ class TokenMap(NamedTuple):
         positions_before, positions_after: `[batch]`, lengths around this forward.
         token_starts: `[batch]`, index of a request's first token.
         positions, request_ids: `[num_tokens]`, position of a token and its row of the batch.
-        workspace_starts: `[batch]`, first window-workspace row of a request whose chunk does not
-            fit its ring; -1 for other requests.
-        chunk_ids: `[num_chunks]`, the rows of the batch that have a workspace start.
+        workspace_starts: `[batch]`, first window-workspace row of a chunk; -1 for other requests.
+            A chunk is a request's tokens in this forward, if they are more than a step's.
+        chunk_ids: `[num_chunks]`, the rows of the batch that are chunks.
         block_table: `[max_requests, max_blocks]`, by slot; -1 where there is no block.
         max_step: Largest number of tokens of one request, known on the host.
     """

@@ -1,11 +1,12 @@
 """The write path of one layer in one launch: append, compress, flush.
 
-A program writes window rows, entries of the main compressor, or index keys. In a step it takes one
-token, or some channels of one token of an HCA layer. In a forward with chunks it takes a segment:
-one request's share of a tile of tokens.
+A program writes window rows, entries of the main compressor, or index keys. Without chunks
+(`TokenMap.chunk_ids`) it takes one token, or some channels of one token of an HCA layer. With
+chunks it takes a segment: one request's share of a tile of tokens.
 
 No row is overwritten while another program may still read it:
-- Rings and tails are longer by a step, so a step overwrites no row that another token of it reads.
+- Rings and tails have room for the tokens of one step beyond the rows that they must hold. A step
+  therefore overwrites no row that another of its tokens reads.
 - A ring row is overwritten by the program that copied it to the workspace.
 - A tail is overwritten by the program of its chunk's first token. Windows that reach back into the
   tail are pooled before: by `_edge_kernel` for CSA, by the same program for HCA.
@@ -67,12 +68,15 @@ def flush_rows(
     pooled, position, slot, is_closing, norm_ptr, rope, pages, eps, global_scale,
     ROWS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store the entries that `position` `[ROWS]` closes, where is_closing."""
+    """Norm, rotate and store the entries of the windows that close at `position` `[ROWS]`.
+
+    Only where is_closing. pooled is `[ROWS, BLOCK]`.
+    """
     ROW: tl.constexpr = SPEC.ROW
     FORMAT: tl.constexpr = ROW.FORMAT
-    column = position // (SPEC.RATIO * SPEC.ENTRIES_PER_BLOCK)
-    column_ptr = pages.block_table_ptr + slot * pages.table_stride + column
-    block = tl.load(column_ptr, mask=is_closing, other=-1).to(tl.int64)  # [ROWS]
+    table_column = position // (SPEC.RATIO * SPEC.ENTRIES_PER_BLOCK)
+    id_ptr = pages.block_table_ptr + slot * pages.table_stride + table_column
+    block = tl.load(id_ptr, mask=is_closing, other=-1).to(tl.int64)  # [ROWS]
     weight = load_norm(norm_ptr, ROWS, ROW.DIM, ROW.BLOCK)
     first_position = position + 1 - SPEC.RATIO
     cos, sin = load_rope(rope, first_position, is_closing, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
@@ -105,7 +109,10 @@ def compress_csa_token(
     token, place, is_kept, compressor, rope, pages, eps, global_scale,
     SPEC: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Flush the CSA window that one token closes, and keep the token's row if is_kept."""
+    """Flush the CSA window that one token closes; store the token's row in the tail if is_kept.
+
+    Of a row's two series, the first is for the next window and the second for its own.
+    """
     DIM: tl.constexpr = SPEC.ROW.DIM
     position = place.position
     slot = place.slot
@@ -131,7 +138,7 @@ def keep_last_rows(
     compressor, tail_ptr, token, position, count, column, mask,
     AT_ONCE: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Store in the tail the last of the `count` rows from `token` at `position` on."""
+    """Store the last TAIL_ROWS of `count` rows in the tail; the first of them is `token`'s."""
     index = tl.maximum(count - SPEC.TAIL_ROWS, 0) + tl.arange(0, AT_ONCE)[:, None]
     for _ in range(0, SPEC.TAIL_ROWS, AT_ONCE):
         is_row = mask & (index < count)  # [AT_ONCE, columns]
@@ -145,9 +152,10 @@ def compress_csa_segment(
     segment, num_tokens, tokens, compressor, rope, pages, eps, global_scale,
     ROWS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Flush the CSA windows inside a chunk that a segment closes, at most ROWS.
+    """Flush the CSA windows that a chunk's segment closes and that lie in the chunk, at most ROWS.
 
-    The program of a chunk's first token keeps the chunk's last rows.
+    The program of a chunk's first token stores the chunk's last rows in the tail. `_edge_kernel`
+    flushes all other windows.
     """
     DIM: tl.constexpr = SPEC.ROW.DIM
     column = tl.arange(0, SPEC.ROW.BLOCK)[None, :]
@@ -191,7 +199,7 @@ def compress_hca_token(
     token, split, tokens, compressor, pooled_ptr, arrivals_ptr, rope, pages, eps,
     CHANNELS: tl.constexpr, SPEC: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Pool CHANNELS of the HCA window that one token of a step closes, and keep the token's row."""
+    """Pool CHANNELS of the HCA window that a token closes; store the token's row in the tail."""
     CHANNEL_SPLITS: tl.constexpr = SPEC.ROW.BLOCK // CHANNELS
     column = split * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     mask = column < SPEC.ROW.DIM  # [1, CHANNELS]
@@ -201,6 +209,7 @@ def compress_hca_token(
     kv, gate = load_row(compressor, token, position, column, mask, SPEC)
     tail_ptr = slot_tail(compressor, slot, SPEC)
     if (slot >= 0) & (position % HCA_RATIO == HCA_RATIO - 1):
+        # request + token // HCA_RATIO: the row of `pooled`, another one for every closing window.
         if IS_DECODE:
             window = token + token // HCA_RATIO
             pool_hca_decode(compressor, tail_ptr, token, position, split * CHANNELS, window,
@@ -232,9 +241,10 @@ def compress_hca_segment(
     before = place.before
     if (count > 0) & (place.slot >= 0):
         ahead = tokens_to_closing(position, SPEC)
-        num_kept = count
-        num_reached = count
+        num_kept = count  # rows that this program stores in the tail
+        num_reached = count  # tokens that this program pools for, if they close a window
         if place.workspace_start >= 0:
+            # The chunk's first program pools the window with rows in the tail, wherever it closes.
             num_kept = tl.where(position == before, place.after - before, 0)
             num_reached = tl.where(position + ahead - (HCA_RATIO - 1) < before, num_kept, count)
         tail_ptr = slot_tail(compressor, place.slot, SPEC)
@@ -342,9 +352,9 @@ def _edge_kernel(
 ):  # fmt: skip
     """Flush the CSA windows that read tails in a forward with chunks, before `_write_kernel`.
 
-    A program takes one request, one of its tokens and one compressor. A chunk's tokens are those
-    that close a window which reaches back into the tail, at most two. Another request's tokens
-    are all it has.
+    A program takes one request, one of its tokens and one compressor. Of a chunk's tokens, it
+    takes those that close a window with rows in the tail: at most two. Of other requests it takes
+    every token, and stores its row in the tail too.
     """
     request = tl.program_id(0)
     index = tl.program_id(1)
@@ -386,7 +396,7 @@ def write_layer(
 ) -> None:
     """Store a layer's rows; see `kernels.reference.flush_write`.
 
-    It takes one launch, or two for a CSA layer in a forward with chunks.
+    Takes one launch, or two for a CSA layer in a forward with chunks.
     """
     num_tokens = len(tokens.positions)
     if not num_tokens:
@@ -400,7 +410,7 @@ def write_layer(
     arguments = _arguments(writes, memory, tokens, ratio=ratio)
     grid = _grid(writes, memory, launch, tokens, ratio=ratio, has_chunks=has_chunks)
     if has_chunks and writes.index_keys is not None:
-        # A chunk has at most two such windows, another request at most a step of tokens.
+        # A chunk has at most two windows with rows in the tail, other requests a step of tokens.
         max_windows = max(2, memory.layout.tail_rows - (CSA_ROWS.value - 1))
         _edge_kernel[(len(tokens.request_slots), max_windows, 2)](**arguments, num_warps=8)
     _write_kernel[(grid.num_programs,)](
@@ -433,7 +443,7 @@ def _grid(
     ratio: int,
     has_chunks: bool,
 ) -> _Grid:
-    """Number of programs and segments, and what a program takes."""
+    """Numbers of programs and segments, and the rows and channels of a program."""
     layout = memory.layout
     block = next_power_of_two(layout.head_dim)
     index_block = next_power_of_two(layout.index_head_dim)
@@ -457,7 +467,7 @@ def _grid(
 
 
 def _num_segments(tokens: TokenMap, tile: int) -> int:
-    """Segments of tiles of `tile` tokens, as `append.locate_segment` counts them."""
+    """Number of segments with tiles of `tile` tokens, as `append.locate_segment` counts them."""
     num_tokens = len(tokens.positions)
     return num_tokens if tile == 1 else -(-num_tokens // tile) + len(tokens.request_slots)
 
@@ -465,14 +475,18 @@ def _num_segments(tokens: TokenMap, tile: int) -> int:
 def _arguments(
     writes: LayerWrites, memory: LayerMemory, tokens: TokenMap, *, ratio: int
 ) -> dict[str, Any]:
-    """Arguments of both kernels."""
+    """Arguments that `_edge_kernel` and `_write_kernel` share."""
     layout = memory.layout
     scale = memory.global_scale
     main = CompressorSpec(
-        row_spec("kv", layout.kv_row, layout.rope_dim), ratio or 1,
-        layout.num_series * layout.head_dim, layout.tail_rows, layout.tail_dtype == "bfloat16",
-        layout.entries_per_block, 0,
-    )  # fmt: skip
+        ROW=row_spec("kv", layout.kv_row, layout.rope_dim),
+        RATIO=ratio or 1,  # kernels divide by it, also those of an SWA layer
+        WIDTH=layout.num_series * layout.head_dim,
+        TAIL_ROWS=layout.tail_rows,
+        TAIL_BF16=layout.tail_dtype == "bfloat16",
+        ENTRIES_PER_BLOCK=layout.entries_per_block,
+        HADAMARD_STEPS=0,
+    )
     index = main._replace(
         ROW=row_spec("index", layout.index_row, layout.rope_dim),
         WIDTH=layout.num_series * layout.index_head_dim,
@@ -500,9 +514,9 @@ def _arguments(
 def _window_arguments(
     window: WindowInputs | None, memory: LayerMemory, tokens: TokenMap
 ) -> dict[str, Any]:
-    nothing = tokens.positions  # stands in for what a launch doesn't have
+    nothing = tokens.positions  # any pointer: a launch without a window reads none
     layout = memory.layout
-    kv = nothing if window is None else _rows_apart(window.kv)
+    kv = nothing if window is None else _contiguous_rows(window.kv)
     return {
         "window_kv_ptr": kv,
         "window_stride": _row_stride(kv),
@@ -518,9 +532,9 @@ def _window_arguments(
 
 def _entry_arguments(prefix: str, entry: EntryInputs | None, tokens: TokenMap) -> dict[str, Any]:
     if entry is None:
-        kv = gate = bias = norm_weight = tokens.positions
+        kv = gate = bias = norm_weight = tokens.positions  # any pointer: nothing is read
     else:
-        kv, gate = _rows_apart(entry.kv), _rows_apart(entry.gate)
+        kv, gate = _contiguous_rows(entry.kv), _contiguous_rows(entry.gate)
         if _row_stride(kv) != _row_stride(gate):
             kv, gate = kv.contiguous(), gate.contiguous()
         bias, norm_weight = (weight.contiguous() for weight in entry.weights)
@@ -533,11 +547,14 @@ def _entry_arguments(prefix: str, entry: EntryInputs | None, tokens: TokenMap) -
     }
 
 
-def _rows_apart(x: Tensor) -> Tensor:
-    """Rows with adjacent elements, at any distance from each other."""
+def _contiguous_rows(x: Tensor) -> Tensor:
+    """Copy x unless each of its rows is contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _row_stride(x: Tensor) -> int:
-    """Distance of rows. PyTorch gives a single row any number, and each would compile again."""
+    """Elements from one row to the next.
+
+    A single row may have any stride. Its width stands for it, so that no stride compiles again.
+    """
     return x.stride(0) if len(x) > 1 else x.shape[-1]

@@ -1,7 +1,8 @@
 """Operands of kernels by name: pointers, and constants of rows and compressors.
 
-A kernel takes pointers flat and groups them in its head, which emits no code. The constants are
-kernel arguments themselves. They have no derived properties: Triton would not see a change of one.
+A kernel takes pointers one by one and groups them at its start, which emits no code. A group of
+constants is one argument of a kernel. Such a group has no properties: Triton's cache of compiled
+kernels would not notice a change of their code.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,10 @@ class TokenPtrs(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A token's position and its request: slot, lengths around the forward, workspace start."""
+    """A token's position, and its request's slot, lengths before and after, and workspace start.
+
+    workspace_start is -1 where the request has no chunk.
+    """
 
     position: tl.tensor
     slot: tl.tensor
