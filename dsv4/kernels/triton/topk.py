@@ -5,14 +5,15 @@ all scores of its row in registers. It counts the scores at or above two pivots 
 finds the k-th largest. It then lists, in ascending index, every score above that one, and its
 equals from the first on until k are listed.
 
-Pivots are guesses: they decide when the search ends, never its result. Pivots are order keys, whole
-numbers in the order of scores. A count adds up a thread's scores first, as fp32, whose sums run
-beside the comparisons, then a warp's, then all warps' in each warp.
+Pivots are guesses: they decide when the search ends, never its result. A pivot is an order key, an
+int32 that orders as its score does. A count sums over each thread first, then over each warp, and
+at last every warp sums over all warps. A thread counts in fp32, because fp32 sums run beside the
+comparisons.
 
-A row that does not fit a program is reduced first, to the largest of each group of 8 scores. These
-are reduced in the same way until they fit. The best k entries are in the best k groups, since k
-groups before another one have k entries before all of its. The program goes down from groups to
-their members, k groups at a time.
+A row that does not fit a program is reduced first, to the largest of each group of 8 scores, its
+top. Tops are reduced in the same way until they fit. The best k entries lie in the k groups with
+the best tops: any other group comes after k tops, which are entries too. The program goes down from
+groups to their members, k groups at a time.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from dsv4.kernels.triton.launch import GroupLaunch, TopkLaunch, find_launch
 from dsv4.kernels.triton.primitives import wait_for_launch_before
 
 MIN_WIDTH = 1024  # the fewest scores of a program: four for each thread of 8 warps
-VECTOR = 4  # neighbours that a thread reads at once
+VECTOR = 4  # neighbours that a thread reads at once, where strides allow it; else 1
 GROUP_SIZE = tl.constexpr(GROUP)
 SIGN_BIT = tl.constexpr(-(2**31))
 INF_BITS, NAN_BITS = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
@@ -36,13 +37,13 @@ NO_KEY = tl.constexpr(-0x7F800001)  # below -inf
 END_KEY = tl.constexpr(0x7F800001)  # above inf
 FIRST_MARGIN = tl.constexpr(0.05)  # standard deviations from the first guess to its pivots
 MARGIN = tl.constexpr(0.7)  # standard deviations from a guess between two counts to its pivots
-STEP = tl.constexpr(0.1)  # standard deviations of groups between the two pivots of a level
-NEAR, FAR = tl.constexpr(0.7), tl.constexpr(1.4)  # pivots, as shares of the way to a guess beyond
-MAX_GUESSES = tl.constexpr(12)  # passes of guesses, before the interval is cut in thirds
+STEP = tl.constexpr(0.1)  # standard deviations of tops between the first two pivots of members
+NEAR, FAR = tl.constexpr(0.7), tl.constexpr(1.4)  # pivots around a guess, in shares of its distance
+MAX_GUESSES = tl.constexpr(12)  # passes before the interval is cut in thirds instead
 
 
 class RowShape(NamedTuple):
-    """The scores that a program holds, and its threads that hold them, four or more each."""
+    """The scores that a program holds, and the threads that hold them, four or more each."""
 
     WIDTH: tl.constexpr
     THREADS: tl.constexpr
@@ -58,7 +59,7 @@ class Quads(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Two order keys, and how many scores are not below each of them."""
+    """Two order keys, and the number of scores that are not below each of them."""
 
     low: tl.tensor
     high: tl.tensor
@@ -101,8 +102,14 @@ def key_value(key):
 
 
 @triton.jit
+def value_key(value):
+    """The order key of an fp32."""
+    return order_keys(value.to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def bits_before(bits, at, end, VECTOR: tl.constexpr):
-    """Make NaN of the bits from `end` on if it cuts a vector; whole vectors after it are NaN."""
+    """Replace the bits from `end` on by NaN's; loads already do so in all vectors but `end`'s."""
     if end % VECTOR != 0:
         bits = tl.where(at < end, bits, NAN_BITS)
     return bits
@@ -121,17 +128,11 @@ def load_bits(scores_ptr, end, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def upper_quantile(share):
-    """Estimate how many standard deviations above the mean the largest share of numbers begins."""
+    """Estimate where the largest `share` of normal numbers begins: deviations above the mean."""
     tail = tl.minimum(share, 1.0 - share)
     t = tl.sqrt(-1.3862944 * tl.log2(tl.maximum(tail, 1e-6)))
     z = t - (2.30753 + 0.27061 * t) / (1.0 + (0.99229 + 0.04481 * t) * t)
     return tl.where(share < 0.5, z, -z)
-
-
-@triton.jit
-def value_key(value):
-    """The order key of an fp32."""
-    return order_keys(value.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -210,7 +211,10 @@ def pivots_between(interval, wanted, is_by_thirds):
 
 @triton.jit
 def pivots_beyond(interval, pivots, wanted):
-    """Two keys around the wanted-th largest, if counts go on as between the last two pivots."""
+    """Two keys around the wanted-th largest, in an interval with one open end.
+
+    They assume that counts go on as between the last two pivots.
+    """
     is_below = interval.low == NO_KEY
     start = tl.where(is_below, interval.high, interval.low)
     num_start = tl.where(is_below, interval.num_high, interval.num_low).to(tl.float32)
@@ -238,16 +242,19 @@ def in_each_warp(x):
 
 
 @triton.jit
-def num_at_least(scores, low, SHAPE: tl.constexpr):
-    """The number of scores of each thread that are not below `low`, fp32 `[THREADS]`."""
-    ones = by_thread(tl.where(scores >= low, 1.0, 0.0), SHAPE)
+def count_by_thread(scores, floor, SHAPE: tl.constexpr):
+    """The number of scores of each thread that are not below the score `floor`, `[THREADS]`."""
+    ones = by_thread(tl.where(scores >= floor, 1.0, 0.0), SHAPE)
     return tl.sum(tl.sum(ones, axis=2), axis=0)
 
 
 @triton.jit
-def count_at_least(scores, low, high, SHAPE: tl.constexpr):
-    """The number of scores not below `low`, and not below `high`, which is no less."""
-    pairs = num_at_least(scores, high, SHAPE) * 65536.0 + num_at_least(scores, low, SHAPE)
+def count_at_least(scores, floor, upper, SHAPE: tl.constexpr):
+    """The numbers of scores not below the score `floor`, and not below `upper` >= `floor`.
+
+    Both are summed at once, as halves of one number.
+    """
+    pairs = count_by_thread(scores, upper, SHAPE) * 65536.0 + count_by_thread(scores, floor, SHAPE)
     warps = tl.sum(tl.reshape(pairs.to(tl.int32), (pairs.shape[0] // 32, 32)), axis=1)
     packed = tl.sum(tl.sum(in_each_warp(warps), axis=1), axis=0)
     return packed & 0xFFFF, (packed >> 16) & 0xFFFF
@@ -262,25 +269,28 @@ def largest_of(keys):
 
 @triton.jit
 def largest_before(scores, high, SHAPE: tl.constexpr):
-    """The largest key below `high`; -inf's if there is none."""
+    """The largest key of a score below the key `high`; -inf's if there is none."""
     left = tl.where(scores <= key_value(high - 1), scores, float("-inf"))
     return largest_of(value_key(tl.max(tl.max(by_thread(left, SHAPE), axis=2), axis=0)))
 
 
 @triton.jit
 def smallest_from(scores, low, SHAPE: tl.constexpr):
-    """The smallest key not below `low`; inf's if there is none."""
+    """The smallest key of a score not below the key `low`; inf's if there is none."""
     left = tl.where(scores >= key_value(low), scores, float("inf"))
     return -largest_of(-value_key(tl.min(tl.min(by_thread(left, SHAPE), axis=2), axis=0)))
 
 
 @triton.jit
 def find_threshold(scores, first, last, count, wanted, SHAPE: tl.constexpr):
-    """A key with exactly `wanted` scores >= it, or the wanted-th largest's, which others share.
+    """A key that exactly `wanted` scores are not below, found from the pivots `first` and `last`.
 
-    -inf's if there are fewer scores. The search starts from the pivots first and last.
+    Where equal scores rule that out, it is the wanted-th largest's key, which more scores are not
+    below. It is -inf's if there are fewer scores. The wanted-th largest is always at or above low,
+    and below high.
     """
     low, high = tl.full((), NO_KEY, tl.int32), tl.full((), END_KEY, tl.int32)
+    # With no more scores than wanted, the search ends after one pass.
     num_low = tl.where(count > wanted, tl.full((), SHAPE.WIDTH, tl.int32), wanted)
     num_high = tl.full((), 0, tl.int32)
     num_slow, num_passes = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -301,13 +311,14 @@ def find_threshold(scores, first, last, count, wanted, SHAPE: tl.constexpr):
         is_found = (num_low == wanted) | (low + 1 >= high)
         if not is_found:
             is_open = (low == NO_KEY) | (high == END_KEY)
-            if num_high + 1 == wanted:
+            if num_high + 1 == wanted:  # one score is missing: the next below high
                 low = largest_before(scores, high, SHAPE)
                 is_found = tl.full((), True, tl.int1)
             elif is_open & (num_passes < 3):
                 pivots = Interval(first, last, num_first, num_last)
                 first, last = pivots_beyond(Interval(low, high, num_low, num_high), pivots, wanted)
             elif (num_slow > 1) & (not is_open) & (num_passes < MAX_GUESSES):
+                # Two slow passes: shrink the interval to the scores inside it.
                 low = smallest_from(scores, low, SHAPE)
                 high = largest_before(scores, high, SHAPE) + 1
                 num_slow = tl.full((), -1, tl.int32)
@@ -341,21 +352,21 @@ def count_before(counts, NUM: tl.constexpr):
 
 
 @triton.jit
-def is_at_least(scores, low):
-    """1 where scores are not below `low`, else 0."""
-    return tl.where(scores >= low, 1, 0)
+def is_at_least(scores, floor):
+    """1 where scores are not below the score `floor`, else 0."""
+    return tl.where(scores >= floor, 1, 0)
 
 
 @triton.jit
-def count_quads(scores, low, WIDTH: tl.constexpr):
-    """The number of scores not below `low` before each quad, and in all."""
-    quads = tl.sum(tl.reshape(tl.where(scores >= low, 1.0, 0.0), (WIDTH // 4, 4)), axis=1)
+def count_quads(scores, floor, WIDTH: tl.constexpr):
+    """The number of scores not below the score `floor` before each quad, and in all."""
+    quads = tl.sum(tl.reshape(tl.where(scores >= floor, 1.0, 0.0), (WIDTH // 4, 4)), axis=1)
     return count_before(quads.to(tl.int32), WIDTH // 4)
 
 
 @triton.jit
 def keep_first_equals(scores, low, wanted, SHAPE: tl.constexpr):
-    """Replace scores equal to `low` by NaN once `wanted` scores are kept."""
+    """Replace by NaN the last scores that equal the key `low`, so that `wanted` are left."""
     WIDTH: tl.constexpr = SHAPE.WIDTH
     upper = key_value(low + 1)
     num_above, _same = count_at_least(scores, upper, upper, SHAPE)
@@ -375,7 +386,7 @@ def page_row(block, entry, ENTRIES_PER_BLOCK: tl.constexpr):
 
 @triton.jit
 def store_quarter(list_ptr, rows_ptr, entry, row, is_best, place, HAS_ROWS: tl.constexpr):
-    """Store the best of one of the four of every quad, and their rows."""
+    """Store one entry of each quad, and its row, where it is among the best."""
     tl.store(list_ptr + place, entry, mask=is_best)
     if HAS_ROWS:
         tl.store(rows_ptr + place, row, mask=is_best)
@@ -384,7 +395,10 @@ def store_quarter(list_ptr, rows_ptr, entry, row, is_best, place, HAS_ROWS: tl.c
 @triton.jit
 def store_best(list_ptr, rows_ptr, scores, entry, blocks, low, wanted, SHAPE: tl.constexpr,
                ENTRIES_PER_BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr):  # fmt: skip
-    """Store the best entries in ascending order; return how many. `entry` is each quad's first."""
+    """Store the entries with scores not below the key `low`, at most `wanted`; return how many.
+
+    They are stored in ascending order. `entry` is the first of each quad, `[WIDTH / 4]`.
+    """
     WIDTH: tl.constexpr = SHAPE.WIDTH
     floor = key_value(low)
     place0, total = count_quads(scores, floor, WIDTH)  # [WIDTH / 4]
@@ -411,14 +425,17 @@ def store_best(list_ptr, rows_ptr, scores, entry, blocks, low, wanted, SHAPE: tl
 
 @triton.jit
 def level_size(num_padded, level: tl.constexpr, VECTOR: tl.constexpr):
-    """The number of groups of a level, in a form that tells loads they are whole vectors."""
+    """The number of groups of a level, so written that the compiler sees a multiple of VECTOR."""
     return num_padded // (GROUP_SIZE**level * VECTOR) * VECTOR
 
 
 @triton.jit
 def load_members(level_ptr, list_ptr, num_listed, end, WIDTH: tl.constexpr,
                  VECTOR: tl.constexpr):  # fmt: skip
-    """Load the bits of listed groups' members, NaN from `end` on; and each quad's first member."""
+    """Load the bits of listed groups' members, NaN from `end` on.
+
+    Returns the index of each quad's first member too.
+    """
     lane = tl.arange(0, WIDTH // GROUP_SIZE)
     group = tl.load(list_ptr + lane, mask=lane < num_listed, other=0)
     at = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]  # [groups, GROUP_SIZE]
@@ -444,7 +461,7 @@ def load_blocks(pages, entry, end, ENTRIES_PER_BLOCK: tl.constexpr):
 
 @triton.jit
 def store_tops(tops_ptr, keys, chunk, num_tops, SIZE: tl.constexpr):
-    """Store the bits of the largest key of each of a chunk's groups; return these keys."""
+    """Store the bits of the tops of a chunk of scores; return the tops' keys, `[SIZE]`."""
     tops = tl.max(tl.reshape(keys, (SIZE, GROUP_SIZE)), axis=1)
     at = chunk * SIZE + tl.arange(0, SIZE)
     tl.store(tops_ptr + at, key_bits(tops), mask=at < num_tops)
@@ -452,23 +469,26 @@ def store_tops(tops_ptr, keys, chunk, num_tops, SIZE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["scores_groups", "tops_groups", "first_token", "topk", "num_padded"],
+    do_not_specialize=["scores_vectors", "tops_vectors", "first_token", "topk", "num_padded"],
     do_not_specialize_on_alignment=["positions_ptr", "request_ids_ptr", "request_slots_ptr"],
 )
 def _group_kernel(
-    scores_ptr, scores_groups, tops_ptr, tops_groups, first_token, topk, num_padded,
+    scores_ptr, scores_vectors, tops_ptr, tops_vectors, first_token, topk, num_padded,
     positions_ptr, request_ids_ptr, request_slots_ptr,
     RATIO: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Store the largest score of each group, then of each group of groups; NaN for none."""
+    """Store the largest score of each group, then of each group of groups; NaN for none.
+
+    scores_vectors and tops_vectors are the row strides in vectors, as in `_topk_kernel`.
+    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
                                    request_slots_ptr, RATIO)  # fmt: skip
     wait_for_launch_before(STARTS_NEXT=True)
     first = chunk * CHUNK
     if (count > topk) & (first < count):
-        scores_ptr += row * scores_groups * VECTOR + first
-        tops_ptr += row * tops_groups * VECTOR
+        scores_ptr += row * scores_vectors * VECTOR + first
+        tops_ptr += row * tops_vectors * VECTOR
         keys = order_keys(load_bits(scores_ptr, count - first, CHUNK, VECTOR))
         for level in tl.static_range(LEVELS):
             num_padded = num_padded // GROUP_SIZE
@@ -478,7 +498,7 @@ def _group_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "scores_groups", "tops_groups", "first_token", "topk", "num_padded", "max_entries",
+        "scores_vectors", "tops_vectors", "first_token", "topk", "num_padded", "max_entries",
         "table_stride",
     ],
     do_not_specialize_on_alignment=[
@@ -486,7 +506,7 @@ def _group_kernel(
     ],
 )  # fmt: skip
 def _topk_kernel(
-    entry_idx_ptr, rows_ptr, counts_ptr, scores_ptr, scores_groups, tops_ptr, tops_groups,
+    entry_idx_ptr, rows_ptr, counts_ptr, scores_ptr, scores_vectors, tops_ptr, tops_vectors,
     first_token, topk, num_padded, max_entries, positions_ptr, request_ids_ptr, request_slots_ptr,
     block_table_ptr, table_stride, RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
     LEVELS: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -502,12 +522,12 @@ def _topk_kernel(
     entries_ptr, rows_ptr = entry_idx_ptr + token * topk, rows_ptr + token * topk
     lane = tl.arange(0, BLOCK_K)
     if num_seen > topk:
-        scores_ptr += row * scores_groups * VECTOR
+        scores_ptr += row * scores_vectors * VECTOR
         SHRINK: tl.constexpr = GROUP_SIZE**LEVELS
         count = tl.cdiv(num_seen, SHRINK)
         level_ptr = scores_ptr
         if LEVELS > 0:
-            level_ptr = tops_ptr + row * tops_groups * VECTOR
+            level_ptr = tops_ptr + row * tops_vectors * VECTOR
             for level in tl.static_range(1, LEVELS):
                 level_ptr += level_size(num_padded, level, VECTOR)
         bits = load_bits(level_ptr, count, WIDTH, VECTOR)
@@ -519,6 +539,7 @@ def _topk_kernel(
         for level in tl.static_range(LEVELS):
             low = find_threshold(scores, first, last, count, topk, SHAPE)
             unused = Quads(entry, entry, entry, entry)
+            # Until the last level, the token's entry_idx lists groups.
             num_listed = store_best(entries_ptr, rows_ptr, scores, entry, unused, low, topk, SHAPE,
                                     ENTRIES_PER_BLOCK, False)  # fmt: skip
             first, last = low, value_key(key_value(low) + STEP * deviation)
@@ -526,13 +547,13 @@ def _topk_kernel(
                 level_ptr = scores_ptr
             else:
                 level_ptr -= level_size(num_padded, LEVELS - 1 - level, VECTOR)
-            tl.debug_barrier()
+            tl.debug_barrier()  # the list is stored before it is read
             count = num_listed * GROUP_SIZE
             end = tl.cdiv(num_seen, GROUP_SIZE ** (LEVELS - 1 - level))
             bits, entry = load_members(level_ptr, entries_ptr, num_listed, end, WIDTH, VECTOR)
-            tl.debug_barrier()
+            tl.debug_barrier()  # the list is read before it is overwritten
             scores = bits.to(tl.float32, bitcast=True)
-            if low == NO_KEY + 1:
+            if low == NO_KEY + 1:  # fewer than topk groups have a score: low is no guess
                 first, last, deviation = first_pivots(scores, count, topk, SHAPE)
         end = tl.where(slot >= 0, num_seen, 0)
         blocks = load_blocks(pages, entry, end, ENTRIES_PER_BLOCK)
@@ -573,15 +594,16 @@ def choose_best(
         scores: `[num_tokens, at least max_entries]` fp32, contiguous rows of these tokens.
             The row of a token that sees at most topk entries is not read.
         group_tops: `[num_tokens, at least num_group_tops]` int32, scratch for rows that do not
-            fit a program.
+            fit a program; see `kernels.index_scratch`.
+        max_entries: The most entries that any token of the forward sees.
     """
     topk, device = chosen.entry_idx.shape[1], scores.device
     levels, width = program_shape(max_entries, topk=topk)
     strides = (scores.stride(0), group_tops.stride(0) if levels else 0)
     vector = VECTOR if not any(stride % VECTOR for stride in strides) else 1
     shared: dict[str, Any] = {
-        "scores_ptr": scores.view(chosen.entry_idx.dtype), "scores_groups": strides[0] // vector,
-        "tops_ptr": group_tops, "tops_groups": strides[1] // vector,
+        "scores_ptr": scores.view(chosen.entry_idx.dtype), "scores_vectors": strides[0] // vector,
+        "tops_ptr": group_tops, "tops_vectors": strides[1] // vector,
         "first_token": first_token, "topk": topk,
         "num_padded": padded_entries(max_entries, levels=levels),
         "positions_ptr": tokens.positions,
