@@ -1,4 +1,4 @@
-"""Attention kernels for Hopper alone, in Gluon, where Triton's compiler stands in the way.
+"""Attention kernels for Hopper alone, in Gluon: they assign warps, registers and barriers.
 
-The Triton kernel of the same contract stays the portable path.
+`kernels.triton.attention` chooses them, and has the kernel for every other GPU.
 """

@@ -1,15 +1,18 @@
-"""Attention over fp8 rows on Hopper. The contract is `kernels.triton.attention._attend_kernel`'s.
+"""Attention over fp8 rows on Hopper, in place of `_attend_kernel` of `kernels.triton.attention`.
+
+`attend_launch` there chooses between the two, and `_launch_on_hopper` launches this one.
 
 A program takes a token and a block of its heads, and reads the token's rows in tiles of 64, the
 window first. Half of its warps decode tiles into stages in shared memory (`hopper.decode`). The
-others multiply, and compute the softmax (`hopper.many_heads`, `hopper.few_heads`).
+others multiply, and compute the softmax (`hopper.many_heads`, `hopper.few_heads`). They are two
+groups of warps, the sides.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, RowsSpec, decode_tiles
+from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, SourceSpec, decode_tiles
 from dsv4.kernels.triton.hopper.few_heads import make_sides, merge_sides, multiply_few
 from dsv4.kernels.triton.hopper.many_heads import make_exchange, multiply_many, store_many
 from dsv4.kernels.triton.hopper.program import (
@@ -30,7 +33,10 @@ from dsv4.kernels.triton.launch import ATTEND_SIZES, ATTEND_UNALIGNED
 def multiply(tiles, memory, query_ptr, query, exchange, scale, results, out_loc,
              NUM_HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
              SIDE: gl.constexpr):  # fmt: skip
-    """Multiply and store one side's share, by the number of heads of the program."""
+    """Multiply and store one side's share, with 64 heads or with fewer.
+
+    exchange is the shared memory between the sides: an `Exchange` with 64 heads, else `Sides`.
+    """
     HEADS: gl.constexpr = query[0].shape[1]
     load_query(query, query_ptr, out_loc, NUM_HEADS, SIDE)
     if HEADS == 64:
@@ -62,9 +68,10 @@ def _attend_kernel(
     """Attend for one token and HEADS of its heads, over one split of the token's rows.
 
     The plan is on the device before the first launch. It is read while the previous launch may
-    still run.
+    still run. entries_scales_ptr and after_ptr are not read: arguments are those of the Triton
+    kernel.
     """
-    SPEC: gl.constexpr = RowsSpec(WINDOW, RING_ROWS, HAS_CHUNKS, ENTRIES, RATIO, ENTRY_ROWS)
+    SPEC: gl.constexpr = SourceSpec(WINDOW, RING_ROWS, HAS_CHUNKS, ENTRIES, RATIO, ENTRY_ROWS)
     tokens = Tokens(first_token, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr)
     splits = Splits(num_splits, split_step, tile_step, tiles_per_split)
     window = WindowPtrs(ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr,
@@ -74,9 +81,10 @@ def _attend_kernel(
     results = ResultPtrs(sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr)
     tiles, token, out_loc = find_work(gl.program_id(0), tokens, splits, NUM_HEADS, HEADS, SPEC)
     row_source, bases = place_rows(token, window, entries, SPEC)
+    # With 64 heads both sides read every tile, with fewer each takes every second one.
     query, memory = make_memory(HEADS, STAGES, 2 if HEADS == 64 else 1)
     exchange = make_exchange() if HEADS == 64 else make_sides(HEADS)
-    gdc_wait()
+    gdc_wait()  # the rows may be the previous launch's
     gl.thread_barrier()
     gl.warp_specialize(
         [

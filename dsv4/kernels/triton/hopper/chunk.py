@@ -1,14 +1,14 @@
-"""Attention of a chunk's many tokens on Hopper, with 64 heads of a program.
+"""Attention of forwards with chunks on Hopper, in programs of 64 heads.
 
-It differs from `hopper.attention` in that a program takes one token after another. The next token's
-rows are loaded and decoded while the last one's output is stored.
+Unlike in `hopper.attention`, a program takes one work item (`hopper.program`) after another. The
+next item's rows are loaded and decoded while the last one's output is stored.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, RowsSpec, decode_tiles
+from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, SourceSpec, decode_tiles
 from dsv4.kernels.triton.hopper.many_heads import HEADS, make_exchange, multiply_many, store_many
 from dsv4.kernels.triton.hopper.program import (
     EntryPtrs,
@@ -28,9 +28,9 @@ from dsv4.kernels.triton.launch import ATTEND_SIZES, ATTEND_UNALIGNED
 def multiply_in_turn(num_works, tokens, splits, memory, query_ptr, query, exchange, scale, results,
                      NUM_HEADS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
                      SIDE: gl.constexpr):  # fmt: skip
-    """Multiply and store one side's share of one work after another.
+    """Multiply and store one side's share of one work item after another.
 
-    A work is found again before its results are stored, which leaves registers to the products.
+    An item is found again before its results are stored, which leaves registers to the products.
     """
     count = gl.to_tensor(0)
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
@@ -46,7 +46,7 @@ def multiply_in_turn(num_works, tokens, splits, memory, query_ptr, query, exchan
 @gluon.jit
 def decode_in_turn(num_works, tokens, splits, memory, window, entries, NUM_HEADS: gl.constexpr,
                    SPEC: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Decode the rows of one work after another."""
+    """Decode the rows of one work item after another."""
     count = gl.to_tensor(0)
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
         tiles, token, _out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
@@ -72,7 +72,7 @@ def _attend_chunk_kernel(
 ):  # fmt: skip
     """Attend for tokens and 64 of their heads each, one after another, over all of their rows."""
     gdc_wait()
-    SPEC: gl.constexpr = RowsSpec(WINDOW, RING_ROWS, HAS_CHUNKS, ENTRIES, RATIO, ENTRY_ROWS)
+    SPEC: gl.constexpr = SourceSpec(WINDOW, RING_ROWS, HAS_CHUNKS, ENTRIES, RATIO, ENTRY_ROWS)
     tokens = Tokens(first_token, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr)
     splits = Splits(num_splits, split_step, tile_step, tiles_per_split)
     window = WindowPtrs(ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr,

@@ -15,7 +15,7 @@ GROUP = gl.constexpr(64)  # channels that share a scale
 CODE_GROUPS = gl.constexpr(7)
 DIM = gl.constexpr(512)
 ROPE = gl.constexpr(64)
-CHANNEL_QUARTER = gl.constexpr(128)  # channels of a buffer; stores to one would wait for each other
+CHANNEL_QUARTER = gl.constexpr(128)  # channels of a buffer; stores to the same one would wait
 CHANNEL_QUARTERS = gl.constexpr(4)
 SIDE_QUARTERS = gl.constexpr(2)  # quarters of a side, one of the two groups of warps that multiply
 DATA_BYTES = gl.constexpr(576)
@@ -55,8 +55,12 @@ DECODE = gl.constexpr("""
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; prefetch.global.L2 [$1 + 64]; mov.u32 $0, 0;")
 
 
-class RowsSpec(NamedTuple):
-    """The rows that a launch reads: window and rings, source, ratio and pages of entries."""
+class SourceSpec(NamedTuple):
+    """Constants of the rows that a launch reads.
+
+    ENTRIES is their source beside the window: "listed", "all" or "none". ENTRY_ROWS are the
+    entries of a page.
+    """
 
     WINDOW: gl.constexpr
     RING_ROWS: gl.constexpr
@@ -67,7 +71,7 @@ class RowsSpec(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of a work, from first to end by step."""
+    """The tiles of a work item (`hopper.program`), from first to end by step."""
 
     first: gl.tensor
     end: gl.tensor
@@ -75,7 +79,7 @@ class Tiles(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Decoded tiles in shared memory, and barriers: a stage is full, is empty.
+    """Decoded tiles in shared memory, and barriers of each stage: it is full, it is empty.
 
     quarters hold the channels, `[STAGES, TILE, CHANNEL_QUARTER]` each; biases `[STAGES, TILE]`
     are added to the rows' logits: 0, or -inf where there is no row.
@@ -100,7 +104,7 @@ class RowSource(NamedTuple):
 
 
 class RowBases(NamedTuple):
-    """Pointers that rows are relative to. scales_offset leads from the window's data to scales."""
+    """Pointers that rows are relative to. scales_offset is from the window's data to its scales."""
 
     window_ptr: gl.tensor
     scales_offset: gl.tensor
@@ -128,7 +132,7 @@ def scale_pair(scales, group: gl.constexpr):
 
 @gluon.jit
 def find_rows(tile, end, source, SPEC: gl.constexpr):
-    """Find a tile's rows: a row of the window's memory, a listed row, or a block; -1 for none."""
+    """Find a tile's rows, `[TILE]`: rows of the window, listed rows, or blocks; -1 for none."""
     row = tile * TILE + gl.arange(0, TILE, layout=ROWS)  # [TILE]
     rows = gl.full((TILE,), -1, gl.int32, layout=ROWS)
     if tile < end:
@@ -228,9 +232,10 @@ def load_tile(data_ptr, scale_ptr, is_present):
 @gluon.jit
 def decode_tiles(tiles, count, memory, source, bases, SPEC: gl.constexpr, STAGES: gl.constexpr,
                  IS_EARLY: gl.constexpr):  # fmt: skip
-    """Decode every tile of a token into the stages in turn, counted from `count` on.
+    """Decode the tiles of a work item into the stages in turn; return the tiles counted so far.
 
-    IS_EARLY loads the next tile before this one is decoded, if registers hold both; else after it.
+    `count` tiles came before. IS_EARLY loads the next tile before this one is decoded, which takes
+    registers for both. Otherwise it is loaded after, and listed rows are prefetched to L2.
     """
     IS_LISTED: gl.constexpr = SPEC.ENTRIES == "listed"
     first, end, step = tiles.first, tiles.end, tiles.step
@@ -256,7 +261,7 @@ def decode_tiles(tiles, count, memory, source, bases, SPEC: gl.constexpr, STAGES
             store_groups(memory.quarters[pair].index(stage), left, right)
         store_groups(memory.quarters[3].index(stage), decode_group(codes, scales, 6), rotated)
         memory.biases.index(stage).store(gl.where(is_present, 0.0, float("-inf")))
-        fence_async_shared()  # it waits for loads
+        fence_async_shared()  # it waits for loads too, so late loads come after it
         if not IS_EARLY:
             if not IS_LISTED:
                 data_ptr, scale_ptr = row_pointers(tile + step, next_rows, bases, SPEC)

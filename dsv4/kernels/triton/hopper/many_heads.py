@@ -1,8 +1,8 @@
-"""Products for up to 64 heads on Hopper: heads are the M dimension of both.
+"""Products for up to 64 heads on Hopper: heads are the M dimension of logits and output.
 
 Two groups of warps, the sides, are partitions of their own, and each has one half of the channels.
 Logits are the sum of both halves' products, which the sides exchange through shared memory. Both
-then compute the softmax, so that weights stay in registers.
+then compute the same softmax, so that weights stay in registers.
 """
 
 from typing import NamedTuple
@@ -59,11 +59,8 @@ def make_exchange():
 
 @gluon.jit
 def start_logits(query, memory, count, stage, SIDE: gl.constexpr):
-    """Start a side's product of the queries and a tile's rows; side 0 adds the rows' biases.
-
-    Index by a runtime zero, so that the compiler does not hoist descriptor addresses into
-    registers.
-    """
+    """Start a side's product of the queries and a tile's rows; side 0 adds the rows' biases."""
+    # A runtime zero: with a constant the compiler would keep descriptor addresses in registers.
     zero = count >> 24
     pending = gl.zeros((HEADS, TILE), gl.float32, layout=LOGITS)
     if SIDE == 0:
@@ -92,7 +89,7 @@ def add_other(logits, exchange, count, SIDE: gl.constexpr):
 def add_output(acc, shrink, weights, quarters, stage, SIDE: gl.constexpr):
     """Shrink a side's accumulators and add its product of a tile's weights and rows.
 
-    All of them shrink before the first product starts, so that no product waits for one.
+    All accumulators shrink before the first product starts, so that no product waits for one.
     """
     factor = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
     shrunk, pending = gl.tuple(()), gl.tuple(())
@@ -138,7 +135,7 @@ def multiply_many(tiles, count, memory, query, exchange, scale, STAGES: gl.const
 @gluon.jit
 def store_many(acc, largest, total, query, results, out_loc, has_rows, NUM_HEADS: gl.constexpr,
                IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
-    """Store a side's half of the output, or of a part of it."""
+    """Store a side's half of the output's channels, or of a split's partial output."""
     first_head, row, part_row = out_loc.first_head, out_loc.row, out_loc.part_row
     head = gl.arange(0, HEADS, layout=HEAD_ROWS)  # [HEADS]
     is_head = first_head + head < NUM_HEADS

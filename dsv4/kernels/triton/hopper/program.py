@@ -1,6 +1,6 @@
-"""The start of a program on Hopper: its operands, its shared memory, and its work.
+"""The start of a program on Hopper: its operands, its shared memory, and its work items.
 
-A work is a token and a block of its heads, over one split of the token's rows.
+A work item is a token and a block of its heads, over one split of the token's rows.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The tiles of a token's splits, as `kernels.triton.attention.Splits`."""
+    """The tiles of a token's splits; see `kernels.triton.attention.Splits`."""
 
     num_splits: gl.tensor
     split_step: gl.tensor
@@ -78,9 +78,9 @@ class ResultPtrs(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token's number, request, slot, position and number of rows."""
+    """A token's index in the batch, its request, slot, position and number of rows."""
 
-    token: gl.tensor
+    token_idx: gl.tensor
     request: gl.tensor
     slot: gl.tensor
     position: gl.tensor
@@ -88,7 +88,10 @@ class Token(NamedTuple):
 
 
 class OutLoc(NamedTuple):
-    """The place of a work's results: position, first head, row of all heads, row of partials."""
+    """The place of a work item's results.
+
+    row is the first head's row in the output, part_row the one in the partials.
+    """
 
     position: gl.tensor
     first_head: gl.tensor
@@ -106,7 +109,7 @@ def make_barrier(COUNT: gl.constexpr):
 
 @gluon.jit
 def make_memory(HEADS: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Allocate the query and the stages; READERS read a stage before it is filled again."""
+    """Allocate the query and the stages; READERS sides read a stage before it is filled again."""
     query, quarters = gl.tuple(()), gl.tuple(())
     for _ in gl.static_range(CHANNEL_QUARTERS):
         query = query + (
@@ -127,13 +130,13 @@ def make_memory(HEADS: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr
 @gluon.jit
 def find_work(work, tokens, splits, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
               SPEC: gl.constexpr):  # fmt: skip
-    """A work's tiles, its token, and where its results go."""
+    """Find a work item's tiles, its token, and the place of its results."""
     BLOCKS: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-    nth, split = work // BLOCKS, gl.program_id(1)
-    token, first_head = tokens.first_token + nth, work % BLOCKS * HEADS
-    request = gl.load(tokens.request_ids_ptr + token)
+    nth_token, split = work // BLOCKS, gl.program_id(1)
+    token_idx, first_head = tokens.first_token + nth_token, work % BLOCKS * HEADS
+    request = gl.load(tokens.request_ids_ptr + token_idx)
     slot = gl.load(tokens.request_slots_ptr + request).to(gl.int64)
-    position = gl.load(tokens.positions_ptr + token)
+    position = gl.load(tokens.positions_ptr + token_idx)
     num_rows = SPEC.WINDOW
     if SPEC.ENTRIES == "listed":
         num_rows += tokens.num_entries
@@ -143,16 +146,16 @@ def find_work(work, tokens, splits, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr
     first = split * splits.split_step
     end = first + splits.tiles_per_split * splits.tile_step
     end = gl.minimum(end, gl.cdiv(num_rows, TILE))
-    row = token.to(gl.int64) * NUM_HEADS + first_head
-    part_row = (nth.to(gl.int64) * splits.num_splits + split) * NUM_HEADS + first_head
+    row = token_idx.to(gl.int64) * NUM_HEADS + first_head
+    part_row = (nth_token.to(gl.int64) * splits.num_splits + split) * NUM_HEADS + first_head
     tiles = Tiles(first, end, splits.tile_step)
-    token = Token(token, request, slot, position, num_rows)
+    token = Token(token_idx, request, slot, position, num_rows)
     return tiles, token, OutLoc(position, first_head, row, part_row)
 
 
 @gluon.jit
 def place_rows(token, window, entries, SPEC: gl.constexpr):
-    """The source of a token's rows, and the pointers that they are relative to."""
+    """Find the source of a token's rows, and the pointers that they are relative to."""
     window_ptr = window.ring_ptr + token.slot * window.ring_stride
     window_scales = window.ring_scales_ptr.to(gl.int64) - window.ring_ptr.to(gl.int64)
     window_start = gl.to_tensor(0)
@@ -167,7 +170,7 @@ def place_rows(token, window, entries, SPEC: gl.constexpr):
         window_scales = gl.where(in_workspace, workspace_scales, window_scales)
     row_source = RowSource(
         token.position, window_start, in_workspace, token.num_rows,
-        entries.rows_ptr + token.token.to(gl.int64) * entries.rows_stride, entries.row_stride,
+        entries.rows_ptr + token.token_idx.to(gl.int64) * entries.rows_stride, entries.row_stride,
         entries.block_table_ptr + token.slot * entries.table_stride,
     )  # fmt: skip
     bases = RowBases(window_ptr, window_scales.to(gl.int32), entries.entries_ptr,

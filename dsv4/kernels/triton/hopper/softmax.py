@@ -20,7 +20,7 @@ DENSE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 @gluon.jit
 def load_query(query, query_ptr, out_loc, NUM_HEADS: gl.constexpr, SIDE: gl.constexpr):
-    """Start to copy a side's half of the channels of a work's heads."""
+    """Start to copy a side's half of the query's channels to shared memory, for a work item."""
     HEADS: gl.constexpr = query[0].shape[1]
     query_ptr += out_loc.row * DIM
     is_head = out_loc.first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, DENSE)) < NUM_HEADS
