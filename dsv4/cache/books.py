@@ -1,4 +1,4 @@
-"""`CacheBooks`: everything that a manager changes on the host, beside the current plan."""
+"""`CacheBooks`: the records that a manager keeps on the host, beside the current plan."""
 
 from dsv4.cache.memory.arrays import Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
@@ -14,7 +14,7 @@ from dsv4.errors import OutOfBlocksError
 
 
 class CacheBooks:
-    """The records of requests, of owners, of published blocks and of swapped requests.
+    """The records of requests, owners, published blocks and swapped requests.
 
     Attributes:
         requests: Lengths and blocks of the request slots.
@@ -63,7 +63,7 @@ class CacheBooks:
         return slot
 
     def acquire_blocks(self, num_blocks: int) -> IntArray:
-        """Take blocks, all or nothing; blocks that only the prefix cache owns make room."""
+        """Take blocks, all or nothing; evict blocks that only the prefix cache owns if needed."""
         missing = num_blocks - self.allocator.num_free
         if missing > 0 and self.prefix is not None:
             tree = self.prefix.tree
@@ -88,14 +88,14 @@ class CacheBooks:
         return slot, blocks
 
     def replace_blocks(self, slots: Int64Array, columns: Int64Array, blocks: IntArray) -> IntArray:
-        """Give requests other blocks for shared ones, and return those that they gave up."""
+        """Give requests other blocks in place of shared ones; return the shared ones."""
         dropped = self.requests.block_table[slots, columns]
         self.requests.set_blocks(slots, columns, blocks)
         self.allocator.release(dropped)
         return dropped
 
     def find_checkpoint(self, slot: int, length: int) -> int:
-        """Return the checkpoint of a length below the floor; refuse one that has none."""
+        """Return the checkpoint of a length below the floor; refuse a length without one."""
         prefix, requests = self.prefix, self.requests
         checkpoint = None if prefix is None else prefix.checkpoint_at(slot, length)
         if checkpoint is not None:
@@ -112,13 +112,13 @@ class CacheBooks:
         )
 
     def shorten(self, slot: int, length: int) -> None:
-        """Forget a request's tokens from `length` on, and release the blocks of those alone."""
+        """Forget a request's tokens from `length` on, and release blocks that hold no others."""
         self.allocator.release(self.requests.shorten(slot, length))
         if self.prefix is not None:
             self.prefix.cut(slot, length)
 
     def close_slot(self, slot: int) -> None:
-        """Empty a slot and close it."""
+        """Release a slot's blocks and close it."""
         self.shorten(slot, 0)
         if self.prefix is not None:
             self.prefix.forget(slot)

@@ -1,4 +1,4 @@
-"""`CurrentForward`: the plan in use, and the books it settles once it is complete."""
+"""`CurrentForward`: the current plan, and the records in the books once it is complete."""
 
 import numpy as np
 
@@ -11,7 +11,10 @@ from dsv4.errors import TornForwardError
 
 
 class CurrentForward:
-    """The last plan of a manager, until it ends."""
+    """The last plan of a manager, until it ends.
+
+    A plan is complete when every layer is written. A request is torn if its plan ended before.
+    """
 
     def __init__(self, capacity: Capacity, memory: DeviceMemory, books: CacheBooks) -> None:
         self._books = books
@@ -58,7 +61,10 @@ class CurrentForward:
             self._memory.checkpoints.save(checkpoint, self._memory.state.storage, slot)
 
     def checkpoint_fork(self, slot: int) -> None:
-        """Checkpoint the last boundary, if the policy says so and no row was overwritten."""
+        """Checkpoint a forked request's last block boundary, if the policy says so.
+
+        Its rows must not have been overwritten.
+        """
         prefix, requests = self._books.prefix, self._books.requests
         boundary = int(requests.lengths[slot]) // self._block_tokens * self._block_tokens
         is_held = boundary >= requests.rollback_floor[slot]  # rejected tokens overwrite rows too
@@ -87,7 +93,7 @@ class CurrentForward:
             self.end()
 
     def find_torn(self, slots: Int64Array) -> BoolArray:
-        """Return which slots have a forward behind them that did not write every layer."""
+        """Return whether the last forward of each slot did not write every layer."""
         is_torn = self._books.requests.is_torn[slots]
         if self._plan is None or self._plan.is_complete:
             return is_torn

@@ -31,12 +31,15 @@ from dsv4.rope import RopeTable
 
 
 class SWAView(NamedTuple):
-    """The rings of the batch: views of all slots, and what this forward's lengths make of them.
+    """Views of all slots' rings, and the positions of the batch's rows in them.
 
-    fp8, rope, inv_scale are `[max_requests, ring_rows, ..]`; inv_scale is None in formats
-    without scales. positions is `[batch, ring_rows]`: the position a ring row holds after this
-    forward, -1 for none; head `[batch]` is the row the next token will take, and slots
-    `[batch]` names the request slots.
+    Attributes:
+        fp8, rope, inv_scale: `[max_requests, ring_rows, ..]`, the fields of a row in any format;
+            inv_scale is None in formats without scales.
+        positions: `[batch, ring_rows]`, the position a ring row holds after this forward, -1 for
+            none.
+        head: `[batch]`, the row that the next token will take.
+        slots: `[batch]`, the request slots.
     """
 
     fp8: Tensor
@@ -166,7 +169,7 @@ class LayerCacheHandle:
         return self.memory.window
 
     def forward(self, inputs: LayerProjections, weights: LayerWeights) -> AttentionResult:
-        """Everything between a layer's projections and its attention output, in order.
+        """Write a layer's rows, select its entries if it is CSA, and attend.
 
         All inputs are checked before anything is written.
         """
@@ -177,7 +180,7 @@ class LayerCacheHandle:
         return self._attend(inputs.query, weights.sinks, rows)
 
     def write(self, inputs: LayerProjections, weights: LayerWeights) -> None:
-        """`write_swa` and `flush_compression` in one: everything that the layer stores."""
+        """Store everything that the layer stores: `write_swa` and `flush_compression` in one."""
         self._checks.check_inputs(inputs, weights)
         self._write(LayerWrites.of(inputs, weights))
 
@@ -245,7 +248,7 @@ class LayerCacheHandle:
         Args:
             query: `[num_tokens, heads, head_dim]` fp32 or bf16, normed and rotated.
             sinks: `[heads]`, or None to leave the sink out.
-            selection: What `select_entries` gave; CSA needs it, the others have none.
+            selection: The result of `select_entries`; CSA needs it, other layers take None.
 
         Returns:
             Output rotated back, in the query's dtype (0 for padding), and the log-sum-exp.
@@ -337,7 +340,10 @@ class LayerCacheHandle:
         self.plan.run_write(self.progress, write, window=True, entries=has_entries)
 
     def _checkpoint_tails(self, writes: LayerWrites) -> None:
-        """Before the write: it may overwrite rows that a boundary early in a chunk needs."""
+        """Checkpoint a CSA layer's tails at boundaries inside chunks.
+
+        It runs before the write, which may overwrite rows that an early boundary needs.
+        """
         boundaries = self.plan.boundaries
         if boundaries is not None and writes.index_keys is not None:
             ops.checkpoint_tails(boundaries, self.memory, self.tokens, writes, backend=self.backend)

@@ -56,12 +56,12 @@ class KVCacheManager:
         capacity: The sizes above.
         books: Records of requests, blocks and the prefix cache.
         device_memory: Every tensor, and each layer's part of it.
-        forward: The plan in use.
+        forward: The current plan, and the end of it.
         lengths: `[max_requests]`, tokens of each slot; read-only, as the next three.
         is_open: `[max_requests]`, slots in use.
         is_torn: `[max_requests]`, slots whose last forward ended before it wrote every layer.
-        rollback_floor: `[max_requests]`, the shortest length, beside 0, that `truncate` can always
-            give back: `drafts_per_step` below the longest a request has had.
+        rollback_floor: `[max_requests]`, the shortest length, beside 0, that needs no checkpoint in
+            `truncate`. It is `drafts_per_step` below the longest that a request has had.
         block_table: `[max_requests, max_blocks]` int32 on the device, -1 where there is none.
         paged, state: The pools of blocks and of slots.
         allocator: Owners of the blocks.
@@ -147,10 +147,10 @@ class KVCacheManager:
     def resume_request(self, token_ids: TokenIds, *, salt: bytes = b"") -> PrefixHit:
         """Open a request on the longest known beginning of a prompt.
 
-        Its first `num_tokens` tokens are blocks and a checkpoint of former requests with the same
-        tokens and salt, byte for byte as it would write them. At least one token is left to run.
-        The ids are remembered, `note_tokens` extends them, and other requests will find its full
-        blocks. It cannot be truncated below `num_tokens`, except to a checkpoint or to 0.
+        The cache of its first `num_tokens` tokens is that of former requests with the same tokens
+        and salt, byte for byte as it would write it. At least one token is left to run. The ids
+        are remembered, `note_tokens` extends them, and other requests will find its full blocks.
+        It cannot be truncated below `num_tokens`, except to a checkpoint or to 0.
 
         Args:
             token_ids: The prompt, 32-bit integers.
@@ -177,19 +177,12 @@ class KVCacheManager:
     def note_tokens(self, slot: int, token_ids: TokenIds, *, start: int) -> None:
         """Tell which tokens a request has, or is about to get, from position `start` on.
 
-        `start` must be where the known ids end, so that none can be left out: the prompt of
-        `resume_request`, 0 for other requests. `truncate` forgets the ids behind its length. Full
-        blocks are published only as far as ids are known.
+        `start` must be the end of the known ids, so that none can be left out. At first that is
+        the prompt's length after `resume_request`, and 0 for other requests. `truncate` forgets
+        the ids from its length on. Full blocks are published only as far as ids are known.
         """
         self.books.requests.check_open(slot)
         self._prefix().note_tokens(slot, token_ids, check_int("start", start, at_least=0))
-
-    def _prefix(self) -> PrefixCache:
-        if self.prefix is None:
-            raise ValueError(
-                "This manager has no prefix cache: expected num_checkpoints >= 1, got 0"
-            )
-        return self.prefix
 
     def fork(self, slot: int) -> int:
         """Open a second request with the same tokens and return its slot.
@@ -254,7 +247,7 @@ class KVCacheManager:
         """
         books = self.books
         place = books.swapped.place_of(swapped)
-        slot, blocks = self.books.open_in_blocks(
+        slot, blocks = books.open_in_blocks(
             len(place.blocks), swapped.length, swapped.rollback_floor
         )
         books.swapped.copy_in(swapped, slot, blocks)
@@ -309,9 +302,9 @@ class KVCacheManager:
     def truncate(self, slot: int, length: int) -> None:
         """Forget the last tokens of a request, so that `length` remain.
 
-        Any length from `rollback_floor[slot]` up is possible at any time and at no cost, because no
-        row that it needs has been overwritten. So is 0, after which the request is as good as new,
-        and a block boundary that has a checkpoint. A plan that names the slot ends.
+        Any length from `rollback_floor[slot]` on is possible, because no row that it needs has
+        been overwritten. A block boundary with a checkpoint is possible too, and so is 0, which
+        leaves an empty request. A plan that names the slot ends if tokens are forgotten.
 
         Raises:
             ValueError: The request is shorter, or `length` lies below the floor.
@@ -319,27 +312,23 @@ class KVCacheManager:
         """
         requests, prefix = self.books.requests, self.prefix
         requests.check_open(slot)
-        longest, floor = int(requests.lengths[slot]), int(requests.rollback_floor[slot])
+        present, floor = int(requests.lengths[slot]), int(requests.rollback_floor[slot])
         length = check_int(
             "length", operator.index(length),
-            at_least=0, at_most=longest, limit=f"the length of slot {slot}",
+            at_least=0, at_most=present, limit=f"the length of slot {slot}",
         )  # fmt: skip
         if length:
             self._check_whole(slot)
         self.forward.settle()
         checkpoint = self.books.find_checkpoint(slot, length) if 0 < length < floor else None
-        if length < longest:
+        if length < present:
             self.forward.end_for(slot)
             self.books.shorten(slot, length)
         elif prefix is not None:
-            prefix.cut(slot, length)
+            prefix.cut(slot, length)  # ids may be known beyond the request's tokens
         if checkpoint is not None:
             self.device_memory.checkpoints.load(checkpoint, self.state.storage, slot)
             requests.rollback_floor[slot] = length
-
-    def _check_whole(self, slot: int) -> None:
-        self.books.requests.check_open(slot)
-        self.forward.check_whole(np.array([slot]))
 
     def acquire(self, layer_idx: int, plan: ForwardPlan) -> LayerCacheHandle:
         """Return the handle of one layer for the forward that `plan` describes."""
@@ -385,3 +374,14 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the books contradict each other."""
         check_integrity(self.config, self.books, self.device_memory)
+
+    def _check_whole(self, slot: int) -> None:
+        self.books.requests.check_open(slot)
+        self.forward.check_whole(np.array([slot]))
+
+    def _prefix(self) -> PrefixCache:
+        if self.prefix is None:
+            raise ValueError(
+                "This manager has no prefix cache: expected num_checkpoints >= 1, got 0"
+            )
+        return self.prefix

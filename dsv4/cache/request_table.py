@@ -9,9 +9,9 @@ from dsv4.errors import NoFreeSlotError
 
 
 class RequestTable:
-    """The books of all request slots, one row each.
+    """The records of all request slots, one row each.
 
-    It knows which block a row names. The owners of a block are the allocator's.
+    It holds the blocks of each slot. `BlockAllocator` counts the owners of each block.
 
     Attributes:
         lengths: `[max_requests]`, tokens of each slot.
@@ -57,7 +57,7 @@ class RequestTable:
         return self.block_table[slot, : self.num_blocks[slot]].copy()
 
     def fill_slot(self, slot: int, blocks: IntArray, *, length: int, rollback_floor: int) -> None:
-        """Make an empty slot a request of that length in these blocks."""
+        """Give an empty slot these blocks and that length."""
         self.set_blocks(slot, np.arange(len(blocks)), blocks)
         self.num_blocks[slot] = len(blocks)
         self.lengths[slot] = length
@@ -79,7 +79,7 @@ class RequestTable:
     def shorten(self, slot: int, length: int) -> IntArray:
         """Cut a slot to `length` tokens and return the blocks that it gave up.
 
-        With 0, the slot is like new.
+        With 0, floor and tear are cleared too. The caller releases the blocks.
         """
         kept = int(blocks_for(self._config, np.array([length]))[0])
         dropped = self.blocks_of(slot)[kept:]

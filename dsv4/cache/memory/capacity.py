@@ -90,12 +90,12 @@ class Capacity:
 
     @property
     def max_step_tokens(self) -> int:
-        """The most tokens of one request and forward that its window ring can read back."""
+        """The most tokens of one request in a step: its window ring still serves all of them."""
         return self.config.drafts_per_step + 1
 
     @property
     def workspace_rows(self) -> int:
-        """Window rows of the largest forward whose chunks don't fit their rings."""
+        """Window rows of the largest forward with chunks: requests with more tokens than a step."""
         tokens = self.max_forward_tokens
         if tokens <= self.max_step_tokens:
             return 0
