@@ -33,9 +33,9 @@ FINISHED_HEADS = 8  # heads that a program rotates back
 
 
 @triton.jit
-def has_source(token, request_ids_ptr, starts_ptr, IS_WORKSPACE: tl.constexpr):
+def has_source(token, request_ids_ptr, workspace_starts_ptr, IS_WORKSPACE: tl.constexpr):
     """Return whether a token's window lies in the workspace (IS_WORKSPACE), or in its ring."""
-    start = tl.load(starts_ptr + tl.load(request_ids_ptr + token))
+    start = tl.load(workspace_starts_ptr + tl.load(request_ids_ptr + token))
     return start >= 0 if IS_WORKSPACE else start < 0
 
 
@@ -45,13 +45,13 @@ def has_source(token, request_ids_ptr, starts_ptr, IS_WORKSPACE: tl.constexpr):
     ],
     do_not_specialize_on_alignment=[
         "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr", "before_ptr",
-        "after_ptr", "starts_ptr", "block_table_ptr",
+        "after_ptr", "workspace_starts_ptr", "block_table_ptr",
     ],
 )  # fmt: skip
 def _list_kernel(
     window_rows_ptr, entry_rows_ptr, entry_counts_ptr, entries_width, first_token, num_entries,
     rows_ptr, rows_stride, row_stride, positions_ptr, request_ids_ptr, request_slots_ptr,
-    before_ptr, after_ptr, starts_ptr, block_table_ptr, table_stride,
+    before_ptr, after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
     ENTRIES: tl.constexpr, IS_WORKSPACE: tl.constexpr, WINDOW: tl.constexpr,
     WINDOW_WIDTH: tl.constexpr, RING_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr,
     RATIO: tl.constexpr, TILE: tl.constexpr,
@@ -63,7 +63,7 @@ def _list_kernel(
     line = tl.program_id(0).to(tl.int64)
     token = first_token + tl.program_id(0)
     offset = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_mine = has_source(token, request_ids_ptr, starts_ptr, IS_WORKSPACE)
+    is_mine = has_source(token, request_ids_ptr, workspace_starts_ptr, IS_WORKSPACE)
     if tl.program_id(1) * TILE < WINDOW_WIDTH:
         slot, ring_row, is_seen = find_window(
             token, offset, is_mine & (offset < WINDOW), positions_ptr, request_ids_ptr,
@@ -72,7 +72,7 @@ def _list_kernel(
         window_row = slot * RING_ROWS + ring_row
         if IS_WORKSPACE:
             window_row = workspace_row(token, offset, positions_ptr, request_ids_ptr, before_ptr,
-                                       starts_ptr, WINDOW).to(tl.int32)  # fmt: skip
+                                       workspace_starts_ptr, WINDOW).to(tl.int32)  # fmt: skip
         tl.store(window_rows_ptr + line * WINDOW_WIDTH + offset,
                  tl.where(is_seen, window_row, -1), mask=offset < WINDOW_WIDTH)  # fmt: skip
     elif ENTRIES != "none":
@@ -101,12 +101,12 @@ def _list_kernel(
 @triton.jit(
     do_not_specialize=["first_token", "lse_stride", "lse_head_stride"],
     do_not_specialize_on_alignment=[
-        "positions_ptr", "request_ids_ptr", "request_slots_ptr", "starts_ptr",
+        "positions_ptr", "request_ids_ptr", "request_slots_ptr", "workspace_starts_ptr",
     ],
 )  # fmt: skip
 def _finish_kernel(
     output_ptr, lse_ptr, decoded_ptr, decoded_lse_ptr, lse_stride, lse_head_stride, first_token,
-    cos_ptr, sin_ptr, positions_ptr, request_ids_ptr, request_slots_ptr, starts_ptr,
+    cos_ptr, sin_ptr, positions_ptr, request_ids_ptr, request_slots_ptr, workspace_starts_ptr,
     IS_WORKSPACE: tl.constexpr, NUM_HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr,
     DIM: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +114,7 @@ def _finish_kernel(
     line = tl.program_id(0).to(tl.int64)
     token = first_token + tl.program_id(0)
     is_token = tl.load(request_slots_ptr + tl.load(request_ids_ptr + token)) >= 0
-    if has_source(token, request_ids_ptr, starts_ptr, IS_WORKSPACE) | (is_token == 0):
+    if has_source(token, request_ids_ptr, workspace_starts_ptr, IS_WORKSPACE) | (is_token == 0):
         head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         is_head = head < NUM_HEADS
         channel = tl.arange(0, DIM)[None, :]
@@ -248,9 +248,9 @@ def finish(
         lse_head_stride=decoded.lse.stride(1), first_token=first_token,
         cos_ptr=memory.cos, sin_ptr=memory.sin, positions_ptr=tokens.positions,
         request_ids_ptr=tokens.request_ids, request_slots_ptr=tokens.request_slots,
-        starts_ptr=tokens.workspace_starts, IS_WORKSPACE=is_workspace, NUM_HEADS=num_heads,
-        PADDED_HEADS=padded_heads, DIM=dim, ROPE=memory.layout.rope_dim, ROWS=FINISHED_HEADS,
-        num_warps=4, enable_fp_fusion=False,
+        workspace_starts_ptr=tokens.workspace_starts, IS_WORKSPACE=is_workspace,
+        NUM_HEADS=num_heads, PADDED_HEADS=padded_heads, DIM=dim, ROPE=memory.layout.rope_dim,
+        ROWS=FINISHED_HEADS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

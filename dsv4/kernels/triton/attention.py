@@ -198,7 +198,7 @@ def _attend_kernel(
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
     entries_ptr, entries_scales_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
     num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-    starts_ptr, block_table_ptr, table_stride,
+    workspace_starts_ptr, block_table_ptr, table_stride,
     first_token, num_splits, split_step, tile_step, tiles_per_split,
     ROW: tl.constexpr, ENTRIES: tl.constexpr, NUM_HEADS: tl.constexpr,
     RING_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, RATIO: tl.constexpr,
@@ -249,7 +249,7 @@ def _attend_kernel(
         data_ptr, scale_ptr = row_pointers(ring, page, page_row, ROW)
         if HAS_CHUNKS:
             copied = workspace_row(token, row, positions_ptr, request_ids_ptr, before_ptr,
-                                   starts_ptr, WINDOW)  # fmt: skip
+                                   workspace_starts_ptr, WINDOW)  # fmt: skip
             data_ptr = tl.where(copied >= 0, workspace_ptr + copied * ROW.DATA_BYTES, data_ptr)
             scale_ptr = tl.where(copied >= 0, workspace_scales_ptr + copied * ROW.SCALE_BYTES,
                                  scale_ptr)  # fmt: skip

@@ -265,7 +265,7 @@ COUNTS = ["num_tokens", "num_segments", "num_index_segments", "workspace_rows"]
 
 @triton.jit(do_not_specialize=COUNTS)
 def _write_kernel(
-    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
+    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, workspace_starts_ptr,
     token_starts_ptr, block_table_ptr, table_stride, num_tokens, num_segments, num_index_segments,
     cos_ptr, sin_ptr, eps, slots_ptr, slot_bytes, blocks_ptr, block_bytes,
     window_kv_ptr, window_stride, window_norm_ptr, ring_offset, workspace_ptr, workspace_rows,
@@ -284,7 +284,7 @@ def _write_kernel(
     program = tl.program_id(0)
     rope = (cos_ptr, sin_ptr)
     tokens = TokenPtrs(positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-                       starts_ptr, token_starts_ptr)  # fmt: skip
+                       workspace_starts_ptr, token_starts_ptr)  # fmt: skip
     compressor = CompressorPtrs(kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr,
                                 slot_bytes, tail_offset)  # fmt: skip
     pages = PagePtrs(blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride)
@@ -342,7 +342,7 @@ def _write_kernel(
 
 @triton.jit
 def _edge_kernel(
-    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
+    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, workspace_starts_ptr,
     token_starts_ptr, block_table_ptr, table_stride, cos_ptr, sin_ptr, eps, slots_ptr, slot_bytes,
     blocks_ptr, block_bytes,
     kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, tail_offset, page_offset,
@@ -361,7 +361,7 @@ def _edge_kernel(
     slot = tl.load(request_slots_ptr + request).to(tl.int64)
     before = tl.load(before_ptr + request)
     count = tl.load(after_ptr + request) - before
-    workspace_start = tl.load(starts_ptr + request)
+    workspace_start = tl.load(workspace_starts_ptr + request)
     is_chunk = workspace_start >= 0
     first_token = tl.load(token_starts_ptr + request)
     wait_for_launch_before(STARTS_NEXT=True)
@@ -495,7 +495,7 @@ def _arguments(
     return {
         "positions_ptr": tokens.positions, "request_ids_ptr": tokens.request_ids,
         "request_slots_ptr": tokens.request_slots, "before_ptr": tokens.positions_before,
-        "after_ptr": tokens.positions_after, "starts_ptr": tokens.workspace_starts,
+        "after_ptr": tokens.positions_after, "workspace_starts_ptr": tokens.workspace_starts,
         "token_starts_ptr": tokens.token_starts,
         "block_table_ptr": tokens.block_table, "table_stride": tokens.block_table.stride(0),
         "cos_ptr": memory.cos, "sin_ptr": memory.sin, "eps": layout.rms_norm_eps,

@@ -63,11 +63,12 @@ def find_window(
 
 @triton.jit
 def workspace_row(
-    token, offset, positions_ptr, request_ids_ptr, before_ptr, starts_ptr, WINDOW: tl.constexpr
-):
+    token, offset, positions_ptr, request_ids_ptr, before_ptr, workspace_starts_ptr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
     """Workspace rows of a token's window; -1 if its request has no workspace."""
     request = tl.load(request_ids_ptr + token)
-    start = tl.load(starts_ptr + request)
+    start = tl.load(workspace_starts_ptr + request)
     ahead = tl.load(positions_ptr + token) - tl.load(before_ptr + request)
     return tl.where(start >= 0, start + ahead + offset, -1).to(tl.int64)
 
@@ -106,13 +107,13 @@ def gather_records(
     do_not_specialize=["num_inner", "num_tiles", "outer_stride", "inner_stride", "table_stride"],
     do_not_specialize_on_alignment=[
         "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr", "before_ptr",
-        "after_ptr", "starts_ptr", "block_table_ptr",
+        "after_ptr", "workspace_starts_ptr", "block_table_ptr",
     ],
 )  # fmt: skip
 def _gather_kernel(
     values_ptr, present_ptr, num_inner, num_tiles, data_ptr, scales_ptr, page_stride,
     rows_ptr, outer_stride, inner_stride,
-    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, starts_ptr,
+    positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, workspace_starts_ptr,
     block_table_ptr, table_stride, workspace_ptr, workspace_scales_ptr,
     SOURCE: tl.constexpr, ROW: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, RATIO: tl.constexpr,
     WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, TILE: tl.constexpr,
@@ -142,7 +143,7 @@ def _gather_kernel(
     scale_ptr = scales_ptr + (page_start + row.to(tl.int64) * ROW.SCALE_BYTES)
     if HAS_CHUNKS:
         row = workspace_row(outer, inner, positions_ptr, request_ids_ptr, before_ptr,
-                            starts_ptr, WINDOW)  # fmt: skip
+                            workspace_starts_ptr, WINDOW)  # fmt: skip
         data_ptr = tl.where(row >= 0, workspace_ptr + row * ROW.DATA_BYTES, data_ptr)
         scale_ptr = tl.where(row >= 0, workspace_scales_ptr + row * ROW.SCALE_BYTES, scale_ptr)
     out_row = outer.to(tl.int64) * num_inner + inner
@@ -256,7 +257,7 @@ def token_arguments(tokens: TokenMap | None, nothing: Tensor) -> dict[str, Any]:
     names = {
         "positions_ptr": "positions", "request_ids_ptr": "request_ids",
         "request_slots_ptr": "request_slots", "before_ptr": "positions_before",
-        "after_ptr": "positions_after", "starts_ptr": "workspace_starts",
+        "after_ptr": "positions_after", "workspace_starts_ptr": "workspace_starts",
         "block_table_ptr": "block_table",
     }  # fmt: skip
     if tokens is None:

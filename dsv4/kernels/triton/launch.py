@@ -35,7 +35,7 @@ ATTEND_SIZES = [
 ]  # arguments that no attention kernel is compiled for  # fmt: skip
 ATTEND_UNALIGNED = [
     "sinks_ptr", "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr",
-    "before_ptr", "after_ptr", "starts_ptr", "block_table_ptr",
+    "before_ptr", "after_ptr", "workspace_starts_ptr", "block_table_ptr",
 ]  # its pointers of any alignment  # fmt: skip
 LISTED_TYPE = "dict[str, dict[str, list[dict[str, int | None]]]]"
 LINE_LENGTH = 100

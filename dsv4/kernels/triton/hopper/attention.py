@@ -57,7 +57,7 @@ def _attend_kernel(
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
     entries_ptr, entries_scales_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
     num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-    starts_ptr, block_table_ptr, table_stride,
+    workspace_starts_ptr, block_table_ptr, table_stride,
     first_token, num_splits, split_step, tile_step, tiles_per_split,
     ENTRIES: gl.constexpr, NUM_HEADS: gl.constexpr, RING_ROWS: gl.constexpr,
     ENTRY_ROWS: gl.constexpr, RATIO: gl.constexpr, WINDOW: gl.constexpr,
@@ -75,7 +75,7 @@ def _attend_kernel(
     tokens = Tokens(first_token, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr)
     splits = Splits(num_splits, split_step, tile_step, tiles_per_split)
     window = WindowPtrs(ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr,
-                        workspace_scales_ptr, before_ptr, starts_ptr)  # fmt: skip
+                        workspace_scales_ptr, before_ptr, workspace_starts_ptr)  # fmt: skip
     entries = EntryPtrs(entries_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
                         block_table_ptr, table_stride)  # fmt: skip
     results = ResultPtrs(sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr)

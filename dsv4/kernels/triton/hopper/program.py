@@ -50,7 +50,7 @@ class WindowPtrs(NamedTuple):
     workspace_ptr: gl.tensor
     workspace_scales_ptr: gl.tensor
     before_ptr: gl.tensor
-    starts_ptr: gl.tensor
+    workspace_starts_ptr: gl.tensor
 
 
 class EntryPtrs(NamedTuple):
@@ -161,7 +161,7 @@ def place_rows(token, window, entries, SPEC: gl.constexpr):
     window_start = gl.to_tensor(0)
     in_workspace = gl.to_tensor(False)
     if SPEC.HAS_CHUNKS:
-        window_start = gl.load(window.starts_ptr + token.request)
+        window_start = gl.load(window.workspace_starts_ptr + token.request)
         in_workspace = window_start >= 0
         window_start += token.position - gl.load(window.before_ptr + token.request)
         window_ptr = gl.where(in_workspace, window.workspace_ptr, window_ptr)
