@@ -12,9 +12,9 @@ HEAD = """# Modules
 
 <!-- `make map` writes this page from the modules' docstrings: do not edit it. -->
 
-Rooms stand in the order of imports: a room imports from itself and from rooms above it here.
-`kernels` with its folders is one room, as is `tools`. `tests/test_imports.py` holds that order.
-Only `testing` and the package's own `__init__` import from rooms further down.
+Folders stand in the order of imports: a folder imports from itself and from folders above it here.
+`kernels` with its folders counts as one, as does `tools`. `tests/test_imports.py` holds that order.
+Only `testing` and the package's own `__init__` import from folders further down.
 
 | to see | look in |
 |---|---|
@@ -33,8 +33,8 @@ GPU `compress_*` of `kernels/triton/flush_write.py` |
 Hopper go to `kernels/triton/hopper/attention.py`, and chunks to `kernels/triton/hopper/chunk.py` |
 | what all of it must equal | `kernels/reference/dense.py`, which has no cache |
 """
-# Lowest first, as tests/test_imports.py ranks them; folders inside of a room follow it.
-ROOMS = [
+# Lowest first, as tests/test_imports.py ranks them; folders inside of a level follow it.
+LEVELS = [
     "dsv4",
     "dsv4/kernels",
     "dsv4/cache/memory",
@@ -56,8 +56,8 @@ def module_map() -> str:
 
 
 def _place(folder: str) -> tuple[int, str]:
-    rooms = [room for room in ROOMS if f"{folder}/".startswith(f"{room}/")]
-    return ROOMS.index(max(rooms, key=len)), folder
+    levels = [level for level in LEVELS if f"{folder}/".startswith(f"{level}/")]
+    return LEVELS.index(max(levels, key=len)), folder
 
 
 def _section(folder: str) -> Iterator[str]:

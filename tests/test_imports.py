@@ -11,8 +11,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dsv4"
 
-# A module may import from its own room or a lower one; the longest name that fits is its room.
-ROOMS = [
+# A module may import from its own level or a lower one; the longest name that fits is its level.
+LEVELS = [
     ["dsv4.checks", "dsv4.errors", "dsv4.formats", "dsv4.layer_schedule"],
     ["dsv4.config"],
     ["dsv4.rope"],
@@ -28,14 +28,14 @@ ROOMS = [
 
 
 def rank(module: str) -> int:
-    """The number of a module's room."""
+    """The number of a module's level."""
     fits = [
         (len(name), number)
-        for number, names in enumerate(ROOMS)
+        for number, names in enumerate(LEVELS)
         for name in names
         if module == name or module.startswith(name + ".")
     ]
-    assert fits, f"{module} has no room: add it to ROOMS"
+    assert fits, f"{module} has no level: add it to LEVELS"
     return max(fits)[1]
 
 
@@ -102,8 +102,8 @@ def test_import_needs_torch_and_numpy_only():
 def test_import_loads_no_tools_and_no_external_kernels():
     code = (
         "import sys, dsv4\n"
-        "rooms = ('dsv4.tools', 'dsv4.integrations', 'dsv4.testing', 'dsv4.kernels.external')\n"
-        "print(sorted(name for name in sys.modules if name.startswith(rooms)))"
+        "levels = ('dsv4.tools', 'dsv4.integrations', 'dsv4.testing', 'dsv4.kernels.external')\n"
+        "print(sorted(name for name in sys.modules if name.startswith(levels)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     # These two refuse a config that FlashMLA or DeepGEMM cannot read.

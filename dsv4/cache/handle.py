@@ -377,8 +377,8 @@ class LayerCacheHandle:
         self._check_written("write_swa", is_written=self.progress.has_window)
         if self.plan.has_workspace and not self.plan.owns_workspace(self.progress):
             raise RuntimeError(
-                f"The window rows of layer {self.layer.layer_idx} are gone: a chunk longer than "
-                "the ring must be attended before the next layer is written"
+                f"The window rows of layer {self.layer.layer_idx} are gone: a chunk must be "
+                "attended before the next layer is written"
             )
 
     def _check_entries(self) -> None:
