@@ -148,9 +148,9 @@ class KVCacheManager:
         """Open a request on the longest known beginning of a prompt.
 
         The cache of its first `num_tokens` tokens is that of former requests with the same tokens
-        and salt, byte for byte as it would write it. At least one token is left to run. The ids
-        are remembered, `note_tokens` extends them, and other requests will find its full blocks.
-        It cannot be truncated below `num_tokens`, except to a checkpoint or to 0.
+        and salt. Its bytes are those that the request would write. At least one token is left to
+        run. The ids are remembered, `note_tokens` extends them, and other requests will find its
+        full blocks. It cannot be truncated below `num_tokens`, except to a checkpoint or to 0.
 
         Args:
             token_ids: The prompt, 32-bit integers.
