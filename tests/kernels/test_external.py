@@ -4,13 +4,9 @@ Stand-ins of the same signatures (`fake_external.py`) run here, so that the CPU 
 around the external kernels; `test_external_gpu.py` runs the real ones.
 """
 
-import json
-import os
-import subprocess
 import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +20,7 @@ from dsv4.tools.bench.external import flashmla_prefill
 from tests.kernels import test_triton_attention as attention_tests
 from tests.kernels import test_triton_indexer as index_tests
 from tests.kernels.fake_external import FakeDeepGEMM, FakeFlashMLA
+from tests.kernels.test_triton_compile import ARCHITECTURES, compile_kernels
 from tests.kernels.test_triton_gather import filled
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins run on the CPU")
@@ -472,13 +469,8 @@ def test_a_device_without_external_kernels(flash_mla, monkeypatch):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_kernel_spills(arch):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compile_external", str(arch)]
-    root = Path(__file__).parent.parent.parent
-    result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
-    assert result.returncode == 0, result.stderr
-    kernels = [json.loads(line) for line in result.stdout.splitlines()]
+    kernels = compile_kernels("compile_external", arch)
     assert {k["kernel"] for k in kernels} == {"_list_kernel", "_finish_kernel", "_table_kernel"}
     assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []

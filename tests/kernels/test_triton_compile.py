@@ -11,15 +11,22 @@ import pytest
 
 from dsv4.kernels.triton.launch import KINDS
 
+ARCHITECTURES = [90, pytest.param(100, marks=pytest.mark.slow)]
 
-@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.slow)])
-def test_no_kernel_spills(arch):
+
+def compile_kernels(script: str, arch: int) -> list[dict]:
+    """Run a script of this folder without the interpreter, and read the kernels it compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compile_triton", str(arch)]
+    command = [sys.executable, "-m", f"tests.kernels.{script}", str(arch)]
     root = Path(__file__).parent.parent.parent
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
     assert result.returncode == 0, result.stderr
-    kernels = [json.loads(line) for line in result.stdout.splitlines()]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_kernel_spills(arch):
+    kernels = compile_kernels("compile_triton", arch)
     works = {" ".join(kernel["kind"].split()[:2]) for kernel in kernels}
     assert {f"{layer} {kind}" for layer in ("swa", "csa", "hca") for kind in KINDS} <= works
     counts = Counter(kernel["kernel"] for kernel in kernels)

@@ -19,6 +19,7 @@ from dsv4.testing import (
     poison,
     take_rows,
 )
+from tests.kernels.serving import write_in_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWA, CSA, HCA = (0,), (4,), (128,)
@@ -115,19 +116,6 @@ def run(case: Case, *, backend: str, device: str, in_parts: bool = False) -> KVC
         for sequence, count in step:
             lengths[sequence] += count
     return manager
-
-
-def write_in_parts(handle, inputs, weights) -> None:
-    handle.write_swa(inputs.kv, weights.kv_norm)
-    if inputs.compressor is not None:
-        index = inputs.indexer
-        handle.flush_compression(
-            *inputs.compressor,
-            weights.compressor,
-            index_kv=None if index is None else index.kv,
-            index_gate=None if index is None else index.gate,
-            index_weights=weights.indexer,
-        )
 
 
 def scaled(value, scale: float):
