@@ -10,12 +10,18 @@ from dsv4.cache.memory.paged_cache import PagedKVPool
 from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.cache.plan import ForwardPlan
-from dsv4.cache.prefix.prefix_cache import PrefixHit
+from dsv4.cache.prefix.prefix_cache import PrefixHit, PrefixMatch
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.cache.stats import CacheStats
 from dsv4.cache.swap import SwappedRequest
 from dsv4.config import CacheConfig, YarnScaling
-from dsv4.errors import IntegrityError, NoFreeSlotError, OutOfBlocksError, TornForwardError
+from dsv4.errors import (
+    IntegrityError,
+    LiveForwardError,
+    LostCacheError,
+    NoFreeSlotError,
+    OutOfBlocksError,
+)
 from dsv4.kernels.contracts import (
     AttentionResult,
     CompressorInputs,
@@ -54,15 +60,17 @@ __all__ = [
     "LayerProjections",
     "LayerSpec",
     "LayerWeights",
+    "LiveForwardError",
+    "LostCacheError",
     "NoFreeSlotError",
     "OutOfBlocksError",
     "PagedKVPool",
     "PrefixHit",
+    "PrefixMatch",
     "SWAView",
     "Selection",
     "StateCachePool",
     "SwappedRequest",
-    "TornForwardError",
     "YarnScaling",
     "__version__",
     "prepare_forward",

@@ -2,15 +2,51 @@
 
 
 class OutOfBlocksError(RuntimeError):
-    """A forward needs more blocks than are free. Nothing was changed."""
+    """A call needs more blocks than it can have. Nothing was changed.
+
+    Attributes:
+        needed: Blocks that the call needs.
+        free: Blocks that nobody owns.
+        evictable: Blocks that only the prefix cache owns; they are taken before this is raised.
+    """
+
+    def __init__(
+        self,
+        needed: int,
+        free: int,
+        evictable: int | None = None,
+        *,
+        total: int,
+        kind: str = "blocks",
+        note: str = "",
+    ) -> None:
+        self.needed, self.free, self.evictable = needed, free, evictable or 0
+        cached = "" if evictable is None else f" and {evictable} of the prefix cache"
+        super().__init__(f"Out of {kind}: {needed} needed, {free} of {total} free{cached}{note}")
 
 
 class NoFreeSlotError(RuntimeError):
-    """No request slot is free. Nothing was changed."""
+    """More request slots are needed than are free. Nothing was changed.
+
+    Attributes:
+        needed: Slots that the call needs.
+        free: Slots that are not open.
+    """
+
+    def __init__(self, needed: int, free: int, *, total: int, where: str = "") -> None:
+        self.needed, self.free = needed, free
+        super().__init__(
+            f"No free slot{where}: {needed} needed, {free} of {total} free; "
+            "free a request, or swap one out"
+        )
 
 
-class TornForwardError(RuntimeError):
-    """A request's last forward did not write every layer; its slot can only be freed or emptied."""
+class LiveForwardError(RuntimeError):
+    """A forward is neither complete nor cancelled, and the call would get in its way."""
+
+
+class LostCacheError(RuntimeError):
+    """The device failed inside a call; nothing that the manager holds can be trusted."""
 
 
 class IntegrityError(RuntimeError):

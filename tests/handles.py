@@ -31,6 +31,6 @@ class RecordingHandle(LayerCacheHandle):
 def finish(manager, plan):
     """Mark all that a forward writes as written, with no kernel run."""
     for layer in manager.schedule:
-        plan.run_write(
-            plan.layer(layer.layer_idx), lambda: None, window=True, entries=layer.ratio > 0
-        )
+        progress, has_entries = plan.layer(layer.layer_idx), layer.ratio > 0
+        plan.begin_write(progress, window=True, entries=has_entries)
+        plan.end_write(progress, window=True, entries=has_entries)

@@ -1,13 +1,18 @@
 """`CacheBooks`: the records that a manager keeps on the host, beside the current plan."""
 
+from collections.abc import Collection
+
+import numpy as np
+
 from dsv4.cache.memory.arrays import Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.cache.memory.checkpoints import CheckpointPolicy
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.memory.host_memory import HostMemory
+from dsv4.cache.memory.journal import Journal
 from dsv4.cache.prefix.prefix_cache import PrefixCache
-from dsv4.cache.prefix.prefix_tree import PrefixTree
+from dsv4.cache.prefix.prefix_tree import PrefixNode, PrefixTree
 from dsv4.cache.request_table import RequestTable
 from dsv4.cache.swap import SwappedRequests
 from dsv4.errors import OutOfBlocksError
@@ -17,6 +22,7 @@ class CacheBooks:
     """The records of requests, owners, published blocks and swapped requests.
 
     Attributes:
+        journal: Encloses each change of the records.
         requests: Lengths and blocks of the request slots.
         allocator: Owners of the blocks.
         checkpoints: Owners of the checkpoints.
@@ -31,61 +37,66 @@ class CacheBooks:
         memory: DeviceMemory,
         requests: RequestTable,
         policy: CheckpointPolicy,
+        journal: Journal,
+        *,
+        wipe_on_free: bool,
     ) -> None:
+        self.journal = journal
         self.requests = requests
-        self.allocator = BlockAllocator(capacity.num_blocks)
-        self.checkpoints = memory.checkpoints.owners
+        self.allocator = BlockAllocator(capacity.num_blocks, journal)
+        self.checkpoints = BlockAllocator(capacity.num_checkpoints, journal)
         self.host = HostMemory(
-            memory.paged.storage, memory.state.storage,
+            memory.paged.storage, memory.state.storage, journal,
             num_blocks=capacity.host_blocks, num_slots=capacity.host_slots,
         )  # fmt: skip
         self.prefix = self._new_prefix_cache(capacity, policy)
-        self.swapped = SwappedRequests(self.host, None if self.prefix is None else self.prefix.tree)
+        self.swapped = SwappedRequests(self.host, self.allocator, self.prefix, journal)
+        self._memory, self._wipe_on_free = memory, wipe_on_free
 
     def _new_prefix_cache(self, capacity: Capacity, policy: CheckpointPolicy) -> PrefixCache | None:
         if not capacity.num_checkpoints:
             return None
         tree = PrefixTree(
-            self.allocator, self.checkpoints, self.host.block_owners,
+            self.allocator, self.checkpoints, self.host.block_owners, self.journal,
             copy_to_host=self.host.copy_blocks_out, copy_to_device=self.host.copy_blocks_in,
         )  # fmt: skip
         return PrefixCache(
-            capacity.config, policy, tree,
+            capacity.config, policy, tree, self.journal,
             max_requests=capacity.max_requests,
             blocks=self.allocator, checkpoints=self.checkpoints,
             block_table=self.requests.block_table, set_blocks=self.requests.set_blocks,
         )  # fmt: skip
 
-    def open_slot(self) -> int:
-        """Open an empty slot; its first writer waits for copies to the host."""
-        slot = self.requests.open_slot()
+    def make_room(
+        self, num_blocks: int, kept: Collection[PrefixNode] = (), *, note: str = ""
+    ) -> None:
+        """Evict blocks that only the prefix cache owns until so many are free.
+
+        Raises:
+            OutOfBlocksError: There would not be so many. Nothing was changed.
+        """
+        allocator = self.allocator
+        missing = num_blocks - allocator.num_free
+        if missing <= 0:
+            return
+        evictable = None if self.prefix is None else self.prefix.tree.count_evictable(kept)
+        if self.prefix is None or evictable is None or missing > evictable:
+            raise OutOfBlocksError(
+                num_blocks, allocator.num_free, evictable, total=allocator.num_blocks, note=note
+            )
+        self.prefix.tree.evict(missing, kept)
+
+    def open_slots(self, count: int) -> list[int]:
+        """Open empty slots; their first writer waits for copies to the host."""
+        slots = self.requests.open_slots_for(count)
         self.host.finish()
-        return slot
+        return slots
 
     def acquire_blocks(self, num_blocks: int) -> IntArray:
-        """Take blocks, all or nothing; evict blocks that only the prefix cache owns if needed."""
-        missing = num_blocks - self.allocator.num_free
-        if missing > 0 and self.prefix is not None:
-            tree = self.prefix.tree
-            if missing > tree.num_evictable:
-                raise OutOfBlocksError(
-                    f"Out of blocks: {num_blocks} needed, {self.allocator.num_free} of "
-                    f"{self.allocator.num_blocks} free and {tree.num_evictable} of the prefix cache"
-                )
-            tree.evict(missing)
+        """Take blocks that `make_room` has made; their first writer waits for copies of them."""
         blocks = self.allocator.acquire(num_blocks)
         self.host.finish()
         return blocks
-
-    def open_in_blocks(
-        self, num_blocks: int, length: int, rollback_floor: int
-    ) -> tuple[int, IntArray]:
-        """Open a request of that length in new blocks; the caller fills slot and blocks."""
-        self.requests.check_free_slot()
-        blocks = self.acquire_blocks(num_blocks)
-        slot = self.open_slot()
-        self.requests.fill_slot(slot, blocks, length=length, rollback_floor=rollback_floor)
-        return slot, blocks
 
     def replace_blocks(self, slots: Int64Array, columns: Int64Array, blocks: IntArray) -> IntArray:
         """Give requests other blocks in place of shared ones; return the shared ones."""
@@ -111,15 +122,23 @@ class CacheBooks:
             f"{below} and {above}"
         )
 
-    def shorten(self, slot: int, length: int) -> None:
-        """Forget a request's tokens from `length` on, and release blocks that hold no others."""
-        self.allocator.release(self.requests.shorten(slot, length))
+    def shorten(self, slots: Int64Array, lengths: Int64Array) -> None:
+        """Forget tokens of requests from these lengths on, and release blocks that hold none."""
+        self._release(self.requests.shorten(slots, lengths))
         if self.prefix is not None:
-            self.prefix.cut(slot, length)
+            self.prefix.cut(slots, lengths)
 
-    def close_slot(self, slot: int) -> None:
-        """Release a slot's blocks and close it."""
-        self.shorten(slot, 0)
+    def close_slots(self, slots: Int64Array) -> None:
+        """Release the blocks of slots and close these."""
         if self.prefix is not None:
-            self.prefix.forget(slot)
-        self.requests.close_slot(slot)
+            self.prefix.forget(slots)
+        self._release(self.requests.shorten(slots, np.zeros(len(slots), dtype=np.int64)))
+        self.requests.close_slots(slots)
+        if self._wipe_on_free:
+            self.journal.after_commit(self._memory.state.storage.__setitem__, slots, 0)
+
+    def _release(self, blocks: IntArray) -> None:
+        self.allocator.release(blocks)
+        if self._wipe_on_free and blocks.size:
+            freed = blocks[self.allocator.num_owners[blocks] == 0].astype(np.int64)
+            self.journal.after_commit(self._memory.paged.storage.__setitem__, freed, 0)

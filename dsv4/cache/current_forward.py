@@ -1,64 +1,168 @@
-"""`CurrentForward`: the current plan, and the records in the books once it is complete."""
+"""`CurrentForward`: the current plan, and the records in the books once it ends."""
 
 import numpy as np
 
 from dsv4.cache.books import CacheBooks
-from dsv4.cache.memory.arrays import BoolArray, Int64Array
+from dsv4.cache.memory.arrays import Int64Array, IntArray
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.plan import ForwardPlan
-from dsv4.errors import TornForwardError
+from dsv4.errors import LiveForwardError
 
 
 class CurrentForward:
-    """The last plan of a manager, until it ends.
+    """The last plan of a manager, until the next one.
 
-    A plan is complete when every layer is written. A request is torn if its plan ended before.
+    A plan is live until it is complete or cancelled. Only its requests have to wait for that.
     """
 
     def __init__(self, capacity: Capacity, memory: DeviceMemory, books: CacheBooks) -> None:
-        self._books = books
+        self._books, self._journal = books, books.journal
         self._memory = memory
-        self._max_step_tokens = capacity.max_step_tokens
         self._block_tokens = capacity.config.block_tokens
-        self._all_slots = np.arange(capacity.max_requests)
         self._plan: ForwardPlan | None = None
         self._is_settled = True
+        self._boundaries: list[tuple[int, int, int]] = []
 
     @property
-    def is_incomplete(self) -> bool:
-        """The plan adds tokens, and some layer has not been written."""
+    def live_plan(self) -> ForwardPlan | None:
+        """The plan that is neither complete nor cancelled."""
         plan = self._plan
-        return plan is not None and not plan.is_complete and plan.written_slots.size > 0
+        return plan if plan is not None and plan.is_live else None
 
-    def start(self, plan: ForwardPlan) -> None:
-        """Make `plan` the current one; the last one ends."""
-        self.end()
-        self._plan = plan
+    @property
+    def live_slots(self) -> IntArray:
+        """The slots that the live plan writes."""
+        live = self.live_plan
+        if live is None:
+            return np.empty(0, dtype=np.int32)
+        return live.request_slots[live.written_rows]
+
+    @property
+    def held_checkpoints(self) -> Int64Array:
+        """The checkpoints that the live plan's requests would go back to."""
+        plan = self._plan
+        if plan is None or plan.survival is None or self._is_settled:
+            return np.empty(0, dtype=np.int64)
+        held = plan.survival.checkpoints
+        return held[held >= 0]
+
+    def start(self, plan: ForwardPlan, boundaries: list[tuple[int, int, int]]) -> None:
+        """Make `plan` the current one.
+
+        Args:
+            boundaries: Row, slot and boundary that are checkpointed once it is complete.
+        """
+        for name in ("_plan", "_is_settled", "_boundaries"):
+            self._journal.note_attribute(self, name)
+        self._boundaries = boundaries
         self._is_settled = False
+        self._plan = plan
 
     def settle(self) -> None:
-        """Record the checkpoints and full blocks that complete forwards have made final."""
-        prefix, plan = self._books.prefix, self._plan
-        if prefix is None:
+        """Record what a complete forward has made final: checkpoints and freed requests."""
+        plan = self._plan
+        if self._is_settled or plan is None or not plan.is_complete:
             return
-        if plan is not None and plan.is_complete and not self._is_settled:
-            self._is_settled = True
-            prefix.end_checkpoints(is_done=plan.is_written)
-            is_step = plan.positions_after - plan.positions_before <= self._max_step_tokens
-            slots = np.where(is_step, plan.request_slots, -1)
-            for slot, boundary in prefix.passed_boundaries(
-                slots, plan.positions_before, plan.positions_after
-            ):
-                self.save_checkpoint(slot, boundary)
-        prefix.publish(self._books.requests.lengths, self.find_torn(self._all_slots))
+        for _, slot, boundary in self._boundaries:
+            self.save_checkpoint(slot, boundary)
+        with self._journal:
+            self._end(is_written=plan.is_written)
+
+    def cancel(self, plan: ForwardPlan) -> None:
+        """Undo a plan that is not complete."""
+        self._journal.finish()
+        if plan.is_cancelled or plan.is_retired:
+            return
+        if plan.is_complete:
+            raise RuntimeError(
+                "Cannot cancel a complete forward: expected one whose layers are not all written; "
+                "truncate forgets its tokens"
+            )
+        with self._journal:
+            self.undo(plan)
+
+    def undo(self, plan: ForwardPlan) -> None:
+        """Undo a plan, as part of a change."""
+        self._journal.note_attribute(plan, "is_cancelled")
+        plan.is_cancelled = True
+        if plan is self._plan and plan.survival is not None:
+            self._go_back(plan)
+            self._end(is_written=False)
+
+    def _go_back(self, plan: ForwardPlan) -> None:
+        """Give the requests of a plan the lengths that survive it."""
+        books, memory, survival, rows = self._books, self._memory, plan.survival, plan.written_rows
+        assert survival is not None
+        slots, lengths = plan.request_slots[rows].astype(np.int64), survival.lengths[rows]
+        books.allocator.release(books.requests.shorten(slots, lengths))
+        books.requests.set_floors(slots, survival.floors[rows])
+        if books.prefix is not None:
+            for row in rows[lengths < plan.positions_before[rows]].tolist():
+                books.prefix.give_up(
+                    int(plan.request_slots[row]), int(survival.lengths[row]) // self._block_tokens
+                )
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            if survival.undo_slots[row] >= 0:
+                self._journal.after_commit(
+                    memory.load_undo, int(survival.undo_slots[row]), slot
+                )  # fmt: skip
+            elif survival.checkpoints[row] >= 0:
+                self._journal.after_commit(
+                    memory.checkpoints.load, int(survival.checkpoints[row]),
+                    memory.state.storage, slot,
+                )  # fmt: skip
+
+    def _end(self, *, is_written: bool) -> None:
+        """Give up what was held for a live plan."""
+        books, requests = self._books, self._books.requests
+        if books.prefix is not None:
+            books.prefix.end_checkpoints(is_done=is_written)
+            books.checkpoints.release(self.held_checkpoints)
+        closing = np.flatnonzero(requests.is_closing)
+        if closing.size:
+            books.close_slots(closing)
+        self._journal.note_attribute(self, "_is_settled")
+        self._is_settled = True
+
+    def retire(self) -> None:
+        """End the reads of the last plan, which is not live."""
+        if self._plan is not None:
+            self._plan.is_retired = True
+            self._plan = None
+
+    def retire_for(self, slots: Int64Array) -> None:
+        """End the reads of the last plan if it names one of the slots."""
+        if self._plan is not None and np.isin(slots, self._plan.request_slots).any():
+            self._journal.note_attribute(self._plan, "is_retired")
+            self._plan.is_retired = True
+
+    def publish(self) -> None:
+        """Publish the full blocks that no forward can change."""
+        books, live = self._books, self.live_slots
+        if books.prefix is None:
+            return
+        lengths = books.requests.lengths
+        if live.size:
+            lengths = lengths.copy()
+            lengths[live] = 0
+        books.prefix.publish(lengths)
 
     def save_checkpoint(self, slot: int, boundary: int) -> None:
         """Checkpoint a tracked request, unless it has one there or none is left."""
-        prefix = self._books.prefix
-        checkpoint = None if prefix is None else prefix.take_pending(slot, boundary)
-        if checkpoint is not None:
+        prefix, owners = self._books.prefix, self._books.checkpoints
+        if prefix is None or slot not in prefix.requests:
+            return
+        if prefix.checkpoint_at(slot, boundary) is not None:
+            return
+        prefix.tree.make_checkpoint_room(1)
+        if not owners.num_free:
+            prefix.num_skipped_checkpoints += 1
+            return
+        with self._journal:
+            checkpoint = int(owners.acquire(1)[0])
             self._memory.checkpoints.save(checkpoint, self._memory.state.storage, slot)
+            prefix.add_pending(slot, boundary, checkpoint)
 
     def checkpoint_fork(self, slot: int) -> None:
         """Checkpoint a forked request's last block boundary, if the policy says so.
@@ -68,42 +172,17 @@ class CurrentForward:
         prefix, requests = self._books.prefix, self._books.requests
         boundary = int(requests.lengths[slot]) // self._block_tokens * self._block_tokens
         is_held = boundary >= requests.rollback_floor[slot]  # rejected tokens overwrite rows too
-        if prefix is None or not prefix.policy.at_forks or slot not in prefix.requests:
-            return
-        if boundary and is_held:
+        if prefix is not None and prefix.policy.at_forks and boundary and is_held:
             self.save_checkpoint(slot, boundary)
 
-    def end(self) -> None:
-        """End the plan; if it is not complete, its requests are torn."""
-        plan, requests = self._plan, self._books.requests
-        if plan is None:
+    def check_idle(self, slots: Int64Array | None = None) -> None:
+        """Refuse to go on while a plan is live, or one that writes these slots."""
+        busy = self.live_slots.tolist()
+        if not busy or (slots is not None and not np.isin(busy, slots).any()):
             return
-        self.settle()
-        if not plan.is_complete:
-            slots = plan.written_slots
-            requests.is_torn[slots] = requests.is_open[slots]
-            if self._books.prefix is not None:
-                self._books.prefix.end_checkpoints(is_done=False)
-        plan.retire()
-        self._plan = None
-
-    def end_for(self, slot: int) -> None:
-        """End the plan if it names the slot."""
-        if self._plan is not None and slot in self._plan.request_slots:
-            self.end()
-
-    def find_torn(self, slots: Int64Array) -> BoolArray:
-        """Return whether the last forward of each slot did not write every layer."""
-        is_torn = self._books.requests.is_torn[slots]
-        if self._plan is None or self._plan.is_complete:
-            return is_torn
-        return is_torn | np.isin(slots, self._plan.written_slots)
-
-    def check_whole(self, slots: Int64Array) -> None:
-        """Refuse slots whose last forward did not write every layer."""
-        is_torn = self.find_torn(slots)
-        if is_torn.any():
-            raise TornForwardError(
-                f"The last forward of slot {slots[is_torn][0]} did not write every layer; the slot "
-                "can only be freed or truncated to 0"
-            )
+        raise LiveForwardError(
+            f"A forward of {len(busy)} requests is live, slots {busy[:8]}"
+            f"{' and more' if len(busy) > 8 else ''}: run all of its layers, or call "
+            "plan.complete() if they ran without handles, or plan.cancel(); the plan is "
+            "manager.live_plan"
+        )

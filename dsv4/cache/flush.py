@@ -32,3 +32,15 @@ def maybe_flush_hca(
         entries: kv, gate `[num_tokens, head_dim]` fp32 or bf16, and the compressor's weights.
     """
     ops.write_layer(LayerWrites(entries=entries), memory, tokens, backend=backend)
+
+
+def maybe_flush(
+    writes: LayerWrites, memory: LayerMemory, tokens: TokenMap, *, backend: str
+) -> None:
+    """Flush the entries of a CSA or an HCA layer."""
+    if writes.entries is None:
+        return
+    if writes.index_keys is None:
+        maybe_flush_hca(writes.entries, memory, tokens, backend=backend)
+    else:
+        maybe_flush_csa(writes.entries, writes.index_keys, memory, tokens, backend=backend)

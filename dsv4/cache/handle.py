@@ -1,12 +1,13 @@
 """`LayerCacheHandle`: one layer of the cache for one forward. Allocates nothing in the pools."""
 
+import weakref
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.cache.flush import maybe_flush_csa, maybe_flush_hca
+from dsv4.cache.flush import maybe_flush
 from dsv4.cache.layer_checks import LayerChecks
 from dsv4.cache.memory.paged_cache import LayerPages
 from dsv4.cache.memory.schema import LayerCacheSchema
@@ -70,14 +71,9 @@ class IndexerView(NamedTuple):
     block_lens: Tensor
 
 
-@dataclass(eq=False)
-class LayerCacheHandle:
-    """Typed access to one layer in one forward; made by `KVCacheManager.acquire`.
-
-    In a forward a layer is written first, then read: `write_swa`, `flush_compression` (CSA and
-    HCA), `select_entries` (CSA), `attend`; `forward` is all of them. Reads see rows as they are
-    stored.
-    """
+@dataclass(frozen=True)
+class LayerParts:
+    """All of a layer that no forward changes."""
 
     config: CacheConfig
     layer: LayerSpec
@@ -85,12 +81,50 @@ class LayerCacheHandle:
     paged: LayerPages | None
     state: LayerState
     memory: LayerMemory
-    plan: ForwardPlan
-    progress: LayerProgress
     backend: str
     attention_backend: str
     index_backend: str
-    batch_invariant: bool = False
+    batch_invariant: bool
+    checks: LayerChecks
+
+
+@dataclass(eq=False)
+class LayerCacheHandle:
+    """Typed access to one layer in one forward; made by `KVCacheManager.acquire`.
+
+    In a forward a layer is written first, then read: `write_swa`, `flush_compression` (CSA and
+    HCA), `select_entries` (CSA), `attend`; `forward` is all of them. Reads see rows as they are
+    stored. Inputs are refused before anything is written, and can then be given again. Anything
+    else that is raised inside cancels the plan.
+    """
+
+    parts: LayerParts
+    plan: ForwardPlan
+    progress: LayerProgress
+
+    @property
+    def config(self) -> CacheConfig:
+        return self.parts.config
+
+    @property
+    def layer(self) -> LayerSpec:
+        return self.parts.layer
+
+    @property
+    def schema(self) -> LayerCacheSchema:
+        return self.parts.schema
+
+    @property
+    def paged(self) -> LayerPages | None:
+        return self.parts.paged
+
+    @property
+    def state(self) -> LayerState:
+        return self.parts.state
+
+    @property
+    def memory(self) -> LayerMemory:
+        return self.parts.memory
 
     @property
     def num_query_heads(self) -> int:
@@ -174,14 +208,14 @@ class LayerCacheHandle:
         All inputs are checked before anything is written.
         """
         self.write(inputs, weights)
-        rows = None
-        if inputs.indexer is not None:
-            rows = self.select_entries(inputs.indexer.query, inputs.indexer.head_weights).rows
+        rows, index = None, inputs.indexer
+        if index is not None:
+            rows = self.select_entries(index.query, index.head_weights).rows
         return self._attend(inputs.query, weights.sinks, rows)
 
     def write(self, inputs: LayerProjections, weights: LayerWeights) -> None:
         """Store everything that the layer stores: `write_swa` and `flush_compression` in one."""
-        self._checks.check_inputs(inputs, weights)
+        self.parts.checks.check_inputs(inputs, weights, self.plan.num_tokens)
         self._write(LayerWrites.of(inputs, weights))
 
     def write_swa(self, kv: Tensor, norm_weight: Tensor) -> None:
@@ -191,7 +225,7 @@ class LayerCacheHandle:
             kv: `[num_tokens, head_dim]` fp32 or bf16, as projected.
             norm_weight: `[head_dim]`.
         """
-        self._checks.check_kv(kv, norm_weight)
+        self.parts.checks.check_kv(kv, norm_weight, self.plan.num_tokens)
         self._write(LayerWrites(window=WindowInputs(kv, norm_weight)))
 
     def flush_compression(
@@ -210,19 +244,32 @@ class LayerCacheHandle:
             kv, gate: `[num_tokens, series × head_dim]` fp32 or bf16; two series for CSA.
             index_kv, index_gate: `[num_tokens, 2 × index_head_dim]`; for CSA, and only there.
         """
-        entries, index_keys = self._checks.check_compression(
-            kv, gate, weights, index_kv, index_gate, index_weights
+        entries, index_keys = self.parts.checks.check_compression(
+            kv, gate, weights, index_kv, index_gate, index_weights, self.plan.num_tokens
         )
-        memory, tokens, backend = self.memory, self.tokens, self.backend
+        self._write(LayerWrites(entries=entries, index_keys=index_keys))
 
-        def flush() -> None:
-            if index_keys is None:
-                maybe_flush_hca(entries, memory, tokens, backend=backend)
+    def _write(self, writes: LayerWrites) -> None:
+        """Run the only write of these parts; a failure in it cancels the forward."""
+        plan, parts, tokens, boundaries = self.plan, self.parts, self.tokens, self.plan.boundaries
+        window, entries = writes.window is not None, writes.entries is not None
+        plan.begin_write(self.progress, window=window, entries=entries)
+        try:
+            if boundaries is not None and writes.index_keys is not None:
+                # Before the write, which may overwrite rows that an early boundary needs.
+                ops.checkpoint_tails(
+                    boundaries, parts.memory, tokens, writes, backend=parts.backend
+                )
+            if window:
+                ops.write_layer(writes, parts.memory, tokens, backend=parts.backend)
             else:
-                self._checkpoint_tails(LayerWrites(entries=entries, index_keys=index_keys))
-                maybe_flush_csa(entries, index_keys, memory, tokens, backend=backend)
-
-        self.plan.run_write(self.progress, flush, window=False, entries=True)
+                maybe_flush(writes, parts.memory, tokens, backend=parts.backend)
+            if boundaries is not None and window:
+                ops.checkpoint_window(boundaries, parts.memory, tokens, backend=parts.backend)
+        except BaseException:
+            plan.cancel()
+            raise
+        plan.end_write(self.progress, window=window, entries=entries)
 
     def select_entries(self, query: Tensor, head_weights: Tensor) -> Selection:
         """The top-k entries of each token of a CSA layer.
@@ -232,13 +279,19 @@ class LayerCacheHandle:
             head_weights: `[num_tokens, index_heads]`, as projected.
         """
         self._index_pages()
-        self._checks.check_index_query(query, head_weights)
+        self.parts.checks.check_index_query(query, head_weights, self.plan.num_tokens)
         self._check_entries()
-        return ops.select_entries(
-            query, head_weights, self.memory, self.tokens,
-            max_entries=self.plan.max_entries(self.layer.ratio),
-            backend=self.index_backend,
-        )  # fmt: skip
+        parts, plan = self.parts, self.plan
+        try:
+            selection = ops.select_entries(
+                query, head_weights, parts.memory, plan.tokens,
+                max_entries=plan.max_entries(parts.layer.ratio), backend=parts.index_backend,
+            )  # fmt: skip
+        except BaseException:
+            self._fail()
+            raise
+        self.progress.selected = weakref.ref(selection.rows)
+        return selection
 
     def attend(
         self, query: Tensor, sinks: Tensor | None, selection: Selection | None = None
@@ -248,34 +301,47 @@ class LayerCacheHandle:
         Args:
             query: `[num_tokens, heads, head_dim]` fp32 or bf16, normed and rotated.
             sinks: `[heads]`, or None to leave the sink out.
-            selection: The result of `select_entries`; CSA needs it, other layers take None.
+            selection: What `select_entries` of this layer returned in this forward; CSA needs it,
+                other layers take None.
 
         Returns:
             Output rotated back, in the query's dtype (0 for padding), and the log-sum-exp.
         """
-        self._checks.check_selection(selection)
-        self._checks.check_query(query, sinks)
+        checks, num_tokens = self.parts.checks, self.plan.num_tokens
+        checks.check_selection(selection, num_tokens)
+        checks.check_query(query, sinks, num_tokens)
         self._check_window()
         if self.paged is not None:
             self._check_entries()
+        if selection is not None:
+            checks.check_own(selection, self.progress.selected)
         return self._attend(query, sinks, None if selection is None else selection.rows)
 
     def _attend(
         self, query: Tensor, sinks: Tensor | None, selected_rows: Tensor | None
     ) -> AttentionResult:
-        return ops.attend(
-            query, sinks, self.memory, selected_rows, self.tokens,
-            max_entries=self.plan.max_entries(self.layer.ratio),
-            batch_invariant=self.batch_invariant,
-            backend=self.attention_backend,
-        )  # fmt: skip
+        parts, plan = self.parts, self.plan
+        try:
+            return ops.attend(
+                query, sinks, parts.memory, selected_rows, plan.tokens,
+                max_entries=plan.max_entries(parts.layer.ratio),
+                batch_invariant=parts.batch_invariant, backend=parts.attention_backend,
+            )  # fmt: skip
+        except BaseException:
+            self._fail()
+            raise
+
+    def _fail(self) -> None:
+        """Cancel a plan that a read has failed in, unless all layers are written."""
+        if not self.plan.is_complete:
+            self.plan.cancel()
 
     def gather_compressed_kv(self, rows: Tensor) -> Gathered:
         """Dense entries `[num_tokens, k, head_dim]` at a selection's rows."""
         self._pages()
-        self._checks.check_tensor("rows", rows, tuple(rows.shape), (torch.int64, torch.int32))
+        self.parts.checks.check_tensor("rows", rows, tuple(rows.shape), (torch.int64, torch.int32))
         self._check_entries()
-        return ops.gather_compressed_kv(self.memory, rows, backend=self.backend)
+        return ops.gather_compressed_kv(self.memory, rows, backend=self.parts.backend)
 
     def gather_all_compressed_kv(self) -> Gathered:
         """Dense entries `[batch, max_entries, head_dim]`: all closed ones of each request."""
@@ -284,13 +350,13 @@ class LayerCacheHandle:
         return ops.gather_all_compressed_kv(
             self.memory, self.tokens,
             max_entries=self.plan.max_entries(self.layer.ratio),
-            backend=self.backend,
+            backend=self.parts.backend,
         )  # fmt: skip
 
     def gather_swa_kv(self) -> Gathered:
         """Dense window rows `[num_tokens, window, head_dim]`, each token's own last."""
         self._check_window()
-        return ops.gather_swa_kv(self.memory, self.tokens, backend=self.backend)
+        return ops.gather_swa_kv(self.memory, self.tokens, backend=self.parts.backend)
 
     def read_swa_view(self) -> SWAView:
         """The window rings, with positions and head derived from the lengths."""
@@ -324,36 +390,6 @@ class LayerCacheHandle:
             self.block_table,
             self.block_lens,
         )
-
-    def _write(self, writes: LayerWrites) -> None:
-        tokens = self.tokens
-
-        def write() -> None:
-            self._checkpoint_tails(writes)
-            ops.write_layer(writes, self.memory, tokens, backend=self.backend)
-            if self.plan.boundaries is not None:
-                ops.checkpoint_window(
-                    self.plan.boundaries, self.memory, tokens, backend=self.backend
-                )
-
-        has_entries = writes.entries is not None
-        self.plan.run_write(self.progress, write, window=True, entries=has_entries)
-
-    def _checkpoint_tails(self, writes: LayerWrites) -> None:
-        """Checkpoint a CSA layer's tails at boundaries inside chunks.
-
-        It runs before the write, which may overwrite rows that an early boundary needs.
-        """
-        boundaries = self.plan.boundaries
-        if boundaries is not None and writes.index_keys is not None:
-            ops.checkpoint_tails(boundaries, self.memory, self.tokens, writes, backend=self.backend)
-
-    @property
-    def _checks(self) -> LayerChecks:
-        return LayerChecks(
-            self.config, self.layer, self.schema, self.plan.num_tokens, self.memory.slots.device,
-            self.attention_backend,
-        )  # fmt: skip
 
     def _lengths(self) -> Tensor:
         """`[batch]` int32, lengths after this forward; 0 for padding."""

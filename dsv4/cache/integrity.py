@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dsv4.cache.books import CacheBooks
+from dsv4.cache.current_forward import CurrentForward
 from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.capacity import blocks_for
@@ -14,7 +15,9 @@ from dsv4.config import CacheConfig
 from dsv4.errors import IntegrityError
 
 
-def check_integrity(config: CacheConfig, books: CacheBooks, memory: DeviceMemory) -> None:
+def check_integrity(
+    config: CacheConfig, books: CacheBooks, forward: CurrentForward, memory: DeviceMemory
+) -> None:
     """Raise `IntegrityError` if the books contradict each other; waits for the device."""
     requests, num_blocks = books.requests, books.allocator.num_blocks
     for owners in (
@@ -30,7 +33,7 @@ def check_integrity(config: CacheConfig, books: CacheBooks, memory: DeviceMemory
     problems = [
         *_block_problems(config, requests, num_blocks=num_blocks),
         *_device_problems(requests, memory),
-        *_owner_problems(books),
+        *_owner_problems(books, forward),
         *_slot_problems(requests),
     ]
     if problems:
@@ -38,9 +41,17 @@ def check_integrity(config: CacheConfig, books: CacheBooks, memory: DeviceMemory
 
 
 def _slot_problems(requests: RequestTable) -> Iterator[str]:
-    is_closed, lengths, floor = ~requests.is_open, requests.lengths, requests.rollback_floor
-    if lengths[is_closed].any() or requests.is_torn[is_closed].any():
-        yield "a slot that is not open has a length or is torn"
+    is_closed, lengths, floor = requests.is_open == 0, requests.lengths, requests.rollback_floor
+    for name, dtype in (
+        ("lengths", np.int64), ("num_blocks", np.int64), ("rollback_floor", np.int64),
+        ("is_open", np.bool_), ("is_closing", np.bool_), ("block_table", np.int32),
+    ):  # fmt: skip
+        if getattr(requests, name).dtype != dtype:
+            yield f"{name} is {getattr(requests, name).dtype}, expected {np.dtype(dtype)}"
+    if any(type(slot) is not int for slot in requests.free_slots):
+        yield "a free slot is not an int"
+    if lengths[is_closed].any() or requests.is_closing[is_closed].any():
+        yield "a slot that is not open has a length or is closing"
     if (lengths < 0).any():
         yield "a slot has a negative length"
     if sorted(requests.free_slots) != np.flatnonzero(is_closed).tolist():
@@ -77,17 +88,24 @@ def _device_problems(requests: RequestTable, memory: DeviceMemory) -> Iterator[s
         yield "the device's block table differs from the host's"
 
 
-def _owner_problems(books: CacheBooks) -> Iterator[str]:
+def _owner_problems(books: CacheBooks, forward: CurrentForward) -> Iterator[str]:
     table, prefix, allocator = books.requests.block_table, books.prefix, books.allocator
     owners = np.bincount(table[table >= 0], minlength=allocator.num_blocks)
     checkpoints: list[int] = []
     places = books.swapped.places
-    host_blocks = [block for place in places for block in place.blocks.tolist()]
+    host_blocks = [block for place in places for block in place.blocks.tolist() if block >= 0]
+    for place in places:
+        owners += np.bincount(place.kept[place.kept >= 0], minlength=allocator.num_blocks)
     if prefix is not None:
         owners[prefix.tree.owned_blocks()] += 1
-        checkpoints = [*prefix.tree.owned_checkpoints(), *prefix.pending_checkpoints()]
+        checkpoints = [
+            *prefix.tree.owned_checkpoints(), *prefix.pending_checkpoints(),
+            *forward.held_checkpoints.tolist(),
+        ]  # fmt: skip
         host_blocks += prefix.tree.owned_host_blocks()
         for slot, request in prefix.requests.items():
+            if type(slot) is not int or not books.requests.is_open[slot]:
+                yield f"the prefix cache tracks {slot!r}, which is not an open slot"
             blocks = [node.block for node in request.nodes]
             if blocks != table[slot, : len(blocks)].tolist():
                 yield f"the blocks of slot {slot} are not those that it has published"

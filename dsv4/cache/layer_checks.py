@@ -1,5 +1,6 @@
 """`LayerChecks`: refuses inputs that do not fit a layer, before anything is written."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,19 +22,20 @@ QUERY_DTYPES = {"flashmla": (torch.bfloat16,)}  # by attention backend, where no
 
 
 class LayerChecks(NamedTuple):
-    """The sizes, dtypes and device that one layer takes in one forward."""
+    """The sizes, dtypes and device that one layer takes; `num_tokens` are those of a forward."""
 
     config: CacheConfig
     layer: LayerSpec
     schema: LayerCacheSchema
-    num_tokens: int
     device: torch.device
     attention_backend: str
 
-    def check_inputs(self, inputs: LayerProjections, weights: LayerWeights) -> None:
+    def check_inputs(
+        self, inputs: LayerProjections, weights: LayerWeights, num_tokens: int
+    ) -> None:
         """Check everything that `LayerCacheHandle.forward` takes."""
-        self.check_kv(inputs.kv, weights.kv_norm)
-        self.check_query(inputs.query, weights.sinks)
+        self.check_kv(inputs.kv, weights.kv_norm, num_tokens)
+        self.check_query(inputs.query, weights.sinks, num_tokens)
         given = (inputs.compressor, weights.compressor)
         if any((part is not None) != (self.layer.ratio > 0) for part in given):
             expected = "compressor projections and weights" if self.layer.ratio else "none"
@@ -47,14 +49,15 @@ class LayerChecks(NamedTuple):
             None if index is None else index.kv,
             None if index is None else index.gate,
             weights.indexer,
+            num_tokens,
         )
         if index is not None:
-            self.check_index_query(index.query, index.head_weights)
+            self.check_index_query(index.query, index.head_weights, num_tokens)
 
-    def check_kv(self, kv: Tensor, norm_weight: Tensor) -> None:
+    def check_kv(self, kv: Tensor, norm_weight: Tensor, num_tokens: int) -> None:
         """Check the inputs of `write_swa`."""
         dim = self.config.head_dim
-        self.check_tensor("kv", kv, (self.num_tokens, dim))
+        self.check_tensor("kv", kv, (num_tokens, dim))
         self.check_tensor("norm_weight", norm_weight, (dim,))
 
     def check_compression(
@@ -65,6 +68,7 @@ class LayerChecks(NamedTuple):
         index_kv: Tensor | None,
         index_gate: Tensor | None,
         index_weights: CompressorWeights | None,
+        num_tokens: int,
     ) -> tuple[EntryInputs, EntryInputs | None]:
         """Check the inputs of `flush_compression`; return those of entries and of index keys."""
         if not self.layer.ratio:
@@ -78,35 +82,49 @@ class LayerChecks(NamedTuple):
                 f"got {sum(given is not None for given in index_inputs)} of 3"
             )
         entries, index_keys = EntryInputs(kv, gate, weights), None
-        self._check_compressor("", entries, self.config.head_dim)
+        self._check_compressor("", entries, self.config.head_dim, num_tokens)
         if index_kv is not None and index_gate is not None and index_weights is not None:
             index_keys = EntryInputs(index_kv, index_gate, index_weights)
-            self._check_compressor("index_", index_keys, self.config.index_head_dim)
+            self._check_compressor(
+                "index_", index_keys, self.config.index_head_dim, num_tokens
+            )
         return entries, index_keys
 
-    def check_index_query(self, query: Tensor, head_weights: Tensor) -> None:
+    def check_index_query(self, query: Tensor, head_weights: Tensor, num_tokens: int) -> None:
         """Check the inputs of `select_entries`."""
         heads = self.config.index_num_heads
-        self.check_tensor("query", query, (self.num_tokens, heads, self.config.index_head_dim))
-        self.check_tensor("head_weights", head_weights, (self.num_tokens, heads))
+        self.check_tensor("query", query, (num_tokens, heads, self.config.index_head_dim))
+        self.check_tensor("head_weights", head_weights, (num_tokens, heads))
 
-    def check_query(self, query: Tensor, sinks: Tensor | None) -> None:
+    def check_query(self, query: Tensor, sinks: Tensor | None, num_tokens: int) -> None:
         """Check the query and the sinks of `attend`."""
         heads = self.config.num_query_heads
         dtypes = QUERY_DTYPES.get(self.attention_backend, INPUT_DTYPES)
-        self.check_tensor("query", query, (self.num_tokens, heads, self.config.head_dim), dtypes)
+        self.check_tensor("query", query, (num_tokens, heads, self.config.head_dim), dtypes)
         if sinks is not None:
             self.check_tensor("sinks", sinks, (heads,))
 
-    def check_selection(self, selection: Selection | None) -> None:
+    def check_selection(self, selection: Selection | None, num_tokens: int) -> None:
         """Check that CSA, and nothing else, is given a selection."""
         is_csa = self.layer.attention_type is AttentionType.CSA
         if is_csa != (selection is not None):
             expected = "a selection" if is_csa else "no selection"
             raise ValueError(f"Invalid attend of {self._layer_name}: expected {expected}")
         if selection is not None:
-            shape = (self.num_tokens, self.config.index_topk)
+            shape = (num_tokens, self.config.index_topk)
             self.check_tensor("selection.rows", selection.rows, shape, (torch.int64,))
+
+    def check_own(self, selection: Selection, own: Callable[[], Tensor | None] | None) -> None:
+        """Check that a selection is of this layer and forward.
+
+        Args:
+            own: Returns the rows that its last `select_entries` chose; None if it chose none.
+        """
+        if own is None or selection.rows is not own():
+            raise ValueError(
+                f"Invalid selection of {self._layer_name}: expected the result of its own "
+                "select_entries in this forward, got another one"
+            )
 
     def check_tensor(
         self,
@@ -133,10 +151,12 @@ class LayerChecks(NamedTuple):
     def _layer_name(self) -> str:
         return f"layer {self.layer.layer_idx} ({self.layer.attention_type.name})"
 
-    def _check_compressor(self, prefix: str, inputs: EntryInputs, dim: int) -> None:
+    def _check_compressor(
+        self, prefix: str, inputs: EntryInputs, dim: int, num_tokens: int
+    ) -> None:
         width = self.schema.num_series * dim
-        self.check_tensor(f"{prefix}kv", inputs.kv, (self.num_tokens, width))
-        self.check_tensor(f"{prefix}gate", inputs.gate, (self.num_tokens, width))
+        self.check_tensor(f"{prefix}kv", inputs.kv, (num_tokens, width))
+        self.check_tensor(f"{prefix}gate", inputs.gate, (num_tokens, width))
         bias, norm_weight = inputs.weights
         self.check_tensor(f"{prefix}position_bias", bias, (self.layer.ratio, width))
         self.check_tensor(f"{prefix}norm_weight", norm_weight, (dim,))

@@ -1,34 +1,42 @@
 """`KVCacheManager`: opens, extends and frees the requests of one cache."""
 
-import operator
 import os
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from dsv4.cache.books import CacheBooks
 from dsv4.cache.current_forward import CurrentForward
-from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.forward_planner import ForwardPlanner, Ints
+from dsv4.cache.handle import LayerCacheHandle, LayerParts
 from dsv4.cache.integrity import check_integrity
-from dsv4.cache.memory.arrays import read_only
+from dsv4.cache.layer_checks import LayerChecks
+from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
 from dsv4.cache.memory.capacity import Capacity, ComponentBytes
 from dsv4.cache.memory.checkpoints import CheckpointPolicy
 from dsv4.cache.memory.device_memory import DeviceMemory
+from dsv4.cache.memory.journal import Journal
 from dsv4.cache.memory.schema import build_schemas
 from dsv4.cache.plan import ForwardPlan
-from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, TokenIds
+from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch, cut_to_checkpoint
+from dsv4.cache.prefix.token_store import TokenIds, as_token_ids
 from dsv4.cache.request_table import RequestTable
 from dsv4.cache.saved_request import copy_request, read_saved, write_saved
 from dsv4.cache.stats import CacheStats, collect_stats
 from dsv4.cache.swap import SwappedRequest
-from dsv4.checks import check_int
+from dsv4.checks import NotCopyable, check_bool, check_int, check_ints, check_one_or_more
 from dsv4.config import CacheConfig
+from dsv4.errors import LostCacheError, OutOfBlocksError
 from dsv4.kernels.backends import check_backend, default_backend
 from dsv4.kernels.external.limits import check_attention_backend, check_index_backend
 
 
-class KVCacheManager:
+class KVCacheManager(NotCopyable):
     """The cache of one model (or of one rank's layers) for up to `max_requests` requests.
+
+    Every call is whole or undone: whatever is raised inside, the requests are as before it or as
+    after it, and can be used. One thread at a time may call it.
 
     Args:
         config: Geometry, formats and block size.
@@ -49,23 +57,17 @@ class KVCacheManager:
         checkpoint_policy: The boundaries at which checkpoints are taken.
         host_blocks, host_slots: Blocks and slots in host memory, for requests that are swapped
             out. Blocks evicted from the prefix cache go there too.
+        undo_slots: Chunks of one forward that `plan.cancel` brings back to their length before it.
+        wipe_on_free: Overwrite with zeros the slots and blocks that a request gives back.
+        storage: The caller's memory for some of `tensors()`, by name; the rest is allocated.
 
     Attributes:
         schedule: One `LayerSpec` per layer.
         schemas: One `LayerCacheSchema` per layer.
         capacity: The sizes above.
-        books: Records of requests, blocks and the prefix cache.
         device_memory: Every tensor, and each layer's part of it.
-        forward: The current plan, and the end of it.
-        lengths: `[max_requests]`, tokens of each slot; read-only, as the next three.
-        is_open: `[max_requests]`, slots in use.
-        is_torn: `[max_requests]`, slots whose last forward ended before it wrote every layer.
-        rollback_floor: `[max_requests]`, the shortest length, beside 0, that needs no checkpoint in
-            `truncate`. It is `drafts_per_step` below the longest that a request has had.
         block_table: `[max_requests, max_blocks]` int32 on the device, -1 where there is none.
         paged, state: The pools of blocks and of slots.
-        allocator: Owners of the blocks.
-        prefix: Known tokens of requests and published blocks; None without checkpoints.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class KVCacheManager:
         checkpoint_policy: CheckpointPolicy | None = None,
         host_blocks: int = 0,
         host_slots: int = 0,
+        undo_slots: int = 1,
+        wipe_on_free: bool = False,
+        storage: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        if not isinstance(batch_invariant, bool):
-            raise TypeError(
-                f"Invalid batch_invariant: expected True or False, got {batch_invariant!r}"
-            )
+        check_bool("batch_invariant", batch_invariant)
+        check_bool("wipe_on_free", wipe_on_free)
         if max_request_tokens is None:
+            num_blocks = check_int("num_blocks", num_blocks, at_least=0)
             by_blocks = num_blocks * config.block_tokens
             has_blocks = config.smallest_ratio > 0
             max_request_tokens = min(config.max_position, by_blocks if has_blocks else 1 << 62)
@@ -105,44 +109,105 @@ class KVCacheManager:
             )
         if index_backend is not None:
             check_index_backend(index_backend, config, self.device)
-        self._attention_backend, self._index_backend = attention_backend, index_backend
+        self.attention_backend = attention_backend or self.backend
+        self.index_backend = index_backend or self.backend
         self.capacity = Capacity(
             config, max_requests, num_blocks, max_forward_tokens, max_request_tokens,
-            num_checkpoints, host_blocks, host_slots,
+            num_checkpoints, host_blocks, host_slots, undo_slots,
         )  # fmt: skip
         self.schedule = config.schedule
         self.schemas = build_schemas(config)
-        requests = RequestTable(self.capacity)
+        self._problem = ""
+        self._journal = Journal()
+        self._requests = RequestTable(self.capacity, self._journal)
         self.device_memory = DeviceMemory(
-            self.capacity, self.schemas, requests.block_table, self.device
+            self.capacity, self.schemas, self._requests.block_table, self.device, storage
         )
-        self.books = CacheBooks(
-            self.capacity, self.device_memory, requests, checkpoint_policy or CheckpointPolicy()
+        self._books = CacheBooks(
+            self.capacity, self.device_memory, self._requests,
+            checkpoint_policy or CheckpointPolicy(), self._journal, wipe_on_free=wipe_on_free,
+        )  # fmt: skip
+        self._forward = CurrentForward(self.capacity, self.device_memory, self._books)
+        self._planner = ForwardPlanner(
+            self.capacity, self.device_memory, self._books, self._forward
         )
-        self.forward = CurrentForward(self.capacity, self.device_memory, self.books)
-        self.lengths = read_only(requests.lengths)
-        self.is_open = read_only(requests.is_open)
-        self.is_torn = read_only(requests.is_torn)
-        self.rollback_floor = read_only(requests.rollback_floor)
         self.block_table = self.device_memory.block_table
         self.paged, self.state = self.device_memory.paged, self.device_memory.state
-        self.allocator, self.prefix = self.books.allocator, self.books.prefix
+        self._layers = [self._layer_parts(idx) for idx in range(len(self.schedule))]
 
     @property
-    def attention_backend(self) -> str:
-        return self._attention_backend or self.backend
+    def lengths(self) -> Int64Array:
+        """`[max_requests]`, tokens of each slot; a copy."""
+        self._finish()
+        return np.where(self._requests.is_closing, 0, self._requests.lengths)
 
     @property
-    def index_backend(self) -> str:
-        return self._index_backend or self.backend
+    def rollback_floor(self) -> Int64Array:
+        """`[max_requests]`, the shortest length, beside 0, that `truncate` can always go back to.
+
+        It is `drafts_per_step` below the longest that a request has had; a copy.
+        """
+        self._finish()
+        return np.where(self._requests.is_closing, 0, self._requests.rollback_floor)
+
+    @property
+    def is_open(self) -> BoolArray:
+        """`[max_requests]`, slots in use; a copy."""
+        self._finish()
+        return self._requests.is_open & ~self._requests.is_closing
+
+    @property
+    def open_slots(self) -> list[int]:
+        """The slots of open requests, in rising order."""
+        self._finish()
+        slots: list[int] = self._requests.open_slots.tolist()
+        return slots
+
+    @property
+    def swapped_requests(self) -> tuple[SwappedRequest, ...]:
+        """The requests that wait on the host."""
+        self._finish()
+        return tuple(self._books.swapped)
 
     @property
     def num_free_slots(self) -> int:
-        return len(self.books.requests.free_slots)
+        """Requests that can be opened now."""
+        self._begin()
+        return len(self._requests.free_slots)
 
-    def open_request(self) -> int:
-        """Open an empty request and return its slot."""
-        return self.books.open_slot()
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody owns."""
+        self._begin()
+        return self._books.allocator.num_free
+
+    @property
+    def live_plan(self) -> ForwardPlan | None:
+        """The plan that is neither complete nor cancelled; None if there is none."""
+        self._finish()
+        return self._forward.live_plan
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        """Full blocks stay for later requests with the same beginning."""
+        return self._books.prefix is not None
+
+    def open_request(self, *, num_tokens: int = 0) -> int:
+        """Open an empty request and return its slot.
+
+        Args:
+            num_tokens: Tokens that it will have at least; too many to ever fit are refused.
+        """
+        check_int("num_tokens", num_tokens, at_least=0)
+        self._check_fits(num_tokens)
+        return self.open_requests(1)[0]
+
+    def open_requests(self, count: int) -> list[int]:
+        """Open empty requests and return their slots, all or none."""
+        count = check_int("count", count, at_least=0)
+        self._begin()
+        with self._journal:
+            return self._books.open_slots(count)
 
     def resume_request(self, token_ids: TokenIds, *, salt: bytes = b"") -> PrefixHit:
         """Open a request on the longest known beginning of a prompt.
@@ -157,32 +222,80 @@ class KVCacheManager:
             salt: The prompt's owner; other salts never share.
 
         Raises:
+            ValueError: The prompt can never fit.
             NoFreeSlotError: Every slot is open. Nothing was changed.
         """
-        prefix, requests = self._prefix(), self.books.requests
-        request = prefix.new_request(token_ids, salt)
-        requests.check_free_slot()
-        self.forward.settle()
-        nodes, checkpoint = prefix.find(request, self.books.acquire_blocks)
-        slot = self.books.open_slot()
-        length = len(nodes) * self.config.block_tokens
-        if nodes:
-            self.device_memory.checkpoints.load(checkpoint, self.state.storage, slot)
-            blocks = np.array([node.block for node in nodes], dtype=np.int32)
-            requests.fill_slot(slot, blocks, length=length, rollback_floor=length)
-            request.nodes = nodes
-        prefix.track(slot, request)
-        return PrefixHit(slot, length)
+        prefix, books, requests = self._prefix(), self._books, self._requests
+        prompt = prefix.read_prompt(token_ids, salt)
+        self._check_fits(len(prompt.ids))
+        self._begin()
+        requests.check_free_slots()
+        self._forward.publish()
+        path = prefix.find(prompt)
+        while path:
+            try:
+                books.make_room(sum(node.block < 0 for node in path), path)
+                break
+            except OutOfBlocksError:
+                path = cut_to_checkpoint(path[:-1])
+        prefix.count_lookup(len(prompt.ids), len(path) * self.config.block_tokens)
+        with self._journal:
+            slot, length = books.open_slots(1)[0], len(path) * self.config.block_tokens
+            if path:
+                restored = books.acquire_blocks(sum(node.block < 0 for node in path))
+                blocks = prefix.take(path, restored)
+                checkpoint = prefix.tree.use_checkpoint(path[-1])
+                self.device_memory.checkpoints.load(checkpoint, self.state.storage, slot)
+                requests.fill_slot(slot, blocks, length=length, rollback_floor=length)
+            prefix.track(
+                slot, prompt.root, prompt.ids, num_prompt_tokens=len(prompt.ids), nodes=path
+            )
+            return PrefixHit(slot, length)
 
-    def note_tokens(self, slot: int, token_ids: TokenIds, *, start: int) -> None:
-        """Tell which tokens a request has, or is about to get, from position `start` on.
+    def match_prefix(self, token_ids: TokenIds, *, salt: bytes = b"") -> PrefixMatch:
+        """Count the tokens of a prompt that `resume_request` would find now; changes nothing."""
+        prefix = self._prefix()
+        prompt = prefix.read_prompt(token_ids, salt)
+        self._begin()
+        self._forward.publish()
+        return prefix.match(prompt)
+
+    def note_tokens(
+        self,
+        slots: int | Ints,
+        token_ids: TokenIds,
+        *,
+        start: int | Ints,
+        counts: Ints | None = None,
+    ) -> None:
+        """Tell which tokens requests have, or are about to get, from position `start` on.
 
         `start` must be the end of the known ids, so that none can be left out. At first that is
         the prompt's length after `resume_request`, and 0 for other requests. `truncate` forgets
         the ids from its length on. Full blocks are published only as far as ids are known.
+
+        Args:
+            slots: A slot, or several.
+            token_ids: The ids of all of them, those of the first slot first.
+            start: The position of the first id, of each slot.
+            counts: The ids of each slot; by default one, or all if there is one slot.
         """
-        self.books.requests.check_open(slot)
-        self._prefix().note_tokens(slot, token_ids, check_int("start", start, at_least=0))
+        prefix = self._prefix()
+        rows, starts = self._open_rows(slots), check_one_or_more("start", start)
+        ids = as_token_ids(token_ids)
+        if counts is None:
+            each = len(ids) if len(rows) == 1 else 1
+            sizes = np.full(len(rows), each, dtype=np.int64)
+        else:
+            sizes = check_ints("counts", counts, at_least=0, at_most=max(len(ids), 0))
+        if not len(rows) == len(starts) == len(sizes) or int(sizes.sum()) != len(ids):
+            raise ValueError(
+                "Invalid sizes: expected one start and one count for each slot, and ids for all "
+                f"counts, got {len(rows)} slots, {len(starts)} starts, {len(sizes)} counts with "
+                f"the sum {sizes.sum()}, and {len(ids)} ids"
+            )
+        with self._journal:
+            prefix.note_tokens(rows, ids, sizes, starts)
 
     def fork(self, slot: int) -> int:
         """Open a second request with the same tokens and return its slot.
@@ -193,51 +306,56 @@ class KVCacheManager:
         Raises:
             NoFreeSlotError: Every slot is open. Nothing was changed.
             OutOfBlocksError: There is no block for the copy. Nothing was changed.
-            TornForwardError: The last forward of the request did not write every layer.
+            LiveForwardError: A forward of the request is neither complete nor cancelled.
         """
-        books, requests = self.books, self.books.requests
-        self._check_whole(slot)
-        requests.check_free_slot()
-        self.forward.settle()
+        books, requests = self._books, self._requests
+        slot = self._idle_slot(slot)
+        requests.check_free_slots()
         blocks, length = requests.blocks_of(slot), int(requests.lengths[slot])
         shared, copied = np.split(blocks, [length // self.config.block_tokens])
-        copies = books.acquire_blocks(len(copied))
-        books.allocator.share(shared)
-        fork = books.open_slot()
-        requests.fill_slot(
-            fork, np.concatenate((shared, copies)),
-            length=length, rollback_floor=int(requests.rollback_floor[slot]),
-        )  # fmt: skip
-        self.state.storage[fork].copy_(self.state.storage[slot])
-        for source, target in zip(copied, copies, strict=True):
-            self.paged.storage[target].copy_(self.paged.storage[source])
-        if books.prefix is not None:
-            self.forward.checkpoint_fork(slot)
-            books.prefix.copy(slot, fork)
-        return fork
+        books.make_room(len(copied))
+        self._forward.checkpoint_fork(slot)
+        with self._journal:
+            copies = books.acquire_blocks(len(copied))
+            books.allocator.share(shared)
+            fork = books.open_slots(1)[0]
+            requests.fill_slot(
+                fork, np.concatenate((shared, copies)),
+                length=length, rollback_floor=int(requests.rollback_floor[slot]),
+            )  # fmt: skip
+            self.state.storage[fork].copy_(self.state.storage[slot])
+            for source, target in zip(copied.tolist(), copies.tolist(), strict=True):
+                self.paged.storage[target].copy_(self.paged.storage[source])
+            if books.prefix is not None:
+                books.prefix.copy(slot, fork)
+            return fork
 
     def swap_out(self, slot: int) -> SwappedRequest:
-        """Move a request to host memory, close its slot and free its blocks.
+        """Move a request to host memory, close its slot and give up its blocks.
 
-        On a GPU the copies run beside the work that is queued next, which waits for them only
-        where it takes new blocks or slots.
+        Blocks that other requests own too stay where they are. Published blocks stay too, and go
+        to the host when their memory is needed. On a GPU the copies run beside the work that is
+        queued next, which waits for them only where it takes new blocks or slots.
 
         Raises:
             NoFreeSlotError, OutOfBlocksError: There is no room on the host. Nothing was changed.
-            TornForwardError: The last forward of the request did not write every layer.
+            LiveForwardError: A forward of the request is neither complete nor cancelled.
         """
-        requests = self.books.requests
-        self._check_whole(slot)
-        self.forward.settle()
-        swapped = self.books.swapped.copy_out(
-            slot, requests.blocks_of(slot),
-            length=int(requests.lengths[slot]),
-            rollback_floor=int(requests.rollback_floor[slot]),
-        )  # fmt: skip
-        if self.prefix is not None:
-            swapped.tracked = self.prefix.forget(slot)
-        self.free_request(slot)
-        return swapped
+        books, requests = self._books, self._requests
+        slot = self._idle_slot(slot)
+        self._forward.publish()
+        blocks = requests.blocks_of(slot)
+        books.swapped.make_room(slot, blocks)
+        with self._journal:
+            swapped = books.swapped.copy_out(
+                slot, blocks,
+                length=int(requests.lengths[slot]),
+                rollback_floor=int(requests.rollback_floor[slot]),
+            )  # fmt: skip
+            slots = np.array([slot])
+            self._forward.retire_for(slots)
+            books.close_slots(slots)
+            return swapped
 
     def swap_in(self, swapped: SwappedRequest) -> int:
         """Bring a request back and return its slot, which may be another one.
@@ -245,24 +363,35 @@ class KVCacheManager:
         Raises:
             NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
         """
-        books = self.books
-        place = books.swapped.place_of(swapped)
-        slot, blocks = books.open_in_blocks(
-            len(place.blocks), swapped.length, swapped.rollback_floor
-        )
-        books.swapped.copy_in(swapped, slot, blocks)
-        if books.prefix is not None and swapped.tracked is not None:
-            books.prefix.track(slot, swapped.tracked)
-        return slot
+        books = self._books
+        self._begin()
+        books.swapped.place_of(swapped)
+        self._requests.check_free_slots()
+        num_blocks = swapped.num_missing_blocks
+        books.make_room(num_blocks, swapped.nodes)
+        with self._journal:
+            slot = books.open_slots(1)[0]
+            blocks = books.swapped.copy_in(swapped, slot, books.acquire_blocks(num_blocks))
+            self._requests.fill_slot(
+                slot, blocks, length=swapped.length, rollback_floor=swapped.rollback_floor
+            )
+            if books.prefix is not None and swapped.prompt is not None:
+                books.prefix.track(
+                    slot, *swapped.prompt,
+                    num_prompt_tokens=swapped.num_prompt_tokens, nodes=swapped.nodes,
+                )  # fmt: skip
+            return slot
 
     def drop_swapped(self, swapped: SwappedRequest) -> None:
         """Give up a request that was swapped out, and its room on the host."""
-        self.books.swapped.drop(swapped)
+        self._begin()
+        with self._journal:
+            self._books.swapped.drop(swapped)
 
     def save_request(self, slot: int, path: str | os.PathLike[str]) -> None:
         """Write a request to a safetensors file, whole or not at all; waits for the device."""
-        self._check_whole(slot)
-        requests = self.books.requests
+        slot = self._idle_slot(slot)
+        requests = self._requests
         saved = copy_request(
             self.device_memory.layout, self.state, self.paged, slot=slot,
             blocks=torch.from_numpy(requests.blocks_of(slot)).long(),
@@ -280,79 +409,188 @@ class KVCacheManager:
             NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
         """
         saved = read_saved(path, self.config, self.device_memory.layout)
-        if saved.length > self.capacity.max_request_tokens:
-            raise ValueError(
-                f"Too many tokens in one request: expected at most "
-                f"{self.capacity.max_request_tokens}, got {saved.length} in {os.fspath(path)}"
+        self._check_fits(saved.length, f" in {os.fspath(path)}")
+        self._begin()
+        self._requests.check_free_slots()
+        self._books.make_room(len(saved.blocks))
+        with self._journal:
+            slot = self._books.open_slots(1)[0]
+            blocks = self._books.acquire_blocks(len(saved.blocks))
+            self.state.storage[slot] = saved.slot.to(self.device)
+            self.paged.storage[torch.from_numpy(blocks).long()] = saved.blocks.to(self.device)
+            self._requests.fill_slot(
+                slot, blocks, length=saved.length, rollback_floor=saved.rollback_floor
             )
-        slot, blocks = self.books.open_in_blocks(
-            len(saved.blocks), saved.length, saved.rollback_floor
-        )
-        self.state.storage[slot] = saved.slot.to(self.device)
-        self.paged.storage[torch.from_numpy(blocks).long()] = saved.blocks.to(self.device)
-        return slot
+            return slot
 
     def free_request(self, slot: int) -> None:
-        """Close a request and give its blocks back."""
-        self.books.requests.check_open(slot)
-        self.forward.settle()
-        self.forward.end_for(slot)
-        self.books.close_slot(slot)
+        """Close a request and give its blocks back.
 
-    def truncate(self, slot: int, length: int) -> None:
-        """Forget the last tokens of a request, so that `length` remain.
+        Inside a live forward its slot and blocks are kept until that is complete or cancelled;
+        the forward's other requests are not touched.
+        """
+        self.free_requests(slot)
+
+    def free_requests(self, slots: int | Ints) -> None:
+        """Close requests and give their blocks back, as `free_request` does."""
+        rows = self._open_rows(slots)
+        self._forward.publish()
+        is_live = np.isin(rows, self._forward.live_slots)
+        with self._journal:
+            self._requests.mark_closing(rows[is_live])
+            self._forward.retire_for(rows[~is_live])
+            self._books.close_slots(rows[~is_live])
+
+    def reset(self) -> None:
+        """Cancel the live forward, free all requests and drop the swapped ones.
+
+        The prefix cache stays.
+        """
+        self._begin()
+        with self._journal:
+            if self._forward.live_plan is not None:
+                self._forward.undo(self._forward.live_plan)
+            self._forward.retire_for(self._requests.open_slots)
+            for swapped in self._books.swapped:
+                self._books.swapped.drop(swapped)
+            self._books.close_slots(self._requests.open_slots)
+
+    def truncate(self, slots: int | Ints, lengths: int | Ints) -> None:
+        """Forget the last tokens of requests, so that `lengths` remain.
 
         Any length from `rollback_floor[slot]` on is possible, because no row that it needs has
         been overwritten. A block boundary with a checkpoint is possible too, and so is 0, which
-        leaves an empty request. A plan that names the slot ends if tokens are forgotten.
+        leaves an empty request. The last plan can no longer be read if it names the slot and
+        tokens are forgotten.
+
+        Args:
+            slots: A slot, or several.
+            lengths: The tokens that remain, of each slot.
 
         Raises:
-            ValueError: The request is shorter, or `length` lies below the floor.
-            TornForwardError: The last forward did not write every layer, and `length` is not 0.
+            ValueError: A request is shorter, or its length lies below the floor.
+            LiveForwardError: A forward of the request is neither complete nor cancelled.
         """
-        requests, prefix = self.books.requests, self.prefix
-        requests.check_open(slot)
-        present, floor = int(requests.lengths[slot]), int(requests.rollback_floor[slot])
-        length = check_int(
-            "length", operator.index(length),
-            at_least=0, at_most=present, limit=f"the length of slot {slot}",
-        )  # fmt: skip
-        if length:
-            self._check_whole(slot)
-        self.forward.settle()
-        checkpoint = self.books.find_checkpoint(slot, length) if 0 < length < floor else None
-        if length < present:
-            self.forward.end_for(slot)
-            self.books.shorten(slot, length)
-        elif prefix is not None:
-            prefix.cut(slot, length)  # ids may be known beyond the request's tokens
-        if checkpoint is not None:
-            self.device_memory.checkpoints.load(checkpoint, self.state.storage, slot)
-            requests.rollback_floor[slot] = length
+        requests, books = self._requests, self._books
+        rows, kept = self._open_rows(slots), check_one_or_more("length", lengths)
+        if len(rows) != len(kept):
+            raise ValueError(
+                f"Invalid sizes: expected one length for each slot, got {len(rows)} slots and "
+                f"{len(kept)} lengths"
+            )
+        present = requests.lengths[rows]
+        if (kept < 0).any() or (kept > present).any():
+            row = int(((kept < 0) | (kept > present)).argmax())
+            check_int(
+                "length", int(kept[row]), at_least=0, at_most=int(present[row]),
+                limit=f"the length of slot {rows[row]}",
+            )  # fmt: skip
+        self._forward.check_idle(rows)
+        is_below = (kept > 0) & (kept < requests.rollback_floor[rows])
+        loads = []
+        if is_below.any() or not kept.all():
+            self._forward.publish()
+            loads = [
+                (books.find_checkpoint(slot, length), slot)
+                for slot, length in zip(
+                    rows[is_below].tolist(), kept[is_below].tolist(), strict=True
+                )
+            ]
+        with self._journal:
+            is_shorter = kept < present
+            if is_shorter.any():
+                self._forward.retire_for(rows[is_shorter])
+            books.shorten(rows, kept)
+            for checkpoint, slot in loads:
+                self._journal.after_commit(
+                    self.device_memory.checkpoints.load, checkpoint, self.state.storage, slot
+                )
+
+    def blocks_needed(self, slots: int | Ints, lengths: int | Ints) -> int:
+        """Count the blocks that a forward of requests to these lengths takes; changes nothing.
+
+        Copies of shared blocks count. `stats()` says how many are free or can be evicted.
+        """
+        rows, after = self._open_rows(slots), check_one_or_more("length", lengths)
+        before = self._requests.lengths[rows]
+        if len(rows) != len(after) or (after < before).any():
+            raise ValueError(
+                f"Invalid lengths: expected one of at least its present length for each slot, "
+                f"{before.tolist()[:8]}, got {after.tolist()[:8]}"
+            )
+        return self._planner.count_blocks(rows, before, after).num_blocks
+
+    def blocks_to_fork(self, slots: int | Ints) -> int:
+        """Count the blocks that forks of these requests take, one of each; changes nothing.
+
+        A slot that is named twice is forked twice.
+        """
+        rows = check_ints("slot", slots)
+        self._open_rows(np.unique(rows))
+        full = self._requests.lengths[rows] // self.config.block_tokens
+        return int(np.maximum(self._requests.num_blocks[rows] - full, 0).sum())
+
+    def blocks_freed(self, slots: int | Ints) -> int:
+        """Count the blocks that nobody else owns than these requests; changes nothing."""
+        table = self._requests.block_table[self._open_rows(slots)]
+        times = np.bincount(table[table >= 0], minlength=self.capacity.num_blocks)
+        return int(((times > 0) & (times == self._books.allocator.num_owners)).sum())
+
+    def prepare_forward(
+        self, request_slots: Ints, positions_before: Ints, positions_after: Ints
+    ) -> ForwardPlan:
+        """Plan a forward that takes each request from one length to another.
+
+        The plan is live until every layer is written, or until `plan.complete()` or
+        `plan.cancel()`. No other can be made before.
+
+        Args:
+            request_slots: `[batch]`, distinct open slots in any order; -1 is a padding row, whose
+                tokens are computed and stored nowhere.
+            positions_before: `[batch]`, the requests' present lengths.
+            positions_after: `[batch]`, their lengths after this forward. Tokens are numbered row
+                by row, in the order given.
+
+        Raises:
+            ValueError: The rows don't fit the manager or its requests.
+            OutOfBlocksError: The flushes of this forward, and the copies of shared blocks that
+                they write to, need more blocks than are free.
+            LiveForwardError: The last forward is neither complete nor cancelled.
+        """
+        self._begin()
+        return self._planner.prepare(request_slots, positions_before, positions_after)
 
     def acquire(self, layer_idx: int, plan: ForwardPlan) -> LayerCacheHandle:
         """Return the handle of one layer for the forward that `plan` describes."""
-        if plan.owner is not self:
+        self.check_plan(plan)
+        if type(layer_idx) is not int or not 0 <= layer_idx < len(self._layers):
+            last = len(self._layers) - 1
+            layer_idx = check_int("layer_idx", layer_idx, at_least=0, at_most=last)
+        return LayerCacheHandle(self._layers[layer_idx], plan, plan.layer(layer_idx))
+
+    def check_plan(self, plan: ForwardPlan) -> None:
+        """Refuse a plan of another manager, and one that is over."""
+        if plan.owner() is not self._forward:
             raise ValueError(
                 "Invalid plan: expected one that prepare_forward made for this manager, "
                 "got another manager's"
             )
         plan.check_current()
-        check_int("layer_idx", layer_idx, at_least=0, at_most=len(self.schedule) - 1)
-        return LayerCacheHandle(
-            config=self.config,
-            layer=self.schedule[layer_idx],
-            schema=self.schemas[layer_idx],
-            paged=self.paged.layer(layer_idx),
-            state=self.state.layer(layer_idx),
-            memory=self.device_memory.memories[layer_idx],
-            plan=plan,
-            progress=plan.layer(layer_idx),
-            backend=self.backend,
-            attention_backend=self.attention_backend,
-            index_backend=self.index_backend,
-            batch_invariant=self.batch_invariant,
+
+    def padding_plan(
+        self, num_rows: int, num_tokens: int, num_chunks: int, max_step: int, *, max_length: int
+    ) -> ForwardPlan:
+        """Plan a forward over the buffers as they are, for captures and warm-up.
+
+        Every row is padding; sizes are those of requests of `max_length`.
+        """
+        return self._planner.padding_plan(
+            num_rows, num_tokens, num_chunks, max_step, max_length=max_length
         )
+
+    def blocks_of(self, slot: int) -> IntArray:
+        """Return the blocks of a request, in order; a copy."""
+        return self._requests.blocks_of(int(self._open_rows(slot)[0]))
 
     def memory(self) -> dict[str, ComponentBytes]:
         """Count bytes by component; the allocated ones add up to those of `tensors()`."""
@@ -368,20 +606,112 @@ class KVCacheManager:
 
     def stats(self) -> CacheStats:
         """Count free and published blocks, and the hits and evictions of the prefix cache."""
-        self.forward.settle()
-        return collect_stats(self.books, self.device_memory)
+        self._begin()
+        self._forward.publish()
+        return collect_stats(self._books, self.device_memory)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the books contradict each other."""
-        check_integrity(self.config, self.books, self.device_memory)
+        self._begin()
+        check_integrity(self.config, self._books, self._forward, self.device_memory)
 
-    def _check_whole(self, slot: int) -> None:
-        self.books.requests.check_open(slot)
-        self.forward.check_whole(np.array([slot]))
+    def sleep(self) -> None:
+        """Give the memory of blocks, slots and checkpoints back, until `wake`.
+
+        No request may be open. Published blocks go to the host, as far as there is room, with the
+        requests that wait there; checkpoints are lost. Captured graphs cannot be replayed after it.
+
+        Raises:
+            RuntimeError: A request is open, or one that is swapped out has blocks on the device.
+        """
+        self._begin()
+        books = self._books
+        if books.prefix is not None:
+            books.prefix.tree.evict(books.prefix.tree.num_evictable)
+            books.prefix.tree.make_checkpoint_room(self.capacity.num_checkpoints)
+        if self.open_slots or books.allocator.num_free < books.allocator.num_blocks:
+            used = books.allocator.num_blocks - books.allocator.num_free
+            raise RuntimeError(
+                f"Cannot sleep: expected no open request and no block in use, got slots "
+                f"{self.open_slots} and {used} blocks; free, save or swap out the requests"
+            )
+        self._problem = "asleep: call wake() first"
+        self.device_memory.release()
+
+    def wake(self) -> None:
+        """Take the memory again that `sleep` gave back."""
+        if self._problem.startswith("asleep"):
+            self.device_memory.restore()
+            self._problem = ""
+
+    def close(self) -> None:
+        """Give all memory back; the manager cannot be used again."""
+        self._problem = "closed"
+        self._layers = []
+        self.device_memory.release()
+        self._books.host.release()
+
+    def __enter__(self) -> "KVCacheManager":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _begin(self) -> None:
+        """Finish what an earlier call left, and record what the last forward has made final."""
+        if self._problem:
+            raise RuntimeError(f"This manager is {self._problem}")
+        self._finish()
+        self._forward.settle()
+
+    def _finish(self) -> None:
+        """Undo a call that broke off, or do the rest of it."""
+        try:
+            self._journal.finish()
+        except torch.AcceleratorError as error:
+            raise LostCacheError(
+                f"The device failed and the cache is lost; make a new manager in a new process: "
+                f"{error}"
+            ) from error
+
+    def _open_rows(self, slots: int | Ints) -> Int64Array:
+        self._begin()
+        return self._requests.check_all_open(slots)
+
+    def _idle_slot(self, slot: int) -> int:
+        rows = self._open_rows(slot)
+        self._forward.check_idle(rows)
+        return int(rows[0])
+
+    def _check_fits(self, num_tokens: int, where: str = "") -> None:
+        """Refuse a request that can never be so long."""
+        limit = self.capacity.longest_request
+        if num_tokens > limit:
+            raise ValueError(
+                f"Too many tokens in one request: expected at most {limit}, got {num_tokens}{where}"
+            )
+
+    def _layer_parts(self, layer_idx: int) -> LayerParts:
+        layer, schema = self.schedule[layer_idx], self.schemas[layer_idx]
+        return LayerParts(
+            config=self.config,
+            layer=layer,
+            schema=schema,
+            paged=self.paged.layer(layer_idx),
+            state=self.state.layer(layer_idx),
+            memory=self.device_memory.memories[layer_idx],
+            backend=self.backend,
+            attention_backend=self.attention_backend,
+            index_backend=self.index_backend,
+            batch_invariant=self.batch_invariant,
+            checks=LayerChecks(
+                self.config, layer, schema, self.state.storage.device, self.attention_backend
+            ),
+        )
 
     def _prefix(self) -> PrefixCache:
-        if self.prefix is None:
+        if self._books.prefix is None:
             raise ValueError(
                 "This manager has no prefix cache: expected num_checkpoints >= 1, got 0"
             )
-        return self.prefix
+        return self._books.prefix

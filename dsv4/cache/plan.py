@@ -2,20 +2,47 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-from dsv4.cache.memory.arrays import IntArray
+from torch import Tensor
+
+from dsv4.cache.memory.arrays import Int64Array, IntArray
 from dsv4.kernels.contracts import CheckpointPoints, TokenMap
+
+
+class Survival(NamedTuple):
+    """What is left of each request of a forward that is cancelled, `[batch]` each.
+
+    Attributes:
+        lengths: The length that survives: the one before, or one with a checkpoint, or 0.
+        floors: The rollback floor then.
+        undo_slots: The copy of its fixed state from before; -1 where none is needed, or left.
+        checkpoints: The checkpoint of the length; -1 where none is needed.
+    """
+
+    lengths: Int64Array
+    floors: Int64Array
+    undo_slots: Int64Array
+    checkpoints: Int64Array
+
+
+class PlanOwner(Protocol):
+    """Cancels a plan."""
+
+    def cancel(self, plan: "ForwardPlan") -> None:
+        """Undo a plan that is not complete."""
 
 
 @dataclass(eq=False)
 class ForwardPlan:
     """One forward, as `prepare_forward` decided it.
 
-    It is valid until the next plan of the same manager, or until one of its requests is freed or
+    It is live until every layer is written, or until `complete` or `cancel`. Its results can be
+    read until the next plan of the same manager, or until one of its requests is freed or
     truncated.
 
     Attributes:
-        owner: The manager that made it.
+        owner: Returns what cancels it; None once its manager is gone.
         tokens: The device side.
         request_slots: `[batch]`, a host copy; -1 is a padding row.
         positions_before: `[batch]`, lengths before this forward.
@@ -26,9 +53,10 @@ class ForwardPlan:
         has_workspace: Some chunk reads its window from the workspace.
         num_layer_writes: Writes of a whole forward, see `CacheConfig.num_layer_writes`.
         boundaries: Block boundaries inside chunks that the layers checkpoint; None for none.
+        survival: What `cancel` leaves; None for a plan of padding alone.
     """
 
-    owner: object
+    owner: Callable[[], PlanOwner | None]
     tokens: TokenMap
     request_slots: IntArray
     positions_before: IntArray
@@ -39,7 +67,14 @@ class ForwardPlan:
     has_workspace: bool
     num_layer_writes: int
     boundaries: CheckpointPoints | None = None
-    _progress: "_Progress" = field(default_factory=lambda: _Progress())
+    survival: Survival | None = None
+    is_cancelled: bool = False
+    is_retired: bool = False
+    _num_written: int = 0
+    _has_begun: bool = False
+    _is_declared_complete: bool = False
+    _workspace_owner: "LayerProgress | None" = None
+    _layers: dict[int, "LayerProgress"] = field(default_factory=dict)
 
     @property
     def num_requests(self) -> int:
@@ -47,35 +82,40 @@ class ForwardPlan:
         return len(self.request_slots)
 
     @property
-    def written_slots(self) -> IntArray:
-        """The slots that this forward adds tokens to."""
-        adds = (self.request_slots >= 0) & (self.positions_after > self.positions_before)
-        return self.request_slots[adds]
+    def written_rows(self) -> Int64Array:
+        """The rows of requests that this forward adds tokens to."""
+        is_written = (self.request_slots >= 0) & (self.positions_after > self.positions_before)
+        return is_written.nonzero()[0]
+
+    @property
+    def surviving_lengths(self) -> Int64Array:
+        """`[batch]`, the length of each request after `cancel`; other rows keep theirs.
+
+        It is the length before this forward, except for chunks that no undo slot was left for.
+        """
+        lengths = self.positions_before if self.survival is None else self.survival.lengths
+        return lengths.astype("int64")
 
     @property
     def is_complete(self) -> bool:
         """Every layer has written its window rows and flushed its entries."""
-        progress = self._progress
-        return not progress.has_failed and (progress.is_declared_complete or self.is_written)
+        return self._is_declared_complete or self.is_written
 
     @property
     def is_written(self) -> bool:
         """Every layer was written by its handle, which also checkpoints."""
-        written = self._progress.layers.values()
-        num_written = sum(layer.has_window + layer.has_entries for layer in written)
-        return not self._progress.has_failed and num_written == self.num_layer_writes
+        return self._num_written == self.num_layer_writes
+
+    @property
+    def is_live(self) -> bool:
+        """It adds tokens and is neither complete nor cancelled."""
+        is_over = self.is_cancelled or self.is_retired or self.is_complete
+        return not is_over and self.written_rows.size > 0
 
     @property
     def has_started(self) -> bool:
         """Some layer was written, or tried to, or the forward was declared complete."""
-        progress = self._progress
-        has_written = any(p.has_window or p.has_entries for p in progress.layers.values())
-        return has_written or progress.has_failed or progress.is_declared_complete
-
-    @property
-    def is_retired(self) -> bool:
-        """A newer plan owns the buffers."""
-        return self._progress.is_retired
+        return self._has_begun or self._is_declared_complete
 
     def max_entries(self, ratio: int) -> int:
         """Return the most entries that a token of this forward sees in a layer of that ratio."""
@@ -84,49 +124,63 @@ class ForwardPlan:
     def complete(self) -> None:
         """Declare every layer written, for callers that run the layers without their handles."""
         self.check_current()
-        self._progress.is_declared_complete = True
+        self._is_declared_complete = True
 
-    def retire(self) -> None:
-        """Mark the buffers as taken over by a newer plan."""
-        self._progress.is_retired = True
+    def cancel(self) -> None:
+        """Undo this forward: each of its requests is again what it was before.
+
+        Their lengths are `surviving_lengths`. Layers may or may not have been written. Cancelling
+        twice does nothing more.
+
+        Raises:
+            RuntimeError: The forward is complete; `truncate` forgets its tokens.
+        """
+        owner = self.owner()
+        if owner is not None:
+            owner.cancel(self)
 
     def layer(self, layer_idx: int) -> "LayerProgress":
         """Return the progress of this forward in a layer."""
-        layers = self._progress.layers
-        if layer_idx not in layers:
-            layers[layer_idx] = LayerProgress(layer_idx)
-        return layers[layer_idx]
+        progress = self._layers.get(layer_idx)
+        if progress is None:
+            progress = self._layers[layer_idx] = LayerProgress(layer_idx)
+        return progress
 
     def owns_workspace(self, layer: "LayerProgress") -> bool:
         """The window workspace holds this layer's rows."""
-        return self._progress.workspace_owner is layer
+        return self._workspace_owner is layer
 
-    def run_write(
-        self, layer: "LayerProgress", step: Callable[[], None], *, window: bool, entries: bool
-    ) -> None:
-        """Run `step`, the only write of these parts; a failure in it tears the forward."""
+    def begin(self) -> None:
+        """Note that rows may be written from here on."""
         self.check_current()
+        self._has_begun = True
+
+    def begin_write(self, layer: "LayerProgress", *, window: bool, entries: bool) -> None:
+        """Refuse a second write of these parts of a layer; `end_write` follows."""
+        self.begin()
         if (window and layer.has_window) or (entries and layer.has_entries):
             part = "window" if window and layer.has_window else "entries"
             raise RuntimeError(
                 f"Layer {layer.layer_idx} has already written its {part} in this forward"
             )
-        progress = self._progress
         if window:
-            progress.workspace_owner = None  # a failed step leaves it undefined
-        try:
-            step()
-        except BaseException:
-            progress.has_failed = True
-            raise
+            self._workspace_owner = None  # a failed write leaves it undefined
+
+    def end_write(self, layer: "LayerProgress", *, window: bool, entries: bool) -> None:
+        """Note that these parts of a layer are written."""
         if window:
             layer.has_window = True
-            progress.workspace_owner = layer
+            self._workspace_owner = layer
         if entries:
             layer.has_entries = True
+        self._num_written += window + entries
 
     def check_current(self) -> None:
-        """Refuse a plan whose buffers a newer one has taken over."""
+        """Refuse a plan that is cancelled, or whose buffers a newer one has taken over."""
+        if self.is_cancelled:
+            raise RuntimeError(
+                "Cancelled plan: it was cancelled, or one of its layers failed; prepare another"
+            )
         if self.is_retired:
             raise RuntimeError(
                 "Stale plan: a newer forward was prepared since, or one of its requests was "
@@ -134,19 +188,11 @@ class ForwardPlan:
             )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class LayerProgress:
-    """The parts of a layer that a forward has written."""
+    """The parts of a layer that a forward has written, and the rows that it has chosen."""
 
     layer_idx: int
     has_window: bool = False
     has_entries: bool = False
-
-
-@dataclass(eq=False)
-class _Progress:
-    layers: dict[int, LayerProgress] = field(default_factory=dict)
-    workspace_owner: LayerProgress | None = None
-    is_declared_complete: bool = False
-    has_failed: bool = False
-    is_retired: bool = False
+    selected: Callable[[], Tensor | None] | None = None

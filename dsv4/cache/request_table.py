@@ -4,7 +4,8 @@ import numpy as np
 
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
 from dsv4.cache.memory.capacity import Capacity, blocks_for
-from dsv4.checks import check_int
+from dsv4.cache.memory.journal import Journal
+from dsv4.checks import check_one_or_more
 from dsv4.errors import NoFreeSlotError
 
 
@@ -17,21 +18,22 @@ class RequestTable:
         lengths: `[max_requests]`, tokens of each slot.
         num_blocks: `[max_requests]`, blocks of each slot.
         is_open: `[max_requests]`, slots in use.
-        is_torn: `[max_requests]`, slots with a forward that ended before it wrote every layer.
+        is_closing: `[max_requests]`, slots that were freed inside a forward and wait for its end.
         rollback_floor: `[max_requests]`, the shortest length, beside 0, that a slot can return to.
         block_table: `[max_requests, max_blocks]` int32, -1 where there is none.
     """
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, journal: Journal) -> None:
         max_requests = capacity.max_requests
         self.lengths: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self.num_blocks: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self.is_open: BoolArray = np.zeros(max_requests, dtype=np.bool_)
-        self.is_torn: BoolArray = np.zeros(max_requests, dtype=np.bool_)
+        self.is_closing: BoolArray = np.zeros(max_requests, dtype=np.bool_)
         self.rollback_floor: Int64Array = np.zeros(max_requests, dtype=np.int64)
         shape = (max_requests, capacity.max_request_blocks)
         self.block_table: IntArray = np.full(shape, -1, dtype=np.int32)
         self._config = capacity.config
+        self._journal = journal
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._changed: list[Int64Array] = []
 
@@ -40,17 +42,36 @@ class RequestTable:
         """Slots that are not open; the last one is opened next."""
         return tuple(self._free_slots)
 
-    def open_slot(self) -> int:
-        """Open an empty slot and return it."""
-        self.check_free_slot()
-        slot = self._free_slots.pop()
-        self.is_open[slot] = True
-        return slot
+    @property
+    def open_slots(self) -> Int64Array:
+        """Slots that are open and not closing, in rising order."""
+        return np.flatnonzero(self.is_open & ~self.is_closing)
 
-    def close_slot(self, slot: int) -> None:
-        """Close a slot that was shortened to 0."""
-        self.is_open[slot] = False
-        self._free_slots.append(slot)
+    def open_slots_for(self, count: int) -> list[int]:
+        """Open empty slots and return them."""
+        self.check_free_slots(count)
+        start = len(self._free_slots) - count
+        slots = self._free_slots[start:][::-1]
+        self._journal.note_tail(self._free_slots, start)
+        self._journal.note_rows(self.is_open, slots)
+        self.is_open[slots] = True
+        del self._free_slots[start:]
+        return slots
+
+    def close_slots(self, slots: Int64Array) -> None:
+        """Close slots that were shortened to 0; the first is opened next."""
+        journal = self._journal
+        journal.note_tail(self._free_slots, len(self._free_slots))
+        journal.note_rows(self.is_open, slots)
+        journal.note_rows(self.is_closing, slots)
+        self.is_open[slots] = False
+        self.is_closing[slots] = False
+        self._free_slots += slots[::-1].tolist()
+
+    def mark_closing(self, slots: Int64Array) -> None:
+        """Take slots from the user, but keep them until the current forward has ended."""
+        self._journal.note_rows(self.is_closing, slots)
+        self.is_closing[slots] = True
 
     def blocks_of(self, slot: int) -> IntArray:
         """Copy the blocks of a slot, in order."""
@@ -59,44 +80,69 @@ class RequestTable:
     def fill_slot(self, slot: int, blocks: IntArray, *, length: int, rollback_floor: int) -> None:
         """Give an empty slot these blocks and that length."""
         self.set_blocks(slot, np.arange(len(blocks)), blocks)
-        self.num_blocks[slot] = len(blocks)
-        self.lengths[slot] = length
-        self.rollback_floor[slot] = rollback_floor
+        for array, value in (
+            (self.num_blocks, len(blocks)),
+            (self.lengths, length),
+            (self.rollback_floor, rollback_floor),
+        ):
+            self._journal.note_rows(array, slot)
+            array[slot] = value
 
     def append_blocks(self, slots: Int64Array, counts: Int64Array, blocks: IntArray) -> None:
         """Give each slot `counts` more blocks; `blocks` holds those of the first slot first."""
-        have, first = self.num_blocks[slots], np.cumsum(counts) - counts
-        columns = np.arange(len(blocks)) + np.repeat(have - first, counts)
-        self.set_blocks(np.repeat(slots, counts), columns, blocks)
+        have = self.num_blocks[slots]
+        rows, columns = _ragged(slots, have, counts)
+        self.set_blocks(rows, columns, blocks)
+        self._journal.note_rows(self.num_blocks, slots)
         self.num_blocks[slots] = have + counts
 
     def advance(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Give slots their lengths after a forward."""
+        floors = np.maximum(self.rollback_floor[slots], lengths - self._config.drafts_per_step)
+        self._journal.note_rows(self.lengths, slots)
+        self._journal.note_rows(self.rollback_floor, slots)
         self.lengths[slots] = lengths
-        floors = lengths - self._config.drafts_per_step
-        self.rollback_floor[slots] = np.maximum(self.rollback_floor[slots], floors)
+        self.rollback_floor[slots] = floors
 
-    def shorten(self, slot: int, length: int) -> IntArray:
-        """Cut a slot to `length` tokens and return the blocks that it gave up.
+    def set_floors(self, slots: Int64Array, floors: Int64Array) -> None:
+        """Give slots the shortest lengths that they can return to."""
+        self._journal.note_rows(self.rollback_floor, slots)
+        self.rollback_floor[slots] = floors
 
-        With 0, floor and tear are cleared too. The caller releases the blocks.
+    def shorten(self, slots: Int64Array, lengths: Int64Array) -> IntArray:
+        """Cut slots to these lengths and return the blocks that they gave up.
+
+        A floor above its length falls to it. The caller releases the blocks.
         """
-        kept = int(blocks_for(self._config, np.array([length]))[0])
-        dropped = self.blocks_of(slot)[kept:]
-        self.set_blocks(slot, np.arange(kept, self.num_blocks[slot]), -1)
-        self.num_blocks[slot] = kept
-        self.lengths[slot] = length
-        if not length:
-            self.rollback_floor[slot] = 0
-            self.is_torn[slot] = False
+        kept, have = blocks_for(self._config, lengths), self.num_blocks[slots]
+        rows, columns = _ragged(slots, kept, have - kept)
+        dropped = self.block_table[rows, columns]
+        if dropped.size:
+            self.set_blocks(rows, columns, -1)
+            self._journal.note_rows(self.num_blocks, slots)
+            self.num_blocks[slots] = kept
+        floors = np.minimum(self.rollback_floor[slots], lengths)
+        self._journal.note_rows(self.lengths, slots)
+        self._journal.note_rows(self.rollback_floor, slots)
+        self.lengths[slots] = lengths
+        self.rollback_floor[slots] = floors
         return dropped
 
     def set_blocks(
         self, slots: int | Int64Array, columns: Int64Array, blocks: IntArray | int
     ) -> None:
         """Write block ids to the block table; the device gets them with the next plan."""
+        changed = slots * self.block_table.shape[1] + columns
+        old = self.block_table[slots, columns]
+        self._journal.note(self._set_back, slots, columns, old, changed)
+        self._changed.append(changed)
         self.block_table[slots, columns] = blocks
-        self._changed.append(slots * self.block_table.shape[1] + columns)
+
+    def _set_back(
+        self, slots: int | Int64Array, columns: Int64Array, blocks: IntArray, changed: Int64Array
+    ) -> None:
+        self._changed.append(changed)  # the device may have got the other ids
+        self.block_table[slots, columns] = blocks
 
     def changed_blocks(self) -> tuple[Int64Array, IntArray]:
         """Return the elements that the device's block table lacks: flat indices and values.
@@ -108,15 +154,31 @@ class RequestTable:
 
     def forget_changes(self) -> None:
         """Note that the device's block table is up to date."""
-        self._changed.clear()
+        self._journal.note_attribute(self, "_changed")
+        self._changed = []
 
-    def check_open(self, slot: int) -> None:
-        """Refuse a slot that is not open."""
-        check_int("slot", slot, at_least=0, at_most=len(self.is_open) - 1)
-        if not self.is_open[slot]:
-            raise ValueError(f"Invalid slot: slot {slot} is not open")
+    def check_all_open(self, slots: object) -> Int64Array:
+        """Return one open slot, or several, named once each, as an array; refuse any others."""
+        array = check_one_or_more("slot", slots, at_least=0, at_most=len(self.is_open) - 1)
+        is_open = self.is_open[array] & ~self.is_closing[array]
+        if not is_open.all():
+            raise ValueError(f"Invalid slot: slot {array[~is_open][0]} is not open")
+        if len(array) > 1 and np.bincount(array).max() > 1:
+            slot = int(np.bincount(array).argmax())
+            raise ValueError(f"Invalid slot: slot {slot} is named more than once")
+        return array
 
-    def check_free_slot(self) -> None:
-        """Refuse to open one more slot when every slot is open."""
-        if not self._free_slots:
-            raise NoFreeSlotError(f"No free slot: all {len(self.is_open)} requests are open")
+    def check_free_slots(self, count: int = 1) -> None:
+        """Refuse to open more slots than are free."""
+        if len(self._free_slots) < count:
+            raise NoFreeSlotError(count, len(self._free_slots), total=len(self.is_open))
+
+
+def _ragged(
+    slots: Int64Array, first: Int64Array, counts: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Return slot and column of `counts` columns of each slot, from `first` on."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if ends.size else 0
+    columns = np.arange(total) + np.repeat(first - ends + counts, counts)
+    return np.repeat(slots, counts), columns

@@ -1,92 +1,163 @@
 """`SwappedRequest`: a request that waits in host memory until there is room for it again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from dsv4.cache.memory.arrays import IntArray
+from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.host_memory import HostMemory
-from dsv4.cache.prefix.prefix_cache import TrackedRequest
-from dsv4.cache.prefix.prefix_tree import PrefixTree
+from dsv4.cache.memory.journal import Journal
+from dsv4.cache.prefix.prefix_cache import PrefixCache, Prompt
+from dsv4.cache.prefix.prefix_tree import PrefixNode
+from dsv4.checks import NotCopyable
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 
 
 class HostPlace(NamedTuple):
-    """A slot of the host, and blocks in the request's order."""
+    """A slot of the host, and where a request's own blocks are, in its order.
+
+    Attributes:
+        blocks: Blocks of the host; -1 for one that stayed on the device.
+        kept: Blocks of the device that other requests own too; -1 for one on the host.
+    """
 
     slot: int
     blocks: IntArray
+    kept: IntArray
 
 
 @dataclass(eq=False)
-class SwappedRequest:
+class SwappedRequest(NotCopyable):
     """A request that `swap_out` moved to the host; `swap_in` takes it, once.
 
     Attributes:
         length, rollback_floor: The request's, as they were.
         place: Its place on the host; None once it is back, or was dropped.
-        tracked: The known tokens of the request.
+        prompt: Its known tokens; None if they were not known.
+        num_prompt_tokens: Tokens that were given as its prompt.
+        nodes: Its first blocks, which are published; the prefix cache does not lose them.
     """
 
     length: int
     rollback_floor: int
     place: HostPlace | None
-    tracked: TrackedRequest | None = None
+    prompt: Prompt | None = None
+    num_prompt_tokens: int = 0
+    nodes: list[PrefixNode] = field(default_factory=list)
+
+    @property
+    def num_missing_blocks(self) -> int:
+        """Blocks that `swap_in` takes: those that are on the host now."""
+        if self.place is None:
+            return 0
+        published = sum(node.block < 0 for node in self.nodes)
+        return published + int(np.count_nonzero(self.place.blocks >= 0))
 
 
 class SwappedRequests:
-    """The requests of one manager that wait in host memory.
+    """The requests of one manager that wait in host memory."""
 
-    Args:
-        host: Room for blocks and slots.
-        tree: Owner of published blocks on the host, which make room; None without a prefix cache.
-    """
-
-    def __init__(self, host: HostMemory, tree: PrefixTree | None) -> None:
-        self._host, self._tree = host, tree
-        self._waiting: set[SwappedRequest] = set()
+    def __init__(
+        self,
+        host: HostMemory,
+        allocator: BlockAllocator,
+        prefix: PrefixCache | None,
+        journal: Journal,
+    ) -> None:
+        self._host, self._allocator, self._journal = host, allocator, journal
+        self._prefix = prefix
+        self._waiting: dict[SwappedRequest, None] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(tuple(self._waiting))
 
     @property
     def places(self) -> list[HostPlace]:
         """The places of all requests that wait."""
         return [self.place_of(each) for each in self._waiting]
 
+    def make_room(self, slot: int, blocks: IntArray) -> None:
+        """Make room on the host for a request with these blocks.
+
+        Raises:
+            NoFreeSlotError, OutOfBlocksError: There is none. Nothing was changed.
+        """
+        host, nodes = self._host, self._nodes(slot)
+        if not host.slot_owners.num_free:
+            raise NoFreeSlotError(1, 0, total=host.slot_owners.num_blocks, where=" on the host")
+        needed = int(np.count_nonzero(~self._is_shared(blocks[len(nodes) :])))
+        if self._prefix is not None:
+            needed += sum(node.num_swapped == 0 for node in nodes)
+            self._prefix.tree.make_host_room(needed)
+        elif needed > host.block_owners.num_free:
+            raise OutOfBlocksError(
+                needed, host.block_owners.num_free,
+                total=host.block_owners.num_blocks, kind="host blocks",
+            )  # fmt: skip
+
     def copy_out(
         self, slot: int, blocks: IntArray, *, length: int, rollback_floor: int
     ) -> SwappedRequest:
-        """Copy a request to the host.
-
-        Raises:
-            NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
-        """
-        place = self._reserve(len(blocks))
-        self._host.copy_blocks_out(blocks, place.blocks)
-        self._host.copy_slot_out(slot, place.slot)
-        swapped = SwappedRequest(length, rollback_floor, place)
-        self._waiting.add(swapped)
+        """Copy what only this request owns to the host, where `make_room` has made room."""
+        host, prefix, nodes = self._host, self._prefix, self._nodes(slot)
+        rest = blocks[len(nodes) :]
+        is_shared = self._is_shared(rest)
+        kept, targets = np.where(is_shared, rest, -1), np.full(len(rest), -1, dtype=np.int32)
+        host_slot = int(host.slot_owners.acquire(1)[0])
+        targets[~is_shared] = host.block_owners.acquire(int(np.count_nonzero(~is_shared)))
+        host.copy_blocks_out(rest[~is_shared], targets[~is_shared])
+        host.copy_slot_out(slot, host_slot)
+        self._allocator.share(rest[is_shared])
+        swapped = SwappedRequest(length, rollback_floor, HostPlace(host_slot, targets, kept))
+        if prefix is not None and slot in prefix.requests:
+            prefix.tree.keep_for_swapped(nodes, 1)
+            swapped.nodes = list(nodes)
+            swapped.prompt = Prompt(prefix.requests[slot].root, prefix.ids.read(slot).copy())
+            swapped.num_prompt_tokens = prefix.num_prompt_tokens(slot)
+        self._journal.note_item(self._waiting, swapped)
+        self._waiting[swapped] = None
         return swapped
 
-    def copy_in(self, swapped: SwappedRequest, slot: int, blocks: IntArray) -> None:
-        """Copy a request back to the device and drop it here."""
-        place = self.place_of(swapped)
-        self._host.copy_blocks_in(place.blocks, blocks)
-        self._host.copy_slot_in(place.slot, slot)
+    def copy_in(self, swapped: SwappedRequest, slot: int, new_blocks: IntArray) -> IntArray:
+        """Copy a request back to the device and drop it here; return its blocks in order."""
+        host, place = self._host, self.place_of(swapped)
+        num_published = len(new_blocks) - int(np.count_nonzero(place.blocks >= 0))
+        published = np.empty(0, dtype=np.int32)
+        if self._prefix is not None:
+            published = self._prefix.take(swapped.nodes, new_blocks[:num_published])
+        rest, is_mine = place.kept.astype(np.int32), place.blocks >= 0
+        rest[is_mine] = new_blocks[num_published:]
+        host.copy_blocks_in(place.blocks[is_mine], rest[is_mine])
+        host.copy_slot_in(place.slot, slot)
+        self._allocator.share(place.kept[~is_mine])  # `drop` gives up the one it had
         self.drop(swapped)
+        return np.concatenate((published, rest))
 
     def drop(self, swapped: SwappedRequest) -> None:
         """Give up a request, and its room on the host."""
         place = self.place_of(swapped)
         self._host.slot_owners.release(np.array([place.slot]))
-        self._host.block_owners.release(place.blocks)
+        self._host.block_owners.release(place.blocks[place.blocks >= 0])
+        self._allocator.release(place.kept[place.kept >= 0])
+        if self._prefix is not None:
+            self._prefix.tree.keep_for_swapped(swapped.nodes, -1)
+        self._journal.note_attribute(swapped, "place")
+        self._journal.note_item(self._waiting, swapped)
         swapped.place = None
-        self._waiting.remove(swapped)
+        del self._waiting[swapped]
 
     def place_of(self, swapped: SwappedRequest) -> HostPlace:
         """Return a request's place; refuse another manager's request, and one that is gone."""
+        if not isinstance(swapped, SwappedRequest):
+            raise TypeError(
+                "Invalid swapped request: expected one that swap_out returned, "
+                f"got {type(swapped).__name__}"
+            )
         if swapped.place is None:
             raise ValueError(
                 "Invalid swapped request: expected one that waits, got one that is back or dropped"
@@ -98,17 +169,9 @@ class SwappedRequests:
             )
         return swapped.place
 
-    def _reserve(self, num_blocks: int) -> HostPlace:
-        host = self._host
-        if not host.slot_owners.num_free:
-            raise NoFreeSlotError(
-                f"No free slot on the host: all {host.slot_owners.num_blocks} are taken"
-            )
-        if self._tree is not None:
-            self._tree.make_host_room(num_blocks)
-        free, total = host.block_owners.num_free, host.block_owners.num_blocks
-        if num_blocks > free:
-            raise OutOfBlocksError(
-                f"Out of host blocks: {num_blocks} needed, {free} of {total} free"
-            )
-        return HostPlace(int(host.slot_owners.acquire(1)[0]), host.block_owners.acquire(num_blocks))
+    def _nodes(self, slot: int) -> list[PrefixNode]:
+        request = None if self._prefix is None else self._prefix.requests.get(slot)
+        return [] if request is None else request.nodes
+
+    def _is_shared(self, blocks: IntArray) -> np.ndarray:
+        return self._allocator.num_owners[blocks] > 1

@@ -189,10 +189,10 @@ def run_layers(manager, weights, rows):
 def books(manager):
     return (
         manager.lengths.tolist(), manager.rollback_floor.tolist(), manager.is_open.tolist(),
-        manager.books.requests.block_table.tolist(), manager.allocator.num_owners.tolist(),
-        manager.is_torn.tolist(), manager.books.host.block_owners.num_owners.tolist(),
-        manager.books.host.slot_owners.num_owners.tolist(),
-        manager.device_memory.checkpoints.owners.num_owners.tolist(),
+        manager._books.requests.block_table.tolist(), manager._books.allocator.num_owners.tolist(),
+        manager._books.host.block_owners.num_owners.tolist(),
+        manager._books.host.slot_owners.num_owners.tolist(),
+        manager._books.checkpoints.num_owners.tolist(),
     )  # fmt: skip
 
 
@@ -222,7 +222,7 @@ class Life(RuleBasedStateMachine):
             checkpoint_policy=CheckpointPolicy(every_blocks=every_blocks),
         )  # fmt: skip
         poison(self.manager)
-        host = self.manager.books.host
+        host = self.manager._books.host
         for storage in (self.manager.device_memory.checkpoints.storage, host.blocks, host.slots):
             storage.fill_(0xFF)
         self.tokens, self.floors, self.known = {}, {}, {}
@@ -252,7 +252,7 @@ class Life(RuleBasedStateMachine):
                 len(self.tokens[slot]), len(new))
             for slot, new in grown.items()
         ]  # fmt: skip
-        manager.forward.settle()
+        manager.stats()
         before = books(manager)
         try:
             results = run_layers(manager, self.world.weights, rows)
@@ -369,8 +369,8 @@ class Life(RuleBasedStateMachine):
 
     def shorten(self, slot, length):
         manager, floor = self.manager, self.floors[slot]
-        manager.forward.settle()
-        lengths = manager.prefix.checkpointed_lengths(slot)
+        manager.stats()
+        lengths = manager._books.prefix.checkpointed_lengths(slot)
         if 0 < length < floor and length not in lengths:
             below = max([0, *(each for each in lengths if each < length)])
             above = min([floor, *(each for each in lengths if each > length)])
@@ -418,7 +418,7 @@ class Life(RuleBasedStateMachine):
     @rule(choice=choices)
     def swap_out(self, choice):
         slot = self.slot(choice)
-        self.manager.forward.settle()
+        self.manager.stats()
         before = books(self.manager)
         try:
             swapped = self.manager.swap_out(slot)
@@ -461,7 +461,7 @@ class Life(RuleBasedStateMachine):
             self.add(slot, tokens, len(tokens), None)
 
     def open_another(self, make):
-        self.manager.forward.settle()
+        self.manager.stats()
         before = books(self.manager)
         try:
             slot = make()
@@ -490,17 +490,17 @@ class Life(RuleBasedStateMachine):
         for swapped, _ in self.waiting:
             manager.drop_swapped(swapped)
         manager.check_integrity()
-        tree = manager.prefix.tree
+        tree = manager._books.prefix.tree
         tree.evict(tree.num_evictable)
         tree.make_host_room(manager.capacity.host_blocks)
         manager.check_integrity()
         assert not tree.nodes
-        assert manager.allocator.num_free == self.world.num_blocks
-        assert manager.allocator.num_shares == 0
+        assert manager._books.allocator.num_free == self.world.num_blocks
+        assert manager._books.allocator.num_shares == 0
         owners = (
-            manager.device_memory.checkpoints.owners,
-            manager.books.host.block_owners,
-            manager.books.host.slot_owners,
+            manager._books.checkpoints,
+            manager._books.host.block_owners,
+            manager._books.host.slot_owners,
         )
         assert all(each.num_free == each.num_blocks for each in owners)
         self.folder.cleanup()

@@ -19,7 +19,7 @@ def live_parts(config, schema, length):
     ratio = schema.ratio or 1
     tail_start = max(0, length // ratio * ratio - schema.tail_buffer_size_b)
     return Live(
-        np.arange(max(0, length - config.sliding_window), length),
+        np.arange(max(0, length - config.sliding_window + 1), length),
         np.arange(tail_start, length),
         np.arange(length // ratio),
     )
@@ -36,7 +36,7 @@ def live_bytes(manager, slot):
             continue
         tails = (state.tail, state.index_tail)
         parts += [tail[slot, live.tail % schema.tail_rows] for tail in tails if tail is not None]
-        blocks = manager.books.requests.block_table[slot, live.entries // schema.entries_per_block]
+        blocks = manager._books.requests.block_table[slot, live.entries // schema.entries_per_block]
         rows = live.entries % schema.entries_per_block
         parts += _stored(pages.entries, blocks, rows)
         if pages.index_keys is not None:

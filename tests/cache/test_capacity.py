@@ -16,7 +16,7 @@ PRESETS = {"flash": CacheConfig.v4_flash, "pro": CacheConfig.v4_pro}
 COMPRESSED = ("csa_entries", "index_keys", "hca_entries")
 COMPONENTS = [
     "csa_entries", "index_keys", "hca_entries", "block_padding",
-    "window", "csa_tails", "index_tails", "hca_tails", "slot_padding",
+    "window", "csa_tails", "index_tails", "hca_tails", "slot_padding", "undo_slots",
     "block_table", "plan_buffers", "pooling_scratch", "index_scratch", "attention_partials",
     "window_workspace", "rope_tables", "index_global_scale", "checkpoints",
 ]  # fmt: skip
@@ -302,8 +302,8 @@ def test_allocated_bytes_are_those_of_the_tensors(seed):
     config, sizes = random_case(seed)
     memory, manager = Capacity(config, **sizes).memory(), KVCacheManager(config, **sizes)
     host = manager.host_memory()
-    assert host["host_blocks"].allocated == manager.books.host.blocks.nbytes
-    assert host["host_slots"].allocated == manager.books.host.slots.nbytes
+    assert host["host_blocks"].allocated == manager._books.host.blocks.nbytes
+    assert host["host_slots"].allocated == manager._books.host.slots.nbytes
     tensors = manager.tensors()
     assert sum(part.allocated for part in memory.values()) == sum(
         tensor.nbytes for tensor in tensors.values()

@@ -7,7 +7,7 @@ import torch
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.cache.memory import device_memory
 from dsv4.cache.memory.staging import Staging
-from dsv4.errors import NoFreeSlotError, OutOfBlocksError, TornForwardError
+from dsv4.errors import NoFreeSlotError, OutOfBlocksError, LiveForwardError
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 
 DRAFTS = 3
@@ -47,7 +47,7 @@ def stored(manager, slot):
         rows = np.arange(start, length) % schema.tail_rows
         parts += [tail[slot, rows] for tail in (state.tail, state.index_tail) if tail is not None]
         entries = np.arange(length // schema.ratio)
-        blocks = manager.books.requests.block_table[slot, entries // schema.entries_per_block]
+        blocks = manager._books.requests.block_table[slot, entries // schema.entries_per_block]
         rows = entries % schema.entries_per_block
         for page in (pages.entries, pages.index_keys):
             if page is not None:
@@ -87,11 +87,11 @@ def test_both_go_on_as_if_alone(length):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_fork_costs_its_open_block_at_most(length):
     manager = grown_manager(length)
-    before, num_full = manager.allocator.num_free, length // CONFIG.block_tokens
+    before, num_full = manager._books.allocator.num_free, length // CONFIG.block_tokens
     fork = manager.fork(0)
-    has_open = int(manager.books.requests.num_blocks[0]) - num_full
-    assert before - manager.allocator.num_free == has_open <= 1
-    table = manager.books.requests.block_table
+    has_open = int(manager._books.requests.num_blocks[0]) - num_full
+    assert before - manager._books.allocator.num_free == has_open <= 1
+    table = manager._books.requests.block_table
     assert np.array_equal(table[fork, :num_full], table[0, :num_full])
     assert has_open == 0 or table[fork, num_full] != table[0, num_full]
     assert manager.lengths[fork] == length
@@ -110,7 +110,7 @@ def test_either_can_be_freed_first(first):
     assert_stored_equal(stored(manager, kept), lone(TOKENS, 300))
     manager.free_request(kept)
     manager.free_request(other)
-    assert manager.allocator.num_free == 12 and manager.allocator.num_shares == 0
+    assert manager._books.allocator.num_free == 12 and manager._books.allocator.num_shares == 0
     manager.check_integrity()
 
 
@@ -125,14 +125,14 @@ def rolled_back_fork(**sizes):
 
 def test_a_shared_block_is_copied_before_it_is_written():
     manager, fork = rolled_back_fork()
-    shared = manager.books.requests.block_table[0, 1]
+    shared = manager._books.requests.block_table[0, 1]
     untouched = stored(manager, 0)
     plan = prepare_forward(manager, [fork], [254], [256])
     assert plan.num_new_blocks == 1
     assert (
-        manager.books.requests.block_table[fork, 1]
+        manager._books.requests.block_table[fork, 1]
         != shared
-        == manager.books.requests.block_table[0, 1]
+        == manager._books.requests.block_table[0, 1]
     )
     plan.complete()
     manager.check_integrity()
@@ -142,19 +142,19 @@ def test_a_shared_block_is_copied_before_it_is_written():
 def test_a_write_that_closes_nothing_copies_nothing():
     manager, fork = rolled_back_fork()
     assert prepare_forward(manager, [fork], [254], [255]).num_new_blocks == 0
-    assert manager.allocator.num_shares == 2
+    assert manager._books.allocator.num_shares == 2
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_both_write_to_the_block_they_share(together):
     manager, fork = rolled_back_fork()
-    before = manager.allocator.num_free
+    before = manager._books.allocator.num_free
     if together:
         feed(manager, {0: TOKENS, fork: OTHERS}, 256)
     else:
         feed(manager, {fork: OTHERS}, 256)
         feed(manager, {0: TOKENS}, 256)
-    assert before - manager.allocator.num_free == 1  # the last of them keeps it
+    assert before - manager._books.allocator.num_free == 1  # the last of them keeps it
     manager.check_integrity()
     assert_stored_equal(stored(manager, 0), lone(TOKENS, 256))
     assert_stored_equal(stored(manager, fork), lone(OTHERS, 256, prefix=254))
@@ -165,10 +165,10 @@ def test_several_owners_write_at_once():
     forks = [manager.fork(0) for _ in range(3)]
     for slot in (0, *forks):
         manager.truncate(slot, 255)
-    before = manager.allocator.num_free
+    before = manager._books.allocator.num_free
     layers_of = {forks[1]: OTHERS, 0: TOKENS, forks[0]: OTHERS}
     feed(manager, layers_of, 258)
-    assert before - manager.allocator.num_free == 3
+    assert before - manager._books.allocator.num_free == 3
     manager.check_integrity()
     assert_stored_equal(stored(manager, forks[2]), lone(TOKENS, 255))
     for slot, layers in layers_of.items():
@@ -178,7 +178,7 @@ def test_several_owners_write_at_once():
 def books(manager):
     return (
         manager.lengths.tolist(), manager.rollback_floor.tolist(), manager.is_open.tolist(),
-        manager.books.requests.block_table.tolist(), manager.allocator.num_owners.tolist(),
+        manager._books.requests.block_table.tolist(), manager._books.allocator.num_owners.tolist(),
         manager.num_free_slots,
     )  # fmt: skip
 
@@ -205,7 +205,7 @@ def test_a_fork_that_does_not_fit_changes_nothing():
     assert books(manager) == before
     manager = grown_manager(256, max_requests=1)
     before = books(manager)
-    with pytest.raises(NoFreeSlotError, match="all 1 requests are open"):
+    with pytest.raises(NoFreeSlotError, match="1 needed, 0 of 1 free"):
         manager.fork(0)
     with pytest.raises(ValueError, match="from 0 to 0, got 1"):
         manager.fork(1)
@@ -213,11 +213,11 @@ def test_a_fork_that_does_not_fit_changes_nothing():
     manager.check_integrity()
 
 
-def test_a_torn_request_cannot_be_forked():
+def test_a_request_in_a_live_forward_cannot_be_forked():
     manager = grown_manager(130)
     prepare_forward(manager, [0], [130], [131])
     before = books(manager)
-    with pytest.raises(TornForwardError, match="slot 0 did not write every layer"):
+    with pytest.raises(LiveForwardError, match="is live"):
         manager.fork(0)
     assert books(manager) == before
 
@@ -238,7 +238,8 @@ def test_layers_without_blocks_fork_too():
     manager = KVCacheManager(config, max_requests=2, num_blocks=0)
     slot = manager.open_request()
     prepare_forward(manager, [slot], [0], [900]).complete()
-    assert manager.lengths[manager.fork(slot)] == 900
+    fork = manager.fork(slot)
+    assert manager.lengths[fork] == 900
     manager.check_integrity()
 
 
@@ -246,7 +247,7 @@ def test_copies_on_a_device_of_its_own(monkeypatch):
     monkeypatch.setattr(device_memory, "staging_for", lambda device: Staging)
     manager, fork = rolled_back_fork()
     feed(manager, {0: TOKENS, fork: OTHERS}, 256)
-    assert torch.equal(manager.block_table, torch.from_numpy(manager.books.requests.block_table))
+    assert torch.equal(manager.block_table, torch.from_numpy(manager._books.requests.block_table))
     feed(manager, {0: TOKENS, fork: OTHERS}, 300)
     manager.check_integrity()
     assert_stored_equal(stored(manager, 0), lone(TOKENS, 300))
@@ -269,7 +270,7 @@ def test_forks_on_a_gpu_wait_for_nothing():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     manager.check_integrity()
-    blocks, table = manager.paged.storage, manager.books.requests.block_table
+    blocks, table = manager.paged.storage, manager._books.requests.block_table
     assert len({int(table[each, 1]) for each in (slot, *forks)}) == 3
     for each in (slot, *forks):
         assert torch.equal(blocks[table[each, 1]], blocks[table[slot, 1]])

@@ -495,7 +495,7 @@ def test_block_table_and_lengths_come_in_batch_order():
         manager.open_request()
     grow(manager, [0, 1, 2], [0, 0, 0], [127, 600, 3])
     plan = prepare_forward(manager, [2, -1, 1, 3, 0], [3, 500, 600, 0, 127], [4, 520, 600, 0, 128])
-    table = manager.books.requests.block_table
+    table = manager._books.requests.block_table
     expected = np.stack([table[2], np.full(12, -1), table[1], table[3], table[0]])
     assert (expected >= 0).sum(axis=1).tolist() == [1, 0, 3, 0, 1]
     for layer_idx, lengths in ((SWA, [0] * 5), (CSA, [1, 0, 150, 0, 32]), (HCA, [0, 0, 4, 0, 1])):
@@ -515,7 +515,7 @@ def test_the_block_table_of_a_handle_is_a_copy():
     manager, handle = ready_handle(CSA, write_swa)
     handle.block_table.fill_(7)
     manager.check_integrity()
-    assert manager.books.requests.block_table[0, 0] == 0
+    assert manager._books.requests.block_table[0, 0] == 0
 
 
 @pytest.mark.parametrize("layer_idx, rows", [(CSA, 64), (HCA, 2)], ids=["CSA", "HCA"])

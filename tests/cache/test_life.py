@@ -34,7 +34,7 @@ def test_many_lives():
 
 
 def swap_blocks(manager):
-    table = manager.books.requests.block_table
+    table = manager._books.requests.block_table
     table[0, :2] = table[0, [1, 0]]
 
 
@@ -47,7 +47,7 @@ def lose_a_tail_row(manager):
 
 
 def lose_an_entry(manager):
-    manager.paged.layer(2).entries.data[manager.books.requests.block_table[0, 1], 0] = 0
+    manager.paged.layer(2).entries.data[manager._books.requests.block_table[0, 1], 0] = 0
 
 
 def grown_machine(length):
@@ -70,24 +70,24 @@ def test_the_comparison_finds_corruption(corrupt):
 
 
 def lose_a_reference(manager):
-    manager.allocator.release(manager.books.requests.block_table[0, :1])
+    manager._books.allocator.release(manager._books.requests.block_table[0, :1])
 
 
 def lose_a_checkpoint(manager):
-    manager.device_memory.checkpoints.owners.release(
-        np.array(manager.prefix.tree.owned_checkpoints()[:1])
+    manager._books.checkpoints.release(
+        np.array(manager._books.prefix.tree.owned_checkpoints()[:1])
     )
 
 
 def publish_another_block(manager):
-    node = manager.prefix.requests[0].nodes[0]
-    node.block, manager.prefix.requests[0].nodes[1].block = (
-        manager.prefix.requests[0].nodes[1].block, node.block,
+    node = manager._books.prefix.requests[0].nodes[0]
+    node.block, manager._books.prefix.requests[0].nodes[1].block = (
+        manager._books.prefix.requests[0].nodes[1].block, node.block,
     )  # fmt: skip
 
 
 def lose_a_node(manager):
-    manager.prefix.tree.nodes.popitem()
+    manager._books.prefix.tree.nodes.popitem()
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_the_books_find_corruption(corrupt):
     machine.start()
     machine.open()
     assert machine.grow({0: 1}, seed=0) and machine.grow({0: 29}, seed=0)
-    machine.manager.forward.settle()
+    machine.manager.stats()
     machine.every_request_is_right()
-    assert len(machine.manager.prefix.requests[0].nodes) == 3
-    assert machine.manager.prefix.tree.num_checkpoints == 3
+    assert len(machine.manager._books.prefix.requests[0].nodes) == 3
+    assert machine.manager._books.prefix.tree.num_checkpoints == 3
     corrupt(machine.manager)
     with pytest.raises(IntegrityError):
         machine.manager.check_integrity()
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_rejected_tokens_is_found(monkeypatch, is_broken):
     machine.open()
     assert machine.grow({0: 14}, seed=0)
     assert machine.grow({0: 1 + DRAFTS}, seed=1)  # passes 16, where it is captured
-    machine.manager.forward.settle()
+    machine.manager.stats()
     rejected = machine.tokens[0][15]
     machine.shorten(0, 15)
     seed = next(
@@ -130,7 +130,7 @@ def test_a_checkpoint_of_rejected_tokens_is_found(monkeypatch, is_broken):
     )
     assert machine.grow({0: 1 + DRAFTS}, seed=seed)
     tokens = machine.tokens[0]
-    machine.manager.forward.settle()
+    machine.manager.stats()
     slot, num_tokens = machine.manager.resume_request(list(tokens[:18]))
     assert num_tokens == 16
     if is_broken:
@@ -148,7 +148,7 @@ def test_a_fork_saves_no_boundary_that_rejected_tokens_reached(rejected, saved):
     assert machine.grow({0: 11 + rejected}, seed=0)
     machine.shorten(0, 11)
     machine.fork(0)
-    assert machine.manager.prefix.checkpointed_lengths(0) == saved
+    assert machine.manager._books.prefix.checkpointed_lengths(0) == saved
     machine.shorten(0, 8)
     machine.every_request_is_right()
 
@@ -163,14 +163,14 @@ def test_a_block_that_its_last_user_never_published_can_go():
     assert machine.grow({0: 4}, seed=0) and machine.grow({2: 12}, seed=5)
     machine.free(0)
     machine.free(1)
-    tree = machine.manager.prefix.tree
+    tree = machine.manager._books.prefix.tree
     assert tree.num_evictable == 1 and tree.num_blocks == 2
     tree.evict(1)  # meets the shared block first
     machine.free(0)
     assert tree.num_evictable == 1
     tree.evict(1)
     machine.manager.check_integrity()
-    assert not tree.nodes and machine.manager.allocator.num_free == SHORT.num_blocks
+    assert not tree.nodes and machine.manager._books.allocator.num_free == SHORT.num_blocks
 
 
 def test_ids_decide_a_sequence():

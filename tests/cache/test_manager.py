@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
-from dsv4.errors import IntegrityError, NoFreeSlotError, TornForwardError
+from dsv4.errors import IntegrityError, NoFreeSlotError, LiveForwardError
 from dsv4.kernels import reference
 from dsv4.kernels.backends import BACKENDS, default_backend
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
@@ -45,24 +45,24 @@ def test_slots_open_in_order_and_start_empty():
 
 def test_no_free_slot_changes_nothing():
     manager = grown_manager(5, 300, max_requests=2)
-    lengths, table = manager.lengths.copy(), manager.books.requests.block_table.copy()
-    with pytest.raises(NoFreeSlotError, match="all 2 requests are open"):
+    lengths, table = manager.lengths.copy(), manager._books.requests.block_table.copy()
+    with pytest.raises(NoFreeSlotError, match="1 needed, 0 of 2 free"):
         manager.open_request()
     assert manager.num_free_slots == 0 and manager.is_open.all()
     assert np.array_equal(manager.lengths, lengths)
-    assert np.array_equal(manager.books.requests.block_table, table)
+    assert np.array_equal(manager._books.requests.block_table, table)
     manager.check_integrity()
 
 
 def test_a_freed_slot_gives_back_its_blocks_and_is_used_again():
     manager = grown_manager(300, 600, 5)
-    assert manager.allocator.num_free == 0
-    kept = manager.books.requests.block_table[[0, 2]].copy()
+    assert manager._books.allocator.num_free == 0
+    kept = manager._books.requests.block_table[[0, 2]].copy()
     manager.free_request(1)
-    assert manager.allocator.num_free == 3
-    assert manager.books.requests.block_table[1].tolist() == [-1] * 6
-    assert np.array_equal(manager.books.requests.block_table[[0, 2]], kept)
-    assert (manager.lengths[1], manager.books.requests.num_blocks[1], manager.is_open[1]) == (
+    assert manager._books.allocator.num_free == 3
+    assert manager._books.requests.block_table[1].tolist() == [-1] * 6
+    assert np.array_equal(manager._books.requests.block_table[[0, 2]], kept)
+    assert (manager.lengths[1], manager._books.requests.num_blocks[1], manager.is_open[1]) == (
         0,
         0,
         False,
@@ -114,6 +114,7 @@ def test_a_plan_is_stale_after_the_next_one():
 def test_a_plan_is_stale_after_one_of_its_requests_is_freed():
     manager = grown_manager(5, 6)
     plan = prepare_forward(manager, [0], [5], [6])
+    plan.complete()
     manager.free_request(1)
     assert manager.acquire(0, plan).plan is plan
     manager.free_request(0)
@@ -206,53 +207,53 @@ def test_tensors_names_every_tensor(config, sizes):
 
 
 def replace_a_block(manager):
-    manager.books.requests.block_table[0, 1] = manager.books.requests.block_table[1, 0]
+    manager._books.requests.block_table[0, 1] = manager._books.requests.block_table[1, 0]
 
 
 def lose_a_block(manager):
-    manager.books.requests.block_table[0, 1] = -1
+    manager._books.requests.block_table[0, 1] = -1
 
 
 def add_a_block(manager):
-    manager.books.requests.block_table[1, 2] = 5
+    manager._books.requests.block_table[1, 2] = 5
 
 
 def miscount_blocks(manager):
-    manager.books.requests.num_blocks[0] = 2
+    manager._books.requests.num_blocks[0] = 2
 
 
 def change_a_length(manager):
-    manager.books.requests.lengths[1] = 100
+    manager._books.requests.lengths[1] = 100
 
 
 def lengthen_a_closed_slot(manager):
-    manager.books.requests.lengths[3] = 2
+    manager._books.requests.lengths[3] = 2
 
 
 def close_a_slot(manager):
-    manager.books.requests.is_open[2] = False
+    manager._books.requests.is_open[2] = False
 
 
 def lose_a_free_slot(manager):
-    manager.books.requests._free_slots.pop()
+    manager._books.requests._free_slots.pop()
 
 
 def repeat_a_free_slot(manager):
-    manager.books.requests._free_slots.append(3)
+    manager._books.requests._free_slots.append(3)
 
 
 def add_an_owner(manager):
-    manager.allocator.share(manager.books.requests.block_table[0, :1])
+    manager._books.allocator.share(manager._books.requests.block_table[0, :1])
 
 
 def lose_an_owner(manager):
-    manager.allocator._num_owners[manager.books.requests.block_table[0, 0]] = 0
+    manager._books.allocator._num_owners[manager._books.requests.block_table[0, 0]] = 0
 
 
 def swap_two_blocks(manager):
-    manager.books.requests.block_table[0, :2] = manager.books.requests.block_table[0, 1::-1]
+    manager._books.requests.block_table[0, :2] = manager._books.requests.block_table[0, 1::-1]
     manager.fork(0)
-    manager.books.requests.block_table[0, :2] = manager.books.requests.block_table[0, 1::-1]
+    manager._books.requests.block_table[0, :2] = manager._books.requests.block_table[0, 1::-1]
 
 
 def change_the_device_table(manager):
@@ -312,32 +313,19 @@ def fail_on_call(monkeypatch, name, call):
     monkeypatch.setattr(reference, name, failing)
 
 
-def assert_torn(manager, slot):
-    length = int(manager.lengths[slot])
-    match = f"The last forward of slot {slot} did not write every layer; .* only be freed"
-    with pytest.raises(TornForwardError, match=match):
-        prepare_forward(manager, [slot], [length], [length + 1])
-
-
-def assert_recovers(manager, slot):
-    """A torn slot holds up no other one, can be freed, and is as good as new afterwards."""
-    assert_torn(manager, slot)
+def assert_goes_on(manager, slot):
+    """No forward is live, and the request continues from 7 tokens as if nothing had happened."""
+    assert manager.live_plan is None and manager.lengths[slot] == 7
     other = manager.open_request()
     run_forward(manager, WEIGHTS, [Row(other, OTHER_LAYERS, 0, 11)])
-    run_forward(manager, WEIGHTS, [Row(other, OTHER_LAYERS, 11, 12)])
-    assert manager.is_torn.tolist() == [idx == slot for idx in range(4)]
-    assert_torn(manager, slot)
     manager.check_integrity()
-    manager.free_request(slot)
-    assert not manager.is_torn.any()
-    assert manager.open_request() == slot
     for mine, expected in zip(two_forwards(manager, slot), fresh_results(), strict=True):
         assert torch.equal(mine.output, expected.output)
     manager.check_integrity()
 
 
 def two_forwards(manager, slot):
-    rows = [Row(slot, LAYERS, 0, 130), Row(slot, LAYERS, 130, 132)]
+    rows = [Row(slot, LAYERS, 7, 130), Row(slot, LAYERS, 130, 132)]
     return [result for row in rows for result in run_forward(manager, WEIGHTS, [row])]
 
 
@@ -345,22 +333,25 @@ def two_forwards(manager, slot):
 def fresh_results():
     manager = make_manager()
     poison(manager)
-    return two_forwards(manager, manager.open_request())
+    slot = manager.open_request()
+    run_forward(manager, WEIGHTS, [Row(slot, LAYERS, 0, 7)])
+    return two_forwards(manager, slot)
 
 
+@pytest.mark.parametrize("after", [8, 140], ids=["step", "chunk"])
 @pytest.mark.parametrize(
     "name, call",
     [("write_layer", 1), ("write_layer", 4), ("select_entries", 1), ("attend", 1), ("attend", 3)],
 )
-def test_a_kernel_that_raises_tears_the_forward(monkeypatch, name, call):
+def test_a_kernel_that_raises_cancels_the_forward(monkeypatch, name, call, after):
     manager = make_manager()
     slot = manager.open_request()
     run_forward(manager, WEIGHTS, [Row(slot, LAYERS, 0, 7)])
     with monkeypatch.context() as patch:
         fail_on_call(patch, name, call)
         with pytest.raises(RuntimeError, match=f"{name} failed"):
-            run_forward(manager, WEIGHTS, [Row(slot, LAYERS, 7, 140)])
-    assert_recovers(manager, slot)
+            run_forward(manager, WEIGHTS, [Row(slot, LAYERS, 7, after)])
+    assert_goes_on(manager, slot)
 
 
 def write_window(manager, plan, layer_idx):
@@ -398,28 +389,39 @@ def flush(manager, plan, layer_idx, rows):
 
 
 @pytest.mark.parametrize("write", [write_nothing, write_all_but_the_last_layer, write_windows_only])
-def test_a_forward_that_leaves_something_out_is_torn(write):
+def test_a_forward_that_leaves_something_out_is_live_until_it_is_cancelled(write):
     manager = make_manager()
     slot = manager.open_request()
     run_forward(manager, WEIGHTS, [Row(slot, LAYERS, 0, 7)])
     plan = prepare_forward(manager, [slot], [7], [140])
     write(manager, plan)
-    assert not plan.is_complete
-    assert_recovers(manager, slot)
+    assert not plan.is_complete and manager.live_plan is plan
+    with pytest.raises(LiveForwardError, match=r"of 1 requests is live, slots \[0\]: .*cancel"):
+        prepare_forward(manager, [slot], [140], [141])
+    assert manager.live_plan is plan
+    plan.cancel()
+    plan.cancel()
+    assert plan.is_cancelled
+    assert_goes_on(manager, slot)
 
 
-def test_a_torn_slot_can_be_freed_at_once():
+def test_a_request_freed_inside_its_forward_is_kept_until_that_ends():
     manager = grown_manager(300)
-    prepare_forward(manager, [0], [300], [600])
+    plan = prepare_forward(manager, [0], [300], [600])
     manager.free_request(0)
     manager.check_integrity()
-    assert manager.allocator.num_free == 6
+    assert manager.open_slots == [] and manager.num_free_slots == 3
+    assert manager.num_free_blocks == 3
+    with pytest.raises(ValueError, match="slot 0 is not open"):
+        manager.truncate(0, 0)
+    plan.cancel()
+    assert manager.num_free_blocks == 6 and manager.num_free_slots == 4
+    manager.check_integrity()
     assert manager.open_request() == 0
     finish(manager, prepare_forward(manager, [0], [0], [5]))
-    assert not manager.is_torn.any()
 
 
-def test_a_failed_write_tears_the_forward_even_if_it_is_repeated(monkeypatch):
+def test_a_failed_write_cannot_be_repeated(monkeypatch):
     manager = make_manager()
     slot = manager.open_request()
     plan = prepare_forward(manager, [slot], [0], [7])
@@ -427,9 +429,11 @@ def test_a_failed_write_tears_the_forward_even_if_it_is_repeated(monkeypatch):
         fail_on_call(patch, "write_layer", 1)
         with pytest.raises(RuntimeError, match="write_layer failed"):
             write_window(manager, plan, SWA)
-    finish(manager, plan)
-    assert not plan.is_complete
-    assert_torn(manager, slot)
+    with pytest.raises(RuntimeError, match="Cancelled plan"):
+        write_window(manager, plan, SWA)
+    with pytest.raises(RuntimeError, match="Cancelled plan"):
+        plan.complete()
+    assert not plan.is_complete and manager.lengths[slot] == 0
 
 
 def test_a_forward_run_without_handles_is_declared_complete():
@@ -440,25 +444,29 @@ def test_a_forward_run_without_handles_is_declared_complete():
     plan.complete()
     assert plan.is_complete
     finish(manager, prepare_forward(manager, [0], [6], [7]))
-    assert not manager.is_torn.any()
 
 
-def test_a_torn_or_stale_forward_cannot_be_declared_complete(monkeypatch):
+def test_a_stale_forward_cannot_be_declared_complete():
     manager = grown_manager(5, 6)
-    torn = prepare_forward(manager, [0], [5], [6])
-    with monkeypatch.context() as patch:
-        fail_on_call(patch, "write_layer", 1)
-        with pytest.raises(RuntimeError, match="write_layer failed"):
-            write_window(manager, torn, SWA)
-    torn.complete()
-    assert not torn.is_complete
-    stale, _ = torn, prepare_forward(manager, [1], [6], [7])
+    stale = prepare_forward(manager, [0], [5], [6])
+    finish(manager, stale)
+    finish(manager, prepare_forward(manager, [1], [6], [7]))
     with pytest.raises(RuntimeError, match="Stale plan"):
         stale.complete()
-    assert_torn(manager, 0)
+    stale.cancel()
+    assert manager.lengths[:2].tolist() == [6, 7]
 
 
-def test_a_read_that_fails_after_every_write_tears_nothing(monkeypatch):
+def test_a_complete_forward_cannot_be_cancelled():
+    manager = grown_manager(5)
+    plan = prepare_forward(manager, [0], [5], [6])
+    finish(manager, plan)
+    with pytest.raises(RuntimeError, match="Cannot cancel a complete forward"):
+        plan.cancel()
+    assert manager.lengths[0] == 6
+
+
+def test_a_read_that_fails_after_every_write_cancels_nothing(monkeypatch):
     manager = make_manager()
     slot = manager.open_request()
     with monkeypatch.context() as patch:
@@ -466,35 +474,36 @@ def test_a_read_that_fails_after_every_write_tears_nothing(monkeypatch):
         with pytest.raises(RuntimeError, match="attend failed"):
             run_forward(manager, WEIGHTS, [Row(slot, LAYERS, 0, 5)])
     run_forward(manager, WEIGHTS, [Row(slot, LAYERS, 5, 6)])
-    assert not manager.is_torn.any()
 
 
-def test_a_torn_forward_tears_all_of_its_requests_and_no_others():
+def test_a_cancelled_forward_cancels_all_of_its_requests_and_no_others():
     manager = grown_manager(5, 6, 7)
-    prepare_forward(manager, [2, -1, 0], [7, 0, 5], [8, 1, 6])
-    finish(manager, prepare_forward(manager, [1], [6], [7]))
-    assert manager.is_torn.tolist() == [True, False, True, False]
-    assert_torn(manager, 0)
-    assert_torn(manager, 2)
-    finish(manager, prepare_forward(manager, [1], [7], [8]))
+    plan = prepare_forward(manager, [2, -1, 0], [7, 0, 5], [8, 1, 6])
+    manager.truncate(1, 6)
+    with pytest.raises(LiveForwardError):
+        manager.truncate(2, 7)
+    plan.cancel()
+    assert manager.lengths[:3].tolist() == [5, 6, 7]
+    finish(manager, prepare_forward(manager, [0, 1, 2], [5, 6, 7], [6, 7, 8]))
 
 
-def test_freeing_one_request_of_an_unfinished_forward_tears_the_rest():
+def test_freeing_one_request_of_a_live_forward_touches_no_other():
     manager = grown_manager(5, 6)
-    prepare_forward(manager, [0, 1], [5, 6], [6, 7])
+    plan = prepare_forward(manager, [0, 1], [5, 6], [6, 7])
     manager.free_request(0)
-    assert manager.is_torn.tolist() == [False, True, False, False]
-    assert_torn(manager, 1)
     slot = manager.open_request()
-    finish(manager, prepare_forward(manager, [slot], [0], [300]))
+    assert slot not in (0, 1)
+    finish(manager, plan)
+    assert manager.open_slots == [1, slot] and manager.lengths[1] == 7
+    finish(manager, prepare_forward(manager, [slot, 1], [0, 7], [300, 8]))
+    assert manager.open_request() == 0
     manager.check_integrity()
 
 
-def test_freeing_one_request_of_a_finished_forward_tears_nothing():
+def test_freeing_one_request_of_a_finished_forward_touches_no_other():
     manager = grown_manager(5, 6)
     manager.free_request(0)
     finish(manager, prepare_forward(manager, [1], [6], [7]))
-    assert not manager.is_torn.any()
 
 
 def test_schedule_and_schemas_have_one_item_per_layer():

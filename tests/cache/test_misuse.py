@@ -9,7 +9,7 @@ from dsv4 import (
     CacheConfig,
     IntegrityError,
     KVCacheManager,
-    TornForwardError,
+    LiveForwardError,
     prepare_forward,
 )
 from dsv4.kernels import reference
@@ -100,7 +100,7 @@ def test_any_negative_row_is_missing(manager):
         handle.gather_compressed_kv(torch.tensor([[0.7]]))
 
 
-def test_a_failed_write_leaves_no_layer_reading_the_workspace(manager, monkeypatch):
+def test_a_failed_write_leaves_no_layer_reading(manager, monkeypatch):
     plan = prepare_forward(manager, [manager.open_request()], [0], [8])
     first, second = manager.acquire(SWA, plan), manager.acquire(CSA, plan)
     first.write_swa(SEQUENCE[SWA].kv[:8], WEIGHTS[SWA].kv_norm)
@@ -113,7 +113,7 @@ def test_a_failed_write_leaves_no_layer_reading_the_workspace(manager, monkeypat
     monkeypatch.setattr(reference, "write_layer", fail)
     with pytest.raises(MemoryError):
         second.write_swa(SEQUENCE[CSA].kv[:8], WEIGHTS[CSA].kv_norm)
-    with pytest.raises(RuntimeError, match="window rows of layer 0 are gone"):
+    with pytest.raises(RuntimeError, match="Cancelled plan"):
         first.gather_swa_kv()
 
 
@@ -145,19 +145,22 @@ def test_an_input_that_is_no_tensor(manager):
         manager.acquire(SWA, plan).write_swa(None, WEIGHTS[SWA].kv_norm)
 
 
-def test_repeating_a_torn_forward_says_so(manager):
+def test_a_second_plan_of_a_live_forward_says_what_to_do(manager):
     slot = manager.open_request()
     prepare_forward(manager, [slot], [0], [8])
-    with pytest.raises(TornForwardError, match=f"slot {slot} did not write every layer"):
+    with pytest.raises(LiveForwardError, match=r"run all of its layers, .* or plan.cancel\(\)"):
         prepare_forward(manager, [slot], [0], [8])
 
 
-def test_a_row_without_tokens_cannot_be_torn(manager):
+def test_a_row_without_tokens_is_not_written(manager):
     slot, other = manager.open_request(), manager.open_request()
-    prepare_forward(manager, [slot, other], [0, 0], [0, 8])
+    plan = prepare_forward(manager, [slot, other], [0, 0], [0, 8])
+    assert manager.fork(slot) == 2
+    with pytest.raises(LiveForwardError):
+        manager.fork(other)
+    plan.cancel()
+    prepare_forward(manager, [slot], [0], [0])
     forward(manager, slot)
-    with pytest.raises(TornForwardError):
-        prepare_forward(manager, [other], [8], [9])
 
 
 def test_unsigned_slots_do_not_wrap_into_padding(manager):
@@ -169,12 +172,14 @@ def test_unsigned_slots_do_not_wrap_into_padding(manager):
 
 
 CORRUPTIONS = {
-    "block id too large": lambda m: m.books.requests.block_table.__setitem__((0, 0), 99),
-    "negative length": lambda m: m.books.requests.lengths.__setitem__(1, -1),
-    "torn while closed": lambda m: m.books.requests.is_torn.__setitem__(3, True),
-    "free list names no block": lambda m: m.allocator._free.__setitem__(0, 9),
-    "free list negative": lambda m: m.allocator._free.__setitem__(0, -1),
-    "negative owners": lambda m: m.allocator._num_owners.__setitem__(7, -1),
+    "block id too large": lambda m: m._books.requests.block_table.__setitem__((0, 0), 99),
+    "negative length": lambda m: m._books.requests.lengths.__setitem__(1, -1),
+    "closing while closed": lambda m: m._books.requests.is_closing.__setitem__(3, True),
+    "another type": lambda m: setattr(m._books.requests, "is_open", np.zeros(4)),
+    "a slot that is no int": lambda m: m._books.requests._free_slots.__setitem__(0, np.int64(3)),
+    "free list names no block": lambda m: m._books.allocator._free.__setitem__(0, 9),
+    "free list negative": lambda m: m._books.allocator._free.__setitem__(0, -1),
+    "negative owners": lambda m: m._books.allocator._num_owners.__setitem__(7, -1),
 }
 
 

@@ -271,7 +271,7 @@ def test_a_request_that_was_resumed_publishes_more():
     feed(manager, second, 600)
     third, num_tokens = manager.resume_request(IDS[:600])
     assert num_tokens == 512
-    assert manager.allocator.num_owners[manager.books.requests.block_table[third, 0]] == 4
+    assert manager._books.allocator.num_owners[manager._books.requests.block_table[third, 0]] == 4
     assert_like_a_cold_run(manager, third, after=650)
 
 
@@ -282,7 +282,7 @@ def test_equal_requests_side_by_side_end_up_with_one_copy():
         feed(manager, slot, 300)
     assert manager.stats().num_prefix_blocks == 2
     assert manager.stats().num_free_blocks == 16 - 2 - 2
-    first, second = (manager.books.requests.block_table[slot, :3].tolist() for slot in slots)
+    first, second = (manager._books.requests.block_table[slot, :3].tolist() for slot in slots)
     assert first[:2] == second[:2] and first[2] != second[2]
     for slot in slots:
         assert_like_a_cold_run(manager, slot, after=400)
@@ -390,16 +390,18 @@ def test_the_host_keeps_what_was_used_last():
     assert_like_a_cold_run(manager, slot, after=300)
 
 
-def test_a_torn_forward_publishes_nothing():
+def test_a_live_or_cancelled_forward_publishes_nothing():
     manager = make_manager(checkpoint_policy=CheckpointPolicy(every_blocks=1))
     slot, _ = manager.resume_request(IDS[:300])
     plan = prepare_forward(manager, [slot], [0], [300])
     manager.acquire(0, plan).write(take(TOKENS[0], 0, 300), WEIGHTS[0])
     assert manager.resume_request(IDS[:300]).num_tokens == 0
     assert manager.stats().num_prefix_blocks == 0
-    manager.truncate(slot, 0)
     manager.check_integrity()
-    assert manager.device_memory.checkpoints.owners.num_free == 4
+    plan.cancel()
+    assert manager.stats().num_prefix_blocks == 0
+    manager.check_integrity()
+    assert manager._books.checkpoints.num_free == 4
 
 
 def test_a_forward_that_was_only_declared_complete_has_no_checkpoints():
@@ -407,7 +409,7 @@ def test_a_forward_that_was_only_declared_complete_has_no_checkpoints():
     slot, _ = manager.resume_request(IDS[:300])
     prepare_forward(manager, [slot], [0], [300]).complete()
     assert manager.stats().num_prefix_checkpoints == 0
-    assert manager.device_memory.checkpoints.owners.num_free == 4
+    assert manager._books.checkpoints.num_free == 4
     manager.check_integrity()
 
 
@@ -434,7 +436,7 @@ def test_a_fork_past_the_ring_has_no_checkpoint():
     slot, _ = manager.resume_request(IDS[:300])
     feed(manager, slot, 257)
     manager.fork(slot)
-    assert manager.device_memory.checkpoints.owners.num_free == 4
+    assert manager._books.checkpoints.num_free == 4
 
 
 def test_truncate_goes_back_to_a_checkpoint():
@@ -451,7 +453,7 @@ def test_truncate_goes_back_to_a_checkpoint():
     assert_like_a_cold_run(manager, slot, after=300)
     manager.truncate(slot, 128)
     assert_like_a_cold_run(manager, slot, after=500)
-    assert manager.prefix.requests[slot].num_known == 128
+    assert manager._books.prefix.ids.num_known[slot] == 128
 
 
 def test_after_going_back_other_tokens_are_other_blocks():

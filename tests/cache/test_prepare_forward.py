@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.cache.memory.capacity import blocks_for
-from dsv4.errors import OutOfBlocksError, TornForwardError
+from dsv4.errors import OutOfBlocksError, LiveForwardError
 from tests.handles import finish
 
 WINDOW = 128
@@ -59,16 +59,15 @@ def plan_arrays(plan):
 
 def snapshot(manager, plan):
     """All that a refusal must leave alone."""
-    allocator = manager.allocator
+    allocator = manager._books.allocator
     return {
         "lengths": manager.lengths.tolist(),
         "is_open": manager.is_open.tolist(),
-        "is_torn": manager.is_torn.tolist(),
-        "num_slot_blocks": manager.books.requests.num_blocks.tolist(),
-        "host_block_table": manager.books.requests.block_table.tolist(),
+        "num_slot_blocks": manager._books.requests.num_blocks.tolist(),
+        "host_block_table": manager._books.requests.block_table.tolist(),
         "block_table": manager.block_table.tolist(),
         "free": (allocator.num_free, allocator.num_owners.tolist(), allocator._free.tolist()),
-        "free_slots": (manager.num_free_slots, list(manager.books.requests._free_slots)),
+        "free_slots": (manager.num_free_slots, list(manager._books.requests._free_slots)),
         "plan_buffers": manager.device_memory.plan_buffers.packed.tolist(),
         "plan": plan_arrays(plan),
         "is_complete": plan.is_complete,
@@ -136,12 +135,12 @@ def test_contents_of_a_plan(rows, drafts):
 
 def test_rows_left_out_keep_their_length_and_blocks():
     manager, _ = grown_manager(*LENGTHS)
-    table = manager.books.requests.block_table.copy()
+    table = manager._books.requests.block_table.copy()
     grow(manager, [3], [1000])
     assert manager.lengths.tolist() == [0, 5, 130, 1000, 3, 256]
     others = [0, 1, 2, 4, 5]
-    assert np.array_equal(manager.books.requests.block_table[others], table[others])
-    assert np.array_equal(manager.books.requests.block_table[3, :2], table[3, :2])
+    assert np.array_equal(manager._books.requests.block_table[others], table[others])
+    assert np.array_equal(manager._books.requests.block_table[3, :2], table[3, :2])
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
@@ -183,9 +182,9 @@ def test_blocks_for_a_prefill(model, length, num_blocks):
     manager = make_manager(MODELS[model])
     slot = manager.open_request()
     plan = prepare_forward(manager, [slot], [0], [length])
-    assert plan.num_new_blocks == num_blocks == manager.books.requests.num_blocks[slot]
-    assert (manager.books.requests.block_table[slot] >= 0).sum() == num_blocks
-    assert manager.allocator.num_free == 12 - num_blocks
+    assert plan.num_new_blocks == num_blocks == manager._books.requests.num_blocks[slot]
+    assert (manager._books.requests.block_table[slot] >= 0).sum() == num_blocks
+    assert manager._books.allocator.num_free == 12 - num_blocks
     manager.check_integrity()
 
 
@@ -207,17 +206,17 @@ def test_other_block_sizes(block_tokens):
     manager, _ = grown_manager(
         block_tokens + 3, block_tokens + 4, config=CacheConfig.tiny(block_tokens=block_tokens)
     )
-    assert manager.books.requests.num_blocks.tolist() == [1, 2, 0, 0, 0, 0]
+    assert manager._books.requests.num_blocks.tolist() == [1, 2, 0, 0, 0, 0]
 
 
 def test_blocks_of_several_requests_go_to_their_own_rows():
     manager, _ = grown_manager(300, 3, 512)
     plan = prepare_forward(manager, [2, -1, 0, 1], [512, 9, 300, 3], [800, 600, 301, 4])
     assert plan.num_new_blocks == 3
-    assert manager.books.requests.num_blocks.tolist() == [2, 1, 4, 0, 0, 0]
-    used = manager.books.requests.block_table[manager.books.requests.block_table >= 0]
+    assert manager._books.requests.num_blocks.tolist() == [2, 1, 4, 0, 0, 0]
+    used = manager._books.requests.block_table[manager._books.requests.block_table >= 0]
     assert len(set(used.tolist())) == len(used) == 7
-    assert (manager.allocator.num_owners[used] == 1).all()
+    assert (manager._books.allocator.num_owners[used] == 1).all()
     manager.check_integrity()
 
 
@@ -447,24 +446,21 @@ def test_a_forward_refused_for_blocks_runs_once_they_are_free():
 def test_the_last_block_can_be_taken():
     manager, _ = grown_manager(*SLOT_LENGTHS, **SIZES)
     grow(manager, [1, 2], [511, 256])
-    assert manager.allocator.num_free == 0
+    assert manager._books.allocator.num_free == 0
     grow(manager, [1, 2], [512, 259])
     manager.check_integrity()
 
 
-@pytest.mark.parametrize("is_older", [False, True], ids=["current plan", "older plan"])
 @pytest.mark.parametrize("others", [[], [0, 1]], ids=["alone", "with others"])
-def test_a_torn_slot_is_refused(is_older, others):
+def test_a_second_plan_is_refused_while_one_is_live(others):
     manager, _ = grown_manager(*SLOT_LENGTHS, **SIZES)
     plan = prepare_forward(manager, [2], [0], [3])
-    if is_older:
-        plan = grow(manager, [0], [6])
-    slots = [*others, 2]
-    before = manager.lengths[slots].copy()
-    match = "The last forward of slot 2 did not write every layer; the slot can only be freed"
-    assert_refused(manager, plan, (slots, before, before + 1), TornForwardError, match)
-    grow(manager, [0, 1], [7, 301])
-    assert manager.is_torn.tolist() == [False, False, True, False]
+    slots = others or [2]
+    before = manager.lengths[slots]
+    match = r"A forward of 1 requests is live, slots \[2\]: run all of its layers"
+    assert_refused(manager, plan, (slots, before, before + 1), LiveForwardError, match)
+    plan.cancel()
+    grow(manager, [0, 1], [6, 301])
 
 
 def test_a_slot_freed_and_reopened_starts_at_zero():
@@ -531,14 +527,14 @@ def test_random_requests_keep_the_books_right(model, operations):
         manager.check_integrity()
         expected = [lengths.get(slot, 0) for slot in range(3)]
         assert manager.lengths.tolist() == expected
-        num_blocks = manager.books.requests.num_blocks.tolist()
+        num_blocks = manager._books.requests.num_blocks.tolist()
         assert num_blocks == [brute_force_blocks(config, n) for n in expected]
         assert blocks_for(config, manager.lengths).tolist() == num_blocks
-        assert manager.allocator.num_free == 5 - blocks(lengths)
+        assert manager._books.allocator.num_free == 5 - blocks(lengths)
     for slot in lengths:
         manager.free_request(slot)
     manager.check_integrity()
-    assert manager.allocator.num_free == 5
+    assert manager._books.allocator.num_free == 5
 
 
 def assert_padded(manager, plan, num_tokens):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.cache import saved_request
-from dsv4.errors import NoFreeSlotError, OutOfBlocksError, TornForwardError
+from dsv4.errors import NoFreeSlotError, OutOfBlocksError, LiveForwardError
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 
 CHOICES = {"drafts_per_step": 3, "block_tokens": 128}
@@ -120,7 +120,7 @@ def test_every_format(path, kv_format, index_format):
 def books(manager):
     return (
         manager.lengths.tolist(), manager.rollback_floor.tolist(), manager.is_open.tolist(),
-        manager.books.requests.block_table.tolist(), manager.allocator.num_owners.tolist(),
+        manager._books.requests.block_table.tolist(), manager._books.allocator.num_owners.tolist(),
         manager.num_free_slots, manager.paged.storage.tolist(), manager.state.storage.tolist(),
     )  # fmt: skip
 
@@ -182,7 +182,7 @@ def test_a_file_with_another_byte_is_refused(path):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="Invalid saved request"):
             manager.load_request(path)
-    assert manager.num_free_slots == 2 and manager.allocator.num_free == 7
+    assert manager.num_free_slots == 2 and manager._books.allocator.num_free == 7
     manager.check_integrity()
 
 
@@ -242,7 +242,7 @@ def test_no_room_changes_nothing(path):
     for manager, error, match in (
         (full, OutOfBlocksError, "3 needed, 2 of 5 free"),
         (small, ValueError, "expected at most 299, got 300"),
-        (taken, NoFreeSlotError, "all 1 requests are open"),
+        (taken, NoFreeSlotError, "1 needed, 0 of 1 free"),
     ):
         before = books(manager)
         with pytest.raises(error, match=match):
@@ -251,10 +251,10 @@ def test_no_room_changes_nothing(path):
         manager.check_integrity()
 
 
-def test_a_torn_request_is_not_saved(path):
+def test_a_request_in_a_live_forward_is_not_saved(path):
     manager = grown_manager(130)
     prepare_forward(manager, [0], [130], [131])
-    with pytest.raises(TornForwardError, match="did not write every layer"):
+    with pytest.raises(LiveForwardError, match="is live"):
         manager.save_request(0, path)
     with pytest.raises(ValueError, match="slot 1 is not open"):
         manager.save_request(1, path)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
-from dsv4.errors import IntegrityError, TornForwardError
+from dsv4.errors import IntegrityError, LiveForwardError
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 
 DRAFTS = 3
@@ -141,7 +141,7 @@ def test_a_length_that_is_not_there_is_refused(length):
     match = rf"expected an integer from 0 to 130 \(the length of slot 0\), got {length}"
     with pytest.raises(ValueError, match=match):
         manager.truncate(0, length)
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match="expected an integer, got 128.0"):
         manager.truncate(0, 128.0)
     with pytest.raises(ValueError, match="slot 1 is not open"):
         manager.truncate(1, 0)
@@ -150,24 +150,24 @@ def test_a_length_that_is_not_there_is_refused(length):
 
 def state_of(manager):
     return (
-        manager.lengths.tolist(), manager.rollback_floor.tolist(), manager.allocator.num_free,
-        manager.books.requests.block_table.tolist(), manager.is_torn.tolist(),
+        manager.lengths.tolist(), manager.rollback_floor.tolist(), manager._books.allocator.num_free,
+        manager._books.requests.block_table.tolist(),
     )  # fmt: skip
 
 
 def test_to_nothing_at_any_time():
     manager = grown_manager(300)
     manager.truncate(0, 0)
-    assert manager.allocator.num_free == 8 and manager.rollback_floor[0] == 0
+    assert manager._books.allocator.num_free == 8 and manager.rollback_floor[0] == 0
     assert_goes_on_as_if_never_longer(manager, 0)
 
 
 def test_blocks_beyond_the_length_are_given_back():
     manager = grown_manager(259)
     feed(manager, REJECTED, 260)
-    assert manager.books.requests.num_blocks[0] == 3
+    assert manager._books.requests.num_blocks[0] == 3
     manager.truncate(0, 259)
-    assert manager.books.requests.num_blocks[0] == 2 and manager.allocator.num_free == 6
+    assert manager._books.requests.num_blocks[0] == 2 and manager._books.allocator.num_free == 6
     manager.check_integrity()
     other = manager.open_request()
     feed(manager, REJECTED, 300, slot=other)
@@ -192,24 +192,15 @@ def test_a_plan_of_others_goes_on():
     assert manager.acquire(0, plan).plan is plan
 
 
-def test_a_torn_request_can_only_be_emptied():
+@pytest.mark.parametrize("length", [0, 130, 132])
+def test_a_request_in_a_live_forward_is_not_truncated(length):
     manager = grown_manager(130)
     plan = prepare_forward(manager, [0], [130], [132])
-    with pytest.raises(TornForwardError, match="can only be freed or truncated to 0"):
-        manager.truncate(0, 130)
-    assert not plan.is_retired
-    manager.truncate(0, 0)
-    assert plan.is_retired and not manager.is_torn.any()
-    assert_goes_on_as_if_never_longer(manager, 0)
-
-
-def test_emptying_one_request_of_an_open_forward_tears_the_others():
-    manager = grown_manager(130)
-    other = manager.open_request()
-    prepare_forward(manager, [0, other], [130, 0], [131, 5])
-    manager.truncate(0, 0)
-    assert manager.is_torn.tolist() == [False, True, False]
-    assert_goes_on_as_if_never_longer(manager, 0)
+    with pytest.raises(LiveForwardError, match="is live"):
+        manager.truncate(0, length)
+    assert manager.live_plan is plan
+    plan.cancel()
+    assert_goes_on_as_if_never_longer(manager, 130)
 
 
 def test_drafts_of_zero_allow_no_rollback():
@@ -223,7 +214,7 @@ def test_drafts_of_zero_allow_no_rollback():
 
 def test_integrity_knows_the_floor():
     manager = grown_manager(130)
-    manager.books.requests.rollback_floor[0] = 131
+    manager._books.requests.rollback_floor[0] = 131
     with pytest.raises(IntegrityError, match="rollback floor does not lie between 0"):
         manager.check_integrity()
 

@@ -267,7 +267,7 @@ def test_compiled_reads_before_writes_are_refused():
         read(manager.acquire(SWA, plan))
 
 
-def test_a_compiled_write_that_fails_leaves_the_forward_torn(monkeypatch):
+def test_a_compiled_write_that_fails_can_be_cancelled(monkeypatch):
     manager = make_manager()
     plan = prepare_forward(manager, [manager.open_request()], [0], [3])
     handle = manager.acquire(SWA, plan)
@@ -283,7 +283,8 @@ def test_a_compiled_write_that_fails_leaves_the_forward_torn(monkeypatch):
     )
     with pytest.raises(MemoryError):
         write(handle, SEQUENCES[0][SWA].kv[:3])
-    assert not handle.progress.has_window and not plan.is_complete
+    assert not handle.progress.has_window and plan.is_live
+    plan.cancel()
 
 
 def op_arguments():

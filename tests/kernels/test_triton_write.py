@@ -402,12 +402,12 @@ def test_pools_beyond_two_gigabytes():
     max_requests = 2**31 // one["slots"].shape[1] + 4
     pair = Pair(config, max_requests=max_requests, num_blocks=num_blocks, max_request_tokens=1024)
     for manager in pair.managers:
-        manager.allocator.acquire(num_blocks - 18)  # the rest lies beyond 2^31
+        manager._books.allocator.acquire(num_blocks - 18)  # the rest lies beyond 2^31
         assert manager.tensors()["blocks"].numel() > 2**31 < manager.tensors()["slots"].numel()
     slots = pair.open(max_requests)[-3:]
     for counts in ([700, 130, 3], [1, 1, 1], [5, 300, 128], [1, 1, 1]):
         pair.forward(dict(zip(slots, counts, strict=True)))
-    table = pair.managers[1].books.requests.block_table[slots]
+    table = pair.managers[1]._books.requests.block_table[slots]
     first_byte = int(table[table >= 0].min()) * one["blocks"].shape[1]
     assert first_byte >= 2**31 and slots[0] * one["slots"].shape[1] >= 2**31
     pair.compare()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dsv4.cache.graphs.padding import check_complete, fill_with_padding, padding_plan
+from dsv4.cache.graphs.padding import check_complete, fill_with_padding
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
@@ -90,7 +90,12 @@ class CapturedForward:
         one by one.
         """
         self._check_plan(plan)
-        self._graph.replay()
+        plan.begin()
+        try:
+            self._graph.replay()
+        except BaseException:
+            plan.cancel()
+            raise
         plan.complete()
         return self.outputs
 
@@ -101,8 +106,7 @@ class CapturedForward:
 
     def _run_step(self) -> Any:
         """Run the step over the buffers as they are, through a plan that only it sees."""
-        plan = padding_plan(
-            self.manager, self.num_rows, self.num_tokens, 0, self.tokens_per_request,
+        plan = self.manager.padding_plan(self.num_rows, self.num_tokens, 0, self.tokens_per_request,
             max_length=self.max_length,
         )  # fmt: skip
         try:
@@ -114,16 +118,11 @@ class CapturedForward:
                     "Invalid step: expected one that writes every layer's window and entries"
                 )
         finally:
-            plan.retire()
+            plan.is_retired = True
         return outputs
 
     def _check_plan(self, plan: ForwardPlan) -> None:
-        if plan.owner is not self.manager:
-            raise ValueError(
-                "Invalid plan: expected one that prepare_forward made for the manager of this "
-                "capture, got another manager's"
-            )
-        plan.check_current()
+        self.manager.check_plan(plan)
         if plan.has_started:
             raise RuntimeError("Invalid plan: expected one not yet written, got one begun or run")
         if plan.has_workspace:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from dsv4.cache.graphs.captured_forward import new_graphs
-from dsv4.cache.graphs.padding import check_complete, fill_with_padding, padding_plan
+from dsv4.cache.graphs.padding import check_complete, fill_with_padding
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
@@ -56,15 +56,20 @@ class CapturedLayers:
                 f"{plan.num_requests} requests up to {plan.longest} long"
             )
         has_entries = self.manager.schedule[layer_idx].ratio > 0
-        plan.run_write(
-            plan.layer(layer_idx), self._graphs[layer_idx].replay, window=True, entries=has_entries
-        )
+        layer = plan.layer(layer_idx)
+        plan.begin_write(layer, window=True, entries=has_entries)
+        try:
+            self._graphs[layer_idx].replay()
+        except BaseException:
+            plan.cancel()
+            raise
+        plan.end_write(layer, window=True, entries=has_entries)
         return self._outputs[layer_idx]
 
     def _run(self, step: LayerStep, layer_idx: int) -> Any:
         """Run a layer's step over the buffers as they are, through a plan that only it sees."""
-        plan = padding_plan(self.manager, self.batch, self.batch, 0, 1, max_length=self.max_length)
+        plan = self.manager.padding_plan(self.batch, self.batch, 0, 1, max_length=self.max_length)
         try:
             return step(self.manager.acquire(layer_idx, plan))
         finally:
-            plan.retire()
+            plan.is_retired = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dsv4.cache.graphs.padding import check_complete, fill_with_padding, padding_plan
+from dsv4.cache.graphs.padding import check_complete, fill_with_padding
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.layer_checks import INPUT_DTYPES
 from dsv4.cache.manager import KVCacheManager
@@ -252,7 +252,7 @@ def _flush_compression(
 
 def _padding_plan(manager: KVCacheManager, forward: _Forward) -> ForwardPlan:
     """Plan padding whose sizes gather at least one entry of every type."""
-    return padding_plan(manager, *forward, max_length=AttentionType.HCA.ratio)
+    return manager.padding_plan(*forward, max_length=AttentionType.HCA.ratio)
 
 
 def _zero_projections(

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from dsv4.cache.memory.journal import Journal
 from dsv4.cache.memory.arrays import IntArray, read_only
-from dsv4.checks import check_int
+from dsv4.checks import check_int, check_ints
 from dsv4.errors import IntegrityError, OutOfBlocksError
 
 
@@ -13,8 +14,9 @@ class BlockAllocator:
     Ids come in a fixed order, so the same calls give the same ids.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, journal: Journal | None = None) -> None:
         self.num_blocks = num_blocks = check_int("num_blocks", num_blocks, at_least=0)
+        self._journal = Journal() if journal is None else journal
         # A stack: the free ids are _free[:_num_free], the next one to go is the last.
         self._free = np.arange(num_blocks, dtype=np.int32)[::-1].copy()
         self._num_free = num_blocks
@@ -40,56 +42,69 @@ class BlockAllocator:
         """Take `num_blocks` blocks, or raise `OutOfBlocksError` and take none."""
         num_blocks = check_int("num_blocks", num_blocks, at_least=0)
         if num_blocks > self._num_free:
-            raise OutOfBlocksError(
-                f"Out of blocks: {num_blocks} needed, {self._num_free} of {self.num_blocks} free"
-            )
+            raise OutOfBlocksError(needed=num_blocks, free=self._num_free, total=self.num_blocks)
         rest = self._num_free - num_blocks
         ids = self._free[rest : self._num_free][::-1].copy()
-        self._num_free = rest
+        self._journal.note_attribute(self, "_num_free")
+        self._journal.note_rows(self._num_owners, ids)
         self._num_owners[ids] = 1
+        self._num_free = rest
         return ids
 
     def share(self, ids: IntArray) -> None:
         """Add an owner to each block; refused whole if any has none."""
         ids = self._checked(ids)
-        unowned = ids[self._num_owners[ids] == 0]
-        if unowned.size:
-            raise ValueError(f"Invalid share: block {unowned[0]} has no owner to share it with")
+        if ids.size == 0:
+            return
+        owners = self._num_owners[ids]
+        if not owners.all():
+            raise ValueError(
+                f"Invalid share: block {ids[owners == 0][0]} has no owner to share it with"
+            )
+        self._journal.note_attribute(self, "_num_shares")
+        self._journal.note_rows(self._num_owners, ids)
         np.add.at(self._num_owners, ids, 1)
         self._num_shares += ids.size
 
     def release(self, ids: IntArray) -> None:
         """Give up one ownership of each block; refused whole if any is not owned."""
-        ids = self._checked(ids)
+        ids = np.sort(self._checked(ids))
         if ids.size == 0:
             return
-        counts = np.bincount(ids, minlength=self.num_blocks).astype(np.int32)
-        short = np.flatnonzero(counts > self._num_owners)
-        if short.size:
-            raise ValueError(f"Invalid release: block {short[0]} has no owner left to give it up")
-        self._num_owners -= counts
-        freed = ids[self._num_owners[ids] == 0]
-        if freed.size:
-            freed = np.unique(freed)[::-1].astype(np.int32)
-            self._free[self._num_free : self._num_free + freed.size] = freed
-            self._num_free += freed.size
+        is_first = np.ones(ids.size, dtype=np.bool_)
+        np.not_equal(ids[1:], ids[:-1], out=is_first[1:])
+        unique = ids[is_first]
+        times = np.diff(np.append(np.flatnonzero(is_first), ids.size)).astype(np.int32)
+        left = self._num_owners[unique] - times
+        if left.min() < 0:
+            raise ValueError(
+                f"Invalid release: block {unique[left < 0][0]} has no owner left to give it up"
+            )
+        freed = unique[left == 0][::-1]
+        start, end = self._num_free, self._num_free + freed.size
+        journal = self._journal
+        journal.note_attribute(self, "_num_free")
+        journal.note_attribute(self, "_num_shares")
+        journal.note_rows(self._num_owners, unique)
+        journal.note_rows(self._free, slice(start, end))
+        self._num_owners[unique] = left
+        self._free[start:end] = freed
+        self._num_free = end
         self._num_shares -= ids.size - freed.size
 
     def _checked(self, ids: IntArray) -> IntArray:
-        ids = np.asarray(ids)
-        if ids.size == 0:
-            return ids.astype(np.int32)
-        if ids.dtype.kind not in "iu":
-            raise TypeError(f"Invalid dtype of block ids: expected integers, got {ids.dtype}")
-        if ids.min() < 0 or ids.max() >= self.num_blocks:
-            raise ValueError(
-                f"Invalid block ids: expected 0 to {self.num_blocks - 1}, "
-                f"got {ids.min()} to {ids.max()}"
-            )
-        return ids
+        array: IntArray = check_ints(
+            "block ids", ids, at_least=0, at_most=self.num_blocks - 1
+        ).astype(np.int32)
+        return array
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block is either free once or owned."""
+        if type(self._num_free) is not int or not 0 <= self._num_free <= self.num_blocks:
+            raise IntegrityError(
+                f"Block free list: expected 0 to {self.num_blocks} free blocks, "
+                f"got {self._num_free!r}"
+            )
         free = self._free[: self._num_free]
         if free.size and (free.min() < 0 or free.max() >= self.num_blocks):
             raise IntegrityError(

@@ -51,6 +51,7 @@ class Capacity:
         num_checkpoints: Block boundaries at which the prefix cache can resume a request.
         host_blocks, host_slots: Blocks and slots in host memory, for requests that are swapped
             out. Blocks that the prefix cache evicts go there too.
+        undo_slots: Copies of fixed state from before a chunk, for forwards that are cancelled.
     """
 
     config: CacheConfig
@@ -61,12 +62,13 @@ class Capacity:
     num_checkpoints: int = 0
     host_blocks: int = 0
     host_slots: int = 0
+    undo_slots: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (
             ("max_requests", 1), ("num_blocks", 0), ("max_forward_tokens", 1),
             ("max_request_tokens", 1), ("num_checkpoints", 0), ("host_blocks", 0),
-            ("host_slots", 0),
+            ("host_slots", 0), ("undo_slots", 0),
         ):  # fmt: skip
             value = check_int(name, getattr(self, name), at_least=least)
             object.__setattr__(self, name, value)
@@ -82,6 +84,15 @@ class Capacity:
             )
 
     @property
+    def longest_request(self) -> int:
+        """The most tokens of a request that has all blocks for itself."""
+        ratio = self.config.smallest_ratio
+        if not ratio:
+            return self.max_request_tokens
+        by_blocks = self.num_blocks * self.config.block_tokens + ratio - 1
+        return min(self.max_request_tokens, by_blocks)
+
+    @property
     def max_request_blocks(self) -> int:
         """Columns of the block table."""
         if not self.config.smallest_ratio:
@@ -92,6 +103,12 @@ class Capacity:
     def max_step_tokens(self) -> int:
         """The most tokens of one request in a step: its window ring still serves all of them."""
         return self.config.drafts_per_step + 1
+
+    @property
+    def num_undo_slots(self) -> int:
+        """Copies of fixed state that chunks of one forward can need; 0 if none is long enough."""
+        max_chunks = self.max_forward_tokens // (self.max_step_tokens + 1)
+        return min(self.undo_slots, self.max_requests, max_chunks)
 
     @property
     def workspace_rows(self) -> int:
@@ -166,6 +183,7 @@ class Capacity:
         return {
             **self._block_components(schemas, block_layout(schemas, page_align=align)),
             **self._slot_components(schemas, slot_layout(schemas, page_align=align)),
+            "undo_slots": self._slots(self.num_undo_slots, schemas),
             **self._shared_components(),
             "checkpoints": self._checkpoints(schemas),
         }
@@ -173,15 +191,16 @@ class Capacity:
     def host_memory(self) -> dict[str, ComponentBytes]:
         """Count the bytes of blocks and slots in host memory."""
         schemas = build_schemas(self.config)
-        align = self.config.page_align
-        runs = {
-            "host_blocks": (self.host_blocks, block_layout(schemas, page_align=align)),
-            "host_slots": (self.host_slots, slot_layout(schemas, page_align=align)),
-        }
+        layout = block_layout(schemas, page_align=self.config.page_align)
+        payload = layout.num_bytes - layout.padding
         return {
-            name: self._times(count, layout.num_bytes - layout.padding, layout.num_bytes)
-            for name, (count, layout) in runs.items()
+            "host_blocks": self._times(self.host_blocks, payload, layout.num_bytes),
+            "host_slots": self._slots(self.host_slots, schemas),
         }
+
+    def _slots(self, count: int, schemas: tuple[LayerCacheSchema, ...]) -> ComponentBytes:
+        layout = slot_layout(schemas, page_align=self.config.page_align)
+        return self._times(count, layout.num_bytes - layout.padding, layout.num_bytes)
 
     def _checkpoints(self, schemas: tuple[LayerCacheSchema, ...]) -> ComponentBytes:
         """Count checkpoints: a boundary needs one window of each ring and tail, a slot has more."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.cache.memory.block_allocator import BlockAllocator
+from dsv4.cache.memory.byte_rows import byte_rows
 from dsv4.cache.memory.layout import checkpoint_bytes
 from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.checks import check_bool, check_int
@@ -36,11 +36,14 @@ class CheckpointPolicy:
         Args:
             prompt_blocks: Full blocks of the prompt.
         """
+        has_prompt_end = self.at_prompt_end and first <= prompt_blocks <= last
+        if not self.every_blocks and not has_prompt_end:
+            return []
         blocks: set[int] = set()
         if self.every_blocks:
             start = -(-first // self.every_blocks) * self.every_blocks
             blocks.update(range(start, last + 1, self.every_blocks))
-        if self.at_prompt_end and first <= prompt_blocks <= last:
+        if has_prompt_end:
             blocks.add(prompt_blocks)
         return sorted(blocks - {0})
 
@@ -50,7 +53,6 @@ class CheckpointPool:
 
     Attributes:
         storage: The bytes; a row has the same offset as in a slot.
-        owners: Owners of the checkpoints.
     """
 
     def __init__(
@@ -59,10 +61,11 @@ class CheckpointPool:
         *,
         num_checkpoints: int,
         device: torch.device,
+        storage: Tensor | None = None,
     ) -> None:
-        shape = (num_checkpoints, checkpoint_bytes(schemas))
-        self.storage = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self.owners = BlockAllocator(num_checkpoints)
+        self.storage = byte_rows(
+            "checkpoints", num_checkpoints, checkpoint_bytes(schemas), device, storage
+        )
 
     def save(self, checkpoint: int, slots: Tensor, slot: int) -> None:
         """Copy the front of a slot of `[max_requests, slot_bytes]`."""

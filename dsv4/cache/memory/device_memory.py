@@ -1,8 +1,11 @@
 """`DeviceMemory`: allocates every tensor of a manager, and tells each layer where its rows lie."""
 
+from collections.abc import Mapping
+
 import torch
 
 from dsv4.cache.memory.arrays import IntArray
+from dsv4.cache.memory.byte_rows import byte_rows
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.cache.memory.checkpoints import CheckpointPool
 from dsv4.cache.memory.layout import cache_layout
@@ -23,10 +26,12 @@ class DeviceMemory:
         capacity: Sizes of every tensor.
         schemas: One per layer.
         host_block_table: `[max_requests, max_blocks]`; on the CPU the device's is the same memory.
+        storage: The caller's memory for blocks, slots, checkpoints or undo_slots.
 
     Attributes:
         layout: Offsets of every layer's rows.
         paged, state, checkpoints: The pools of blocks, of slots and of checkpoints.
+        undo: `[undo_slots, slot_bytes]` uint8, slots as they were before a chunk.
         block_table: `[max_requests, max_blocks]` int32, -1 where there is none.
         plan_buffers: The arrays of the current plan.
         workspace: `[1, bytes]` uint8, window rows of chunks.
@@ -41,17 +46,35 @@ class DeviceMemory:
         schemas: tuple[LayerCacheSchema, ...],
         host_block_table: IntArray,
         device: torch.device,
+        storage: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        given = dict(storage or {})
+        unknown = set(given) - {"blocks", "slots", "checkpoints", "undo_slots"}
+        if unknown:
+            raise ValueError(
+                "Invalid storage: expected some of blocks, slots, checkpoints and undo_slots, "
+                f"got {sorted(unknown)}"
+            )
+        self._given = frozenset(given)
         config, rows = capacity.config, capacity.workspace_rows
         self.layout = cache_layout(config, schemas, workspace_rows=rows)
         self.paged = PagedKVPool(
             self.layout, num_blocks=capacity.num_blocks,
             index_global_scale=config.index_global_scale, device=device,
+            storage=given.get("blocks"),
         )  # fmt: skip
-        self.state = StateCachePool(self.layout, max_requests=capacity.max_requests, device=device)
+        self.state = StateCachePool(
+            self.layout, max_requests=capacity.max_requests, device=device,
+            storage=given.get("slots"),
+        )  # fmt: skip
         self.checkpoints = CheckpointPool(
-            schemas, num_checkpoints=capacity.num_checkpoints, device=device
-        )
+            schemas, num_checkpoints=capacity.num_checkpoints, device=device,
+            storage=given.get("checkpoints"),
+        )  # fmt: skip
+        self.undo = byte_rows(
+            "undo_slots", capacity.num_undo_slots, self.layout.slots.num_bytes, device,
+            given.get("undo_slots"),
+        )  # fmt: skip
         staging, table = staging_for(device), torch.from_numpy(host_block_table)
         self.block_table = table if staging is None else torch.full_like(table, -1, device=device)
         self.plan_buffers = PlanBuffers(
@@ -86,6 +109,32 @@ class DeviceMemory:
             for rope, layout in zip(ropes, self.layout.layers, strict=True)
         )
 
+    @property
+    def _pools(self) -> dict[str, torch.Tensor]:
+        """The tensors that hold requests."""
+        names = ("blocks", "slots", "checkpoints", "undo_slots")
+        return {name: self.tensors()[name] for name in names if name not in self._given}
+
+    def release(self) -> None:
+        """Give the memory of the pools back; their tensors keep their shapes, without memory."""
+        for tensor in self._pools.values():
+            tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take memory for the pools again, zeroed; its addresses may be others."""
+        for tensor in self._pools.values():
+            if not tensor.untyped_storage().nbytes():
+                tensor.untyped_storage().resize_(tensor.nbytes)
+                tensor.zero_()
+
+    def save_undo(self, undo: int, slot: int) -> None:
+        """Copy a slot, before a chunk overwrites it."""
+        self.undo[undo].copy_(self.state.storage[slot])
+
+    def load_undo(self, undo: int, slot: int) -> None:
+        """Give a slot the bytes from before a chunk."""
+        self.state.storage[slot].copy_(self.undo[undo])
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""
         rope = {
@@ -96,6 +145,7 @@ class DeviceMemory:
         return {
             "blocks": self.paged.storage,
             "slots": self.state.storage,
+            "undo_slots": self.undo,
             "index_global_scale": self.paged.indexer_global_scale,
             "block_table": self.block_table,
             "plan_buffers": self.plan_buffers.packed,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
+from dsv4.cache.memory.journal import Journal
 
 
 class HostMemory:
@@ -28,9 +29,11 @@ class HostMemory:
         num_bytes_out, num_bytes_in: Bytes copied to the host and back.
     """
 
-    def __init__(self, blocks: Tensor, slots: Tensor, *, num_blocks: int, num_slots: int) -> None:
-        self.block_owners = BlockAllocator(num_blocks)
-        self.slot_owners = BlockAllocator(num_slots)
+    def __init__(
+        self, blocks: Tensor, slots: Tensor, journal: Journal, *, num_blocks: int, num_slots: int
+    ) -> None:
+        self.block_owners = BlockAllocator(num_blocks, journal)
+        self.slot_owners = BlockAllocator(num_slots, journal)
         self.num_bytes_out = self.num_bytes_in = 0
         self._device_blocks, self._device_slots = blocks, slots
         self.blocks = _rows_like(blocks, num_blocks)
@@ -59,6 +62,12 @@ class HostMemory:
         self.num_bytes_in += self._copy(self.slots, rows[0], self._device_slots, rows[1])
         self.finish()
 
+    def release(self) -> None:
+        """Give the memory back, once copies to it are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self.blocks, self.slots = self.blocks[:0].clone(), self.slots[:0].clone()
+
     def finish(self) -> None:
         """Let work queued from here on wait for the copies; call it before reuse of their rows."""
         if self._is_copying and self._stream is not None:
@@ -73,13 +82,13 @@ class HostMemory:
         target_rows: NDArray[np.integer],
     ) -> int:
         """Copy rows, consecutive ones at once, and return their bytes."""
+        self._is_copying = True
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device_blocks.device))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for first, count in _runs(source_rows, target_rows):
                 start, to = int(source_rows[first]), int(target_rows[first])
                 target[to : to + count].copy_(source[start : start + count], non_blocking=True)
-        self._is_copying = True
         return len(source_rows) * source.shape[1]
 
 

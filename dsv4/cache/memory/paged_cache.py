@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.cache.memory.byte_rows import byte_rows
 from dsv4.cache.memory.layout import CacheLayout
 from dsv4.formats import PagedRows
 from dsv4.kernels.layer_memory import LayerLayout
@@ -65,11 +66,10 @@ class PagedKVPool:
         num_blocks: int,
         index_global_scale: float | None,
         device: torch.device,
+        storage: Tensor | None = None,
     ) -> None:
         self.layout = layout.blocks
-        self.storage = torch.zeros(
-            num_blocks, self.layout.num_bytes, dtype=torch.uint8, device=device
-        )
+        self.storage = byte_rows("blocks", num_blocks, self.layout.num_bytes, device, storage)
         scale = 1.0 if index_global_scale is None else index_global_scale
         self.indexer_global_scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self._layers = tuple(self._cut(layer) for layer in layout.layers)

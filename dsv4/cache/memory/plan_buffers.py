@@ -1,6 +1,7 @@
 """`PlanBuffers`: the arrays of a forward plan, at addresses that never change."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -70,16 +71,14 @@ class PlanBuffers:
         self._host_index = self.host.pop("table_index").view(np.int64)
         self._index = self.device.pop("table_index").view(torch.int64)
         self._host_value, self._value = self.host.pop("table_value"), self.device.pop("table_value")
-        self._copies = _BlockCopies(
-            blocks,
-            self.host.pop("copy_rows").view(np.int64).reshape(2, max_requests),
-            self.device.pop("copy_rows").view(torch.int64).view(2, max_requests),
-        )
+        self._blocks = blocks
+        self._host_copies = self.host.pop("copy_rows").view(np.int64).reshape(2, max_requests)
+        self._copies = self.device.pop("copy_rows").view(torch.int64).view(2, max_requests)
         self._host_points = self.host.pop("checkpoint_points").reshape(max_checkpoints, 3)
         self._points = self.device.pop("checkpoint_points").view(max_checkpoints, 3)
         self._padded_to = 0
         self._padded_sizes = (-1, -1)
-        self.pad(0, 0)
+        self._pad(0, 0)
         self._token_map: TokenMap | None = None
         self._sizes = (0, 0, 0, 0)
 
@@ -101,14 +100,20 @@ class PlanBuffers:
         self._padded_to = max(self._padded_to, num_tokens)
         self._padded_sizes = (-1, -1)
 
-    def pad(self, batch: int, num_tokens: int) -> None:
-        """Make padding of all rows and tokens that a plan of this size does not use.
+    @contextmanager
+    def filling(self, batch: int, num_tokens: int) -> Iterator[dict[str, IntArray]]:
+        """Enclose the writes of a plan of this size; then pad what it does not use.
 
         Tokens are padded as far as an earlier plan or a captured graph reaches. A plan of the
         last one's size finds its padding in place.
         """
-        if self._padded_sizes == (batch, num_tokens):
-            return
+        sizes, self._padded_sizes = self._padded_sizes, (-1, -1)
+        yield self.host
+        if sizes != (batch, num_tokens):
+            self._pad(batch, num_tokens)
+        self._padded_sizes = (batch, num_tokens)
+
+    def _pad(self, batch: int, num_tokens: int) -> None:
         host = self.host
         host["request_slots"][batch:] = -1
         host["positions_before"][batch:] = 0
@@ -118,54 +123,49 @@ class PlanBuffers:
         end = self._padded_to = max(self._padded_to, num_tokens)
         host["positions"][num_tokens:end] = 0
         host["request_ids"][num_tokens:end] = batch
-        self._padded_sizes = (batch, num_tokens)
-
-    def note_copies(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy whole blocks with the next upload, all at once; at most one per request."""
-        self._copies.note(sources, targets)
 
     def note_checkpoints(self, points: list[tuple[int, int, int]]) -> torch.Tensor:
         """Store row, boundary and checkpoint of each point; return where the device has them."""
         self._host_points[: len(points)] = points
         return self._points[: len(points)]
 
-    def upload(self, changed_blocks: Callable[[], tuple[Int64Array, IntArray]]) -> None:
-        """Queue the host's values, the block table's changes and copies of blocks.
+    def upload(
+        self,
+        changed_blocks: Callable[[], tuple[Int64Array, IntArray]],
+        sources: IntArray,
+        targets: IntArray,
+    ) -> None:
+        """Queue the host's values, the block table's changes and copies of whole blocks.
 
         Args:
             changed_blocks: Returns flat indices and present values of the block table's changed
                 elements; called only if the device has a table of its own.
+            sources, targets: Blocks to copy, at most one per request.
         """
+        num_copies = len(sources)
+        self._host_copies[0, :num_copies] = sources
+        self._host_copies[1, :num_copies] = targets
         if self._staging is not None:
             changed, values = changed_blocks()
-            for start in range(0, max(len(changed), 1), self._max_updates):
-                part = slice(start, start + self._max_updates)
-                self._send(self._staging, changed[part], values[part])
-        self._copies.apply()
+            if len(changed) > self._max_updates:
+                self._send_many(changed, values)
+                changed = changed[:0]
+            count = len(changed)
+            self._host_index[:count], self._host_value[:count] = changed, values[:count]
+            self._staging.send(self._packed)
+            if count:
+                self._flat_table.index_copy_(0, self._index[:count], self._value[:count])
+        if num_copies:
+            rows, to = self._copies[:, :num_copies]
+            self._blocks.index_copy_(0, to, self._blocks.index_select(0, rows))
 
-    def _send(self, staging: Staging, changed: Int64Array, values: IntArray) -> None:
-        count = len(changed)
-        self._host_index[:count], self._host_value[:count] = changed, values
-        staging.send(self._packed)
-        if count:
-            self._flat_table.index_copy_(0, self._index[:count], self._value[:count])
+    def _send_many(self, changed: Int64Array, values: IntArray) -> None:
+        """Bring more elements than the buffers hold, after a long request came or went.
 
-
-class _BlockCopies:
-    """Copies of blocks that a plan makes before its forward: `[2, n]`, sources and targets."""
-
-    def __init__(self, blocks: torch.Tensor, host_rows: Int64Array, rows: torch.Tensor) -> None:
-        self._blocks, self._host_rows, self._rows = blocks, host_rows, rows
-        self._count = 0
-
-    def note(self, sources: IntArray, targets: IntArray) -> None:
-        self._count = len(sources)
-        self._host_rows[0, : self._count] = sources
-        self._host_rows[1, : self._count] = targets
-
-    def apply(self) -> None:
-        """Queue the noted copies, if any."""
-        if self._count:
-            sources, targets = self._rows[:, : self._count]
-            self._blocks.index_copy_(0, targets, self._blocks.index_select(0, sources))
-            self._count = 0
+        Their memory is the caching allocator's, so nothing waits for an earlier upload.
+        """
+        pairs = torch.from_numpy(np.stack((changed, values.astype(np.int64))))
+        if self._flat_table.is_cuda:
+            pairs = pairs.pin_memory()
+        index, ids = pairs.to(self._flat_table.device, non_blocking=True)
+        self._flat_table.index_copy_(0, index, ids.to(torch.int32))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.cache.memory.byte_rows import byte_rows
 from dsv4.cache.memory.layout import CacheLayout
 from dsv4.checks import check_int
 from dsv4.formats import PagedRows
@@ -94,11 +95,16 @@ class LayerState:
 class StateCachePool:
     """All slots as one tensor `[max_requests, slot_bytes]`; a layer's state is a view of it."""
 
-    def __init__(self, layout: CacheLayout, *, max_requests: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        *,
+        max_requests: int,
+        device: torch.device,
+        storage: Tensor | None = None,
+    ) -> None:
         self.layout = layout.slots
-        self.storage = torch.zeros(
-            max_requests, self.layout.num_bytes, dtype=torch.uint8, device=device
-        )
+        self.storage = byte_rows("slots", max_requests, self.layout.num_bytes, device, storage)
         self._layers = tuple(
             LayerState(
                 layer.cut_ring(self.storage),

@@ -4,24 +4,19 @@ It publishes a full block once none of its tokens can be rejected, and decides w
 taken. The tree of published blocks is `prefix_tree`'s, the bytes are the pools'.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
+from dsv4.cache.memory.arrays import Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.checkpoints import CheckpointPolicy
+from dsv4.cache.memory.journal import Journal
 from dsv4.cache.prefix.prefix_tree import PrefixNode, PrefixTree, hash_blocks, root_digest
+from dsv4.cache.prefix.token_store import ID_DTYPE, TokenIds, TokenStore, as_token_ids
 from dsv4.config import CacheConfig
-from dsv4.errors import OutOfBlocksError
-
-TokenIds = Sequence[int] | NDArray[np.integer]
-ID_DTYPE = np.dtype("<i4")
-ID_LIMITS = np.iinfo(np.int32)
 
 
 class PrefixHit(NamedTuple):
@@ -31,11 +26,16 @@ class PrefixHit(NamedTuple):
     num_tokens: int
 
 
-class Prefix(NamedTuple):
-    """The first blocks of a request, and the checkpoint at their end; -1 for none."""
+class PrefixMatch(NamedTuple):
+    """The tokens of a prompt that `resume_request` would find now.
 
-    nodes: list[PrefixNode]
-    checkpoint: int
+    Attributes:
+        num_tokens: All of them.
+        num_host_tokens: Those of them that must first be copied from the host.
+    """
+
+    num_tokens: int
+    num_host_tokens: int
 
 
 class PlannedCheckpoint(NamedTuple):
@@ -47,52 +47,26 @@ class PlannedCheckpoint(NamedTuple):
     checkpoint: int
 
 
+class Prompt(NamedTuple):
+    """Token ids from position 0 on, and the start of their chain of hashes."""
+
+    root: bytes
+    ids: IntArray
+
+
 @dataclass(eq=False)
 class TrackedRequest:
     """An open request whose token ids are known.
 
     Attributes:
         root: The start of its chain of hashes.
-        ids: int32, from position 0 on; the first `num_known` are known.
-        num_prompt_tokens: Ids that were given as its prompt.
-        digests: The hashes of its first blocks, as far as they were needed.
         nodes: Its published blocks, the first of its row of the block table.
         pending: Its checkpoints that are not published yet, by boundary.
     """
 
     root: bytes
-    ids: IntArray
-    num_known: int
-    num_prompt_tokens: int = 0
-    digests: list[bytes] = field(default_factory=list)
     nodes: list[PrefixNode] = field(default_factory=list)
     pending: dict[int, int] = field(default_factory=dict)
-
-    def new_digests(self, block_tokens: int) -> Iterator[bytes]:
-        """Hash the full blocks that have no hash yet, lazily."""
-        width = block_tokens * ID_DTYPE.itemsize
-        known = self.ids[: self.num_known].data.cast("B")
-        previous = self.digests[-1] if self.digests else self.root
-        for digest in hash_blocks(previous, known[len(self.digests) * width :], width):
-            self.digests.append(digest)
-            yield digest
-
-    def extend(self, ids: IntArray) -> None:
-        """Add ids behind the known ones."""
-        end = self.num_known + len(ids)
-        if end > len(self.ids):
-            larger = np.empty(2 * end, dtype=ID_DTYPE)
-            larger[: self.num_known] = self.ids[: self.num_known]
-            self.ids = larger
-        self.ids[self.num_known : end] = ids
-        self.num_known = end
-
-    def copy(self) -> "TrackedRequest":
-        """Copy the record for a fork."""
-        return TrackedRequest(
-            self.root, self.ids[: self.num_known].copy(), self.num_known, self.num_prompt_tokens,
-            list(self.digests), list(self.nodes), dict(self.pending),
-        )  # fmt: skip
 
 
 class PrefixCache:
@@ -103,6 +77,10 @@ class PrefixCache:
         blocks, checkpoints: Their owners.
         block_table: The host's, `[max_requests, max_blocks]`.
         set_blocks: Writes block ids to a row of the block table: slot, columns, ids.
+
+    Attributes:
+        requests: The requests whose ids are known, by slot.
+        ids: The known ids of each slot.
     """
 
     def __init__(
@@ -110,6 +88,7 @@ class PrefixCache:
         config: CacheConfig,
         policy: CheckpointPolicy,
         tree: PrefixTree,
+        journal: Journal,
         *,
         max_requests: int,
         blocks: BlockAllocator,
@@ -120,137 +99,175 @@ class PrefixCache:
         self.tree = tree
         self.policy = policy
         self.requests: dict[int, TrackedRequest] = {}
+        self.ids = TokenStore(max_requests, journal)
         self.num_lookups = 0
         self.num_hits = 0
         self.num_asked_tokens = 0
         self.num_hit_tokens = 0
         self.num_skipped_checkpoints = 0
-        self._config = config
+        self._config, self._journal = config, journal
         self._blocks, self._checkpoints = blocks, checkpoints
         self._block_table, self._set_blocks = block_table, set_blocks
-        self._num_known: Int64Array = np.zeros(max_requests, dtype=np.int64)
+        # Of each slot: ids of its prompt, published blocks, and checkpoints not published.
+        self._num_prompt: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self._num_published: Int64Array = np.zeros(max_requests, dtype=np.int64)
+        self._num_pending: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self._planned: list[PlannedCheckpoint] = []
 
-    def new_request(self, token_ids: TokenIds, salt: bytes) -> TrackedRequest:
-        """Make the record of a prompt."""
+    def read_prompt(self, token_ids: TokenIds, salt: bytes) -> Prompt:
+        """Check a prompt and the salt of its owner."""
         if not isinstance(salt, bytes):
             raise TypeError(f"Invalid salt: expected bytes, got {type(salt).__name__}")
-        ids = as_token_ids(token_ids)
-        root = root_digest(self._config.format_fingerprint, salt)
-        return TrackedRequest(root, ids, len(ids), len(ids))
+        return Prompt(root_digest(self._config.format_fingerprint, salt), as_token_ids(token_ids))
 
-    def track(self, slot: int, request: TrackedRequest) -> None:
-        """Track a request in a slot."""
+    def find(self, prompt: Prompt) -> list[PrefixNode]:
+        """Return the nodes of the longest beginning with a checkpoint; one token is left to run."""
+        block_tokens = self._config.block_tokens
+        num_blocks = max(0, (len(prompt.ids) - 1) // block_tokens)
+        width = block_tokens * ID_DTYPE.itemsize
+        path: list[PrefixNode] = []
+        for digest in hash_blocks(
+            prompt.root, prompt.ids[: num_blocks * block_tokens].data.cast("B"), width
+        ):
+            node = self.tree.nodes.get(digest)
+            if node is None:
+                break
+            path.append(node)
+        return cut_to_checkpoint(path)
+
+    def count_lookup(self, num_asked: int, num_found: int) -> None:
+        """Count a call of `resume_request`."""
+        self.num_lookups += 1
+        self.num_hits += num_found > 0
+        self.num_asked_tokens += num_asked
+        self.num_hit_tokens += num_found
+
+    def match(self, prompt: Prompt) -> PrefixMatch:
+        """Count the tokens that `find` finds."""
+        path, block_tokens = self.find(prompt), self._config.block_tokens
+        num_host = sum(node.block < 0 for node in path)
+        return PrefixMatch(len(path) * block_tokens, num_host * block_tokens)
+
+    def take(self, path: Sequence[PrefixNode], restored: IntArray) -> IntArray:
+        """Own the blocks of a path, those from the host in new blocks; return them in order."""
+        on_host = [node for node in path if node.block < 0]
+        self.tree.restore(on_host, restored)
+        blocks = np.array([node.block for node in path], dtype=np.int32)
+        self._blocks.share(blocks)
+        return blocks
+
+    def track(
+        self,
+        slot: int,
+        root: bytes,
+        ids: IntArray,
+        *,
+        num_prompt_tokens: int,
+        nodes: Sequence[PrefixNode] = (),
+        pending: dict[int, int] | None = None,
+    ) -> None:
+        """Track a request in a slot that was not tracked."""
+        journal = self._journal
+        request = TrackedRequest(root, list(nodes), dict(pending or {}))
+        journal.note_item(self.requests, slot)
+        journal.note_rows(self._num_prompt, slot)
         self.requests[slot] = request
+        self._num_prompt[slot] = num_prompt_tokens
+        self.ids.append(np.array([slot]), ids, np.array([len(ids)]))
         self._update(slot)
 
-    def note_tokens(self, slot: int, token_ids: TokenIds, start: int) -> None:
-        """Extend the known ids of a slot; start to track one that was not, without salt."""
-        ids = as_token_ids(token_ids)
-        request = self.requests.get(slot)
-        num_known = 0 if request is None else request.num_known
-        if start != num_known:
+    def note_tokens(
+        self, slots: Int64Array, ids: IntArray, counts: Int64Array, starts: Int64Array
+    ) -> None:
+        """Extend the known ids of slots; start to track those that were not, without salt."""
+        known = self.ids.num_known[slots]
+        if (starts != known).any():
+            row = int((starts != known).argmax())
             raise ValueError(
-                f"Invalid start: expected {num_known}, the number of ids known of slot {slot}, "
-                f"got {start}"
+                f"Invalid start: expected {known[row]}, the number of ids known of slot "
+                f"{slots[row]}, got {starts[row]}"
             )
-        if request is None:
-            request = self.requests[slot] = self.new_request(ids[:0], b"")
-        request.extend(ids)
-        self._update(slot)
+        root = None
+        for slot in slots[known == 0].tolist():
+            if slot not in self.requests:
+                root = root or root_digest(self._config.format_fingerprint, b"")
+                self._journal.note_item(self.requests, slot)
+                self.requests[slot] = TrackedRequest(root)
+        self.ids.append(slots, ids, counts)
 
-    def find(self, request: TrackedRequest, acquire: Callable[[int], IntArray]) -> Prefix:
-        """Find the longest beginning of a prompt with a checkpoint; share its blocks on the device.
-
-        One token at least is left to run.
+    def choose_boundaries(
+        self, slots: Int64Array, before: Int64Array, after: Int64Array
+    ) -> list[tuple[int, int, int]]:
+        """Choose the boundaries that a forward passes and that the policy wants.
 
         Args:
-            acquire: Takes blocks for those that must come back from the host. If it raises
-                `OutOfBlocksError`, a shorter beginning is taken.
+            slots, before, after: Slots and lengths of all rows; rows of slot -1 are left out.
+
+        Returns:
+            Row, slot and boundary; the last boundary of a row first.
         """
-        path = self._known_path(request)
-        while path and path[-1].checkpoint < 0:
-            path.pop()
-        self.num_lookups += 1
-        self.num_asked_tokens += request.num_known
-        while path:
-            if self._bring(path, acquire):
-                self.num_hits += 1
-                self.num_hit_tokens += len(path) * self._config.block_tokens
-                self.tree.touch(path[-1])
-                return Prefix(path, self.tree.use_checkpoint(path[-1]))
-            path.pop()
-            while path and path[-1].checkpoint < 0:
-                path.pop()
-        return Prefix([], -1)
+        block_tokens = self._config.block_tokens
+        first, last = before // block_tokens + 1, after // block_tokens
+        rows = np.flatnonzero((slots >= 0) & (first <= last))
+        chosen = []
+        for row, slot, low, high in zip(
+            rows.tolist(), slots[rows].tolist(), first[rows].tolist(), last[rows].tolist(),
+            strict=True,
+        ):  # fmt: skip
+            if slot in self.requests:
+                prompt_blocks = int(self._num_prompt[slot]) // block_tokens
+                for block in reversed(self.policy.chosen(low, high, prompt_blocks=prompt_blocks)):
+                    chosen.append((row, slot, block * block_tokens))
+        return chosen
 
     def plan_checkpoints(
-        self,
-        slots: Int64Array,
-        before: Int64Array,
-        after: Int64Array,
-        *,
-        max_checkpoints: int,
+        self, chosen: list[tuple[int, int, int]], max_checkpoints: int
     ) -> list[tuple[int, int, int]]:
-        """Choose the boundaries that this forward's chunks checkpoint: row, boundary, checkpoint.
-
-        Args:
-            slots, before, after: Slots and lengths of all rows; a row without a chunk has slot -1.
-        """
-        first, last = before // self._config.block_tokens + 1, after // self._config.block_tokens
-        for row in np.flatnonzero((slots >= 0) & (first <= last)).tolist():
-            slot = int(slots[row])
-            for block in reversed(self._chosen(slot, int(first[row]), int(last[row]))):
-                checkpoint = None
-                if len(self._planned) < max_checkpoints:
-                    checkpoint = self.tree.take_checkpoint()
-                if checkpoint is None:
-                    self.num_skipped_checkpoints += 1
-                    continue
-                boundary = block * self._config.block_tokens
-                self._planned.append(PlannedCheckpoint(row, slot, boundary, checkpoint))
+        """Take checkpoints for boundaries inside chunks: row, boundary, checkpoint."""
+        count = min(len(chosen), self._checkpoints.num_free, max_checkpoints)
+        self.num_skipped_checkpoints += len(chosen) - count
+        taken = self._checkpoints.acquire(count).tolist()
+        self._journal.note_attribute(self, "_planned")
+        self._planned = [
+            PlannedCheckpoint(*point, checkpoint)
+            for point, checkpoint in zip(chosen[:count], taken, strict=True)
+        ]
         return [(each.row, each.boundary, each.checkpoint) for each in self._planned]
 
     def end_checkpoints(self, *, is_done: bool) -> None:
         """The forward that was to take them is over: they are pending, or were not taken."""
+        if not self._planned:
+            return
         for planned in self._planned:
             if is_done:
-                self.requests[planned.slot].pending[planned.boundary] = planned.checkpoint
+                self.add_pending(planned.slot, planned.boundary, planned.checkpoint)
             else:
                 self._checkpoints.release(np.array([planned.checkpoint]))
-        self._planned.clear()
+        self._journal.note_attribute(self, "_planned")
+        self._planned = []
 
-    def passed_boundaries(
-        self, slots: IntArray, before: IntArray, after: IntArray
-    ) -> list[tuple[int, int]]:
-        """Choose the boundaries that a forward without chunks has passed: slot, boundary."""
-        first, last = before // self._config.block_tokens + 1, after // self._config.block_tokens
-        rows = np.flatnonzero((slots >= 0) & (first <= last)).tolist()
-        return [
-            (int(slots[row]), block * self._config.block_tokens)
-            for row in rows
-            for block in self._chosen(int(slots[row]), int(first[row]), int(last[row]))
-        ]
+    def add_pending(self, slot: int, boundary: int, checkpoint: int) -> None:
+        """Give a request the checkpoint of a boundary that it has not published."""
+        pending = self.requests[slot].pending
+        self._journal.note_item(pending, boundary)
+        pending[boundary] = checkpoint
+        self._update(slot)
 
-    def take_pending(self, slot: int, boundary: int) -> int | None:
-        """Take a checkpoint for a boundary of a slot; None if it has one or none is left."""
-        request = self.requests[slot]
-        if self.checkpoint_at(slot, boundary) is not None:
-            return None
-        checkpoint = self.tree.take_checkpoint()
-        if checkpoint is None:
-            self.num_skipped_checkpoints += 1
-        else:
-            request.pending[boundary] = checkpoint
-        return checkpoint
-
-    def publish(self, lengths: Int64Array, is_torn: BoolArray) -> None:
+    def publish(self, lengths: Int64Array) -> None:
         """Publish every full block that is `drafts_per_step` tokens behind its request's end."""
-        final = np.minimum(lengths - self._config.drafts_per_step, self._num_known)
-        num_final = final // self._config.block_tokens
-        for slot in np.flatnonzero((num_final > self._num_published) & ~is_torn).tolist():
-            self._publish(slot, int(num_final[slot]))
+        block_tokens, published = self._config.block_tokens, self._num_published
+        final = np.minimum(lengths - self._config.drafts_per_step, self.ids.num_known)
+        num_final = final // block_tokens
+        slots = np.flatnonzero(num_final > published)
+        if not slots.size:
+            return
+        with self._journal:
+            taken: list[int] = []
+            for slot, last in zip(slots.tolist(), num_final[slots].tolist(), strict=True):
+                taken += self._publish(slot, last)
+            self._blocks.share(np.array(taken, dtype=np.int32))
+            self._journal.note_rows(published, slots)
+            published[slots] = num_final[slots]
 
     def checkpoint_at(self, slot: int, boundary: int) -> int | None:
         """Return the checkpoint of a request's boundary; None if there is none."""
@@ -282,16 +299,32 @@ class PrefixCache:
         pending = [each for request in self.requests.values() for each in request.pending.values()]
         return pending + [planned.checkpoint for planned in self._planned]
 
-    def cut(self, slot: int, length: int) -> None:
-        """Forget a request's ids from `length` on, with their hashes, nodes and checkpoints."""
+    def cut(self, slots: Int64Array, lengths: Int64Array) -> None:
+        """Forget the ids of requests from these lengths on, with all that follows from them."""
+        num_blocks = lengths // self._config.block_tokens
+        is_cut = (self._num_published[slots] > num_blocks) | (self._num_pending[slots] > 0)
+        for slot, count in zip(slots[is_cut].tolist(), num_blocks[is_cut].tolist(), strict=True):
+            self.give_up(slot, count)
+        self.ids.cut(slots, lengths)
+        prompt = np.minimum(self._num_prompt[slots], lengths)
+        self._journal.note_rows(self._num_prompt, slots)
+        self._num_prompt[slots] = prompt
+
+    def give_up(self, slot: int, num_blocks: int) -> None:
+        """Keep the nodes of the first blocks, and the pending checkpoints up to there."""
         request = self.requests.get(slot)
         if request is None:
             return
-        num_blocks = length // self._config.block_tokens
-        self._give_up(request, num_blocks)
-        request.num_known = min(request.num_known, length)
-        request.num_prompt_tokens = min(request.num_prompt_tokens, length)
-        del request.digests[num_blocks:]
+        nodes, pending = request.nodes, request.pending
+        if len(nodes) > num_blocks:
+            self.tree.touch(nodes[-1])
+            self._journal.note_tail(nodes, num_blocks)
+            del nodes[num_blocks:]
+        limit = num_blocks * self._config.block_tokens
+        for boundary in [each for each in pending if each > limit]:
+            self._checkpoints.release(np.array([pending[boundary]]))
+            self._journal.note_item(pending, boundary)
+            del pending[boundary]
         self._update(slot)
 
     def copy(self, slot: int, fork: int) -> None:
@@ -300,104 +333,76 @@ class PrefixCache:
         if request is None:
             return
         self._checkpoints.share(np.array(list(request.pending.values()), dtype=np.int32))
-        self.track(fork, request.copy())
+        self.track(
+            fork, request.root, self.ids.read(slot).copy(),
+            num_prompt_tokens=int(self._num_prompt[slot]),
+            nodes=request.nodes, pending=request.pending,
+        )  # fmt: skip
 
-    def forget(self, slot: int) -> TrackedRequest | None:
-        """Stop tracking a slot; return the record of its tokens alone."""
-        request = self.requests.pop(slot, None)
-        self._num_known[slot] = self._num_published[slot] = 0
-        if request is not None:
-            self._give_up(request, 0)
-        return request
+    def forget(self, slots: Int64Array) -> None:
+        """Stop tracking slots."""
+        tracked = [slot for slot in slots.tolist() if slot in self.requests]
+        if not tracked:
+            return
+        slots = np.array(tracked)
+        self.cut(slots, np.zeros(len(slots), dtype=np.int64))
+        for slot in tracked:
+            self._journal.note_item(self.requests, slot)
+            del self.requests[slot]
 
-    def _known_path(self, request: TrackedRequest) -> list[PrefixNode]:
-        """Return the nodes of a prompt's first blocks; at least one token is left over."""
-        path, block_tokens = [], self._config.block_tokens
-        num_blocks = max(0, (request.num_known - 1) // block_tokens)
-        for digest in islice(request.new_digests(block_tokens), num_blocks):
-            node = self.tree.nodes.get(digest)
-            if node is None:
-                break
-            path.append(node)
-        return path
+    def num_prompt_tokens(self, slot: int) -> int:
+        """Return the number of ids that were given as a request's prompt."""
+        return int(self._num_prompt[slot])
 
-    def _bring(self, path: list[PrefixNode], acquire: Callable[[int], IntArray]) -> bool:
-        """Restore the blocks of a path from the host and share all; False if there is no room."""
-        on_device = [node for node in path if node.block >= 0]
-        on_host = path[len(on_device) :]
-        blocks = np.array([node.block for node in on_device], dtype=np.int32)
-        self._blocks.share(blocks)
-        self.tree.pin(on_host)
-        try:
-            restored = acquire(len(on_host))
-        except OutOfBlocksError:
-            self._blocks.release(blocks)
-            return False
-        finally:
-            self.tree.pin(on_host, is_pinned=False)
-        self.tree.restore(on_host, restored)
-        self._blocks.share(restored)
-        return True
+    def _publish(self, slot: int, num_final: int) -> list[int]:
+        """Publish a request's first blocks; return those that became the tree's."""
+        request, nodes = self.requests[slot], self.requests[slot].nodes
+        first, block_tokens = len(nodes), self._config.block_tokens
+        parent, digest = (nodes[-1], nodes[-1].digest) if nodes else (None, request.root)
+        ids = self.ids.read(slot)[first * block_tokens : num_final * block_tokens]
+        digests = hash_blocks(digest, ids.data.cast("B"), block_tokens * ID_DTYPE.itemsize)
+        mine = self._block_table[slot, first:num_final].tolist()
+        added, taken = self.tree.add(digests, parent, mine)
+        self._journal.note_tail(nodes, first)
+        nodes += added
+        if len(taken) < len(mine):
+            self._adopt(slot, first, mine, added)
+        if request.pending:
+            self._publish_checkpoints(slot, request, num_final)
+        return taken
 
-    def _chosen(self, slot: int, first: int, last: int) -> list[int]:
-        request = self.requests.get(slot)
-        if request is None:
-            return []
-        prompt_blocks = request.num_prompt_tokens // self._config.block_tokens
-        return self.policy.chosen(first, last, prompt_blocks=prompt_blocks)
+    def _publish_checkpoints(self, slot: int, request: TrackedRequest, num_final: int) -> None:
+        pending, block_tokens = request.pending, self._config.block_tokens
+        for boundary in [each for each in pending if each <= num_final * block_tokens]:
+            checkpoint = pending[boundary]
+            self._journal.note_item(pending, boundary)
+            del pending[boundary]
+            self.tree.give_checkpoint(request.nodes[boundary // block_tokens - 1], checkpoint)
+        self._update(slot)
 
-    def _publish(self, slot: int, num_final: int) -> None:
-        request, block_tokens = self.requests[slot], self._config.block_tokens
-        first = len(request.nodes)
-        columns = np.arange(first, num_final)
-        for _ in islice(
-            request.new_digests(block_tokens), max(0, num_final - len(request.digests))
-        ):
-            pass
-        digests = request.digests[first:num_final]
-        mine = self._block_table[slot, first:num_final].copy()
-        parent = request.nodes[-1] if request.nodes else None
-        nodes = self.tree.add(digests, parent, mine)
-        self._adopt(slot, columns, mine, np.array([node.block for node in nodes], dtype=np.int32))
-        request.nodes += nodes
-        self._num_published[slot] = num_final
-        for boundary in [each for each in request.pending if each <= num_final * block_tokens]:
-            node = request.nodes[boundary // block_tokens - 1]
-            self.tree.give_checkpoint(node, request.pending.pop(boundary))
-
-    def _adopt(self, slot: int, columns: Int64Array, mine: IntArray, known: IntArray) -> None:
+    def _adopt(self, slot: int, first: int, mine: list[int], nodes: list[PrefixNode]) -> None:
         """Replace own blocks by those that were published before with the same tokens."""
-        is_other = mine != known
-        if is_other.any():
-            self._blocks.share(known[is_other])
-            self._set_blocks(slot, columns[is_other], known[is_other])
-            self._blocks.release(mine[is_other])
-
-    def _give_up(self, request: TrackedRequest, num_blocks: int) -> None:
-        """Keep the nodes of the first blocks, and the pending checkpoints up to there."""
-        if len(request.nodes) > num_blocks:
-            self.tree.touch(request.nodes[-1])
-            del request.nodes[num_blocks:]
-        limit = num_blocks * self._config.block_tokens
-        for boundary in [each for each in request.pending if each > limit]:
-            self._checkpoints.release(np.array([request.pending.pop(boundary)]))
+        other = [number for number, node in enumerate(nodes) if node.block != mine[number]]
+        if not other:
+            return
+        known = np.array([nodes[number].block for number in other], dtype=np.int32)
+        self._blocks.share(known)
+        self._set_blocks(slot, np.array(other) + first, known)
+        self._blocks.release(np.array([mine[number] for number in other], dtype=np.int32))
 
     def _update(self, slot: int) -> None:
         request = self.requests[slot]
-        self._num_known[slot] = request.num_known
-        self._num_published[slot] = len(request.nodes)
+        for array, value in (
+            (self._num_published, len(request.nodes)),
+            (self._num_pending, len(request.pending)),
+        ):
+            self._journal.note_rows(array, slot)
+            array[slot] = value
 
 
-def as_token_ids(values: TokenIds) -> IntArray:
-    """Copy token ids to little-endian int32, as they are hashed."""
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise ValueError(f"Invalid shape of token ids: expected one axis, got {list(array.shape)}")
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"Invalid dtype of token ids: expected integers, got {array.dtype}")
-    if array.size and not ID_LIMITS.min <= array.min() <= array.max() <= ID_LIMITS.max:
-        raise ValueError(
-            f"Invalid token ids: expected 32-bit signed integers, "
-            f"got {array.min()} to {array.max()}"
-        )
-    return array.astype(ID_DTYPE)
+def cut_to_checkpoint(path: list[PrefixNode]) -> list[PrefixNode]:
+    """Drop the last nodes of a path until its end has a checkpoint."""
+    end = len(path)
+    while end and path[end - 1].checkpoint < 0:
+        end -= 1
+    return path[:end]

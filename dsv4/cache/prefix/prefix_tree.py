@@ -8,13 +8,14 @@ uses a block uses all before it, so unused blocks can always be evicted from the
 import hashlib
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
+from dsv4.cache.memory.journal import Journal
 from dsv4.errors import IntegrityError, OutOfBlocksError
 
 DIGEST_BYTES = 32
@@ -46,7 +47,7 @@ class PrefixNode:
         checkpoint: The checkpoint at its end; -1 for none.
         last_used: Time of the last use, of it or of a block after it.
         num_device_children: Children on the device.
-        is_pinned: It must stay on the host.
+        num_swapped: Swapped requests that need it; it may go to the host, but not be lost.
     """
 
     digest: bytes
@@ -56,7 +57,7 @@ class PrefixNode:
     checkpoint: int = -1
     last_used: int = 0
     num_device_children: int = 0
-    is_pinned: bool = False
+    num_swapped: int = 0
     children: dict[bytes, "PrefixNode"] = field(default_factory=dict)
 
     @property
@@ -65,11 +66,14 @@ class PrefixNode:
 
     @property
     def is_host_leaf(self) -> bool:
-        return self.block < 0 <= self.host_block and not self.children and not self.is_pinned
+        return self.block < 0 <= self.host_block and not self.children and not self.num_swapped
 
 
 class PrefixTree:
     """Published blocks and checkpoints, least recently used first out.
+
+    Methods that copy bytes enclose their changes by themselves: what they overwrite cannot be
+    undone. The others are part of a caller's change.
 
     Args:
         blocks, checkpoints, host_blocks: The owners of each; the tree is one of them.
@@ -86,6 +90,7 @@ class PrefixTree:
         blocks: BlockAllocator,
         checkpoints: BlockAllocator,
         host_blocks: BlockAllocator,
+        journal: Journal,
         *,
         copy_to_host: CopyBlocks,
         copy_to_device: CopyBlocks,
@@ -95,9 +100,12 @@ class PrefixTree:
         self.num_evicted_checkpoints = 0
         self.num_lost_blocks = 0
         self._blocks, self._checkpoints, self._host_blocks = blocks, checkpoints, host_blocks
+        self._journal = journal
         self._copy_to_host, self._copy_to_device = copy_to_host, copy_to_device
         self._is_mine: BoolArray = np.zeros(blocks.num_blocks, dtype=np.bool_)
-        self._num_on_host = 0
+        self._num_on_host = 0  # nodes on the host alone
+        self._num_kept = 0  # those of them that swapped requests need
+        self._num_reserved = 0  # nodes on the device that may need room on the host
         self._clock = 0
         self._queue: _Queue = _Queue()
         self._host_queue: _Queue = _Queue()
@@ -122,19 +130,27 @@ class PrefixTree:
         """Blocks on the device that nobody else owns."""
         return int(np.count_nonzero(self._is_mine & (self._blocks.num_owners == 1)))
 
+    @property
+    def num_host_room(self) -> int:
+        """Blocks on the host that are free, or can be, for others than swapped requests."""
+        droppable = self._num_on_host - self._num_kept
+        return self._host_blocks.num_free + droppable - self._num_reserved
+
     def add(
-        self, digests: Sequence[bytes], parent: PrefixNode | None, blocks: IntArray
-    ) -> list[PrefixNode]:
+        self, digests: Iterable[bytes], parent: PrefixNode | None, blocks: Sequence[int]
+    ) -> tuple[list[PrefixNode], list[int]]:
         """Add nodes of blocks that follow each other; a known hash keeps its block.
 
-        A node whose block is on the host alone takes the one that is given.
+        A node whose block is on the host alone takes the one that is given. Returns the nodes, and
+        the blocks that became the tree's; the caller shares these.
         """
-        nodes, taken = [], []
-        for digest, block in zip(digests, blocks.tolist(), strict=True):
-            node = self.nodes.get(digest)
+        nodes, taken, known = [], [], self.nodes
+        for digest, block in zip(digests, blocks, strict=True):
+            node = known.get(digest)
             if node is None:
                 node = PrefixNode(digest, parent)
-                self.nodes[digest] = node
+                self._journal.note(self._forget, node)
+                known[digest] = node
                 if parent is not None:
                     parent.children[digest] = node
             if node.block < 0:
@@ -142,14 +158,20 @@ class PrefixTree:
                 taken.append(block)
             nodes.append(node)
             parent = node
-        self._blocks.share(np.array(taken, dtype=np.int32))
-        return nodes
+        return nodes, taken
+
+    def _forget(self, node: PrefixNode) -> None:
+        self.nodes.pop(node.digest, None)
+        if node.parent is not None:
+            node.parent.children.pop(node.digest, None)
 
     def give_checkpoint(self, node: PrefixNode, checkpoint: int) -> None:
         """Make the tree the owner of a checkpoint, or release a node's second one."""
         if node.checkpoint >= 0:
             self._checkpoints.release(np.array([checkpoint]))
             return
+        self._journal.note_attribute(node, "checkpoint")
+        self._journal.note_item(self._checkpointed, node)
         node.checkpoint = checkpoint
         self._checkpointed[node] = None
 
@@ -158,16 +180,17 @@ class PrefixTree:
         self._checkpointed.move_to_end(node)
         return node.checkpoint
 
-    def take_checkpoint(self) -> int | None:
-        """Take a free checkpoint or the least recently used one; None if there is none."""
-        while not self._checkpoints.num_free:
-            if not self._checkpointed:
-                return None
-            node, _ = self._checkpointed.popitem(last=False)
-            self._checkpoints.release(np.array([node.checkpoint]))
-            node.checkpoint = -1
-            self.num_evicted_checkpoints += 1
-        return int(self._checkpoints.acquire(1)[0])
+    def make_checkpoint_room(self, count: int, kept: Collection[int] = ()) -> None:
+        """Drop the least recently used checkpoints, but some, until so many are free."""
+        if self._checkpoints.num_free >= count:
+            return
+        for node in list(self._checkpointed):
+            if self._checkpoints.num_free >= count:
+                return
+            if node.checkpoint not in kept:
+                with self._journal:
+                    self._drop_checkpoint(node)
+                    self.num_evicted_checkpoints += 1
 
     def touch(self, node: PrefixNode) -> None:
         """Note that a request used this block, and those before it, until now."""
@@ -175,40 +198,55 @@ class PrefixTree:
         node.last_used = self._clock
         self._enqueue(node)
 
-    def evict(self, num_blocks: int) -> None:
+    def count_evictable(self, kept: Iterable[PrefixNode]) -> int:
+        """Count blocks on the device that nobody else owns, beside those of some nodes."""
+        owners = self._blocks.num_owners
+        held = sum(node.block >= 0 and owners[node.block] == 1 for node in kept)
+        return self.num_evictable - int(held)
+
+    def evict(self, num_blocks: int, kept: Collection[PrefixNode] = ()) -> None:
         """Free that many blocks which nobody else owns, the least recently used first.
 
-        They go to the host. Blocks that were there longest make room.
+        They go to the host. Blocks that were there longest make room. Nodes that are kept stay
+        where they are.
 
         Raises:
             OutOfBlocksError: There are not so many. Nothing was changed.
         """
-        if num_blocks > self.num_evictable:
+        evictable = self.count_evictable(kept)
+        if num_blocks > evictable:
             raise OutOfBlocksError(
-                f"Out of blocks: {num_blocks} to evict, {self.num_evictable} nobody uses"
+                num_blocks, self._blocks.num_free, evictable, total=self._blocks.num_blocks
             )
-        victims, ids = [], []
-        for _ in range(num_blocks):
-            node = self._next_victim()
-            victims.append(node)
-            ids.append(node.block)
-            self._take_off_device(node)
-        self._move_to_host(victims, ids)
-        self.num_evicted_blocks += num_blocks
-        self._blocks.release(np.array(ids, dtype=np.int32))
+        kept = set(kept)
+        self._drop_from_host(min(num_blocks, self.num_host_room), kept)
+        with self._journal:
+            victims = []
+            for _ in range(num_blocks):
+                node = self._next_victim(kept)
+                victims.append((node, node.block))
+                self._take_off_device(node)
+            self._move_to_host(victims)
+            self.num_evicted_blocks += num_blocks
+            self._blocks.release(np.array([block for _, block in victims], dtype=np.int32))
 
-    def restore(self, nodes: Iterable[PrefixNode], blocks: IntArray) -> None:
-        """Copy nodes from the host to blocks, which become the tree's."""
-        nodes = list(nodes)
+    def restore(self, nodes: Sequence[PrefixNode], blocks: IntArray) -> None:
+        """Copy nodes from the host to new blocks, which become the tree's."""
+        if not nodes:
+            return
         sources = np.array([node.host_block for node in nodes], dtype=np.int32)
         self._copy_to_device(sources, blocks)
         for node, block in zip(nodes, blocks.tolist(), strict=True):
             self._put_on_device(node, block)
 
-    def pin(self, nodes: Iterable[PrefixNode], is_pinned: bool = True) -> None:
-        """Keep nodes on the host while others are evicted, or let them go."""
+    def keep_for_swapped(self, nodes: Iterable[PrefixNode], change: int) -> None:
+        """Count one swapped request more, or less, that needs these nodes."""
+        self._note_counts()
         for node in nodes:
-            node.is_pinned = is_pinned
+            self._journal.note_attribute(node, "num_swapped")
+            self._count(node, -1)
+            node.num_swapped += change
+            self._count(node, 1)
             self._enqueue(node)
 
     def make_host_room(self, num_blocks: int) -> None:
@@ -218,22 +256,28 @@ class PrefixTree:
             OutOfBlocksError: There would not be so many. Nothing was changed.
         """
         host = self._host_blocks
-        if num_blocks > host.num_free + self._num_on_host:
+        if num_blocks > self.num_host_room:
+            free = host.num_free - self._num_reserved
             raise OutOfBlocksError(
-                f"Out of host blocks: {num_blocks} needed, {host.num_free} of {host.num_blocks} "
-                f"free and {self._num_on_host} of the prefix cache"
-            )
-        while host.num_free < num_blocks and self._drop_from_host():
-            pass
+                num_blocks, free, self.num_host_room - free,
+                total=host.num_blocks, kind="host blocks",
+            )  # fmt: skip
+        self._drop_from_host(num_blocks)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless the nodes agree with each other and with the owners."""
         on_device = [node.block for node in self.nodes.values() if node.block >= 0]
         if sorted(on_device) != np.flatnonzero(self._is_mine).tolist():
             raise IntegrityError("Prefix tree: its nodes and its blocks are not the same")
-        on_host = [node.host_block for node in self.nodes.values() if node.host_block >= 0]
-        if len(on_host) != self._num_on_host or len(set(on_host)) != len(on_host):
+        on_host = [node for node in self.nodes.values() if node.host_block >= 0]
+        ids = {node.host_block for node in on_host}
+        kept = sum(node.num_swapped > 0 for node in on_host)
+        reserved = sum(node.num_swapped > 0 <= node.block for node in self.nodes.values())
+        counts = (self._num_on_host, self._num_kept, self._num_reserved)
+        if len(ids) != len(on_host) or counts != (len(on_host), kept, reserved):
             raise IntegrityError("Prefix tree: its nodes and its blocks on the host differ")
+        if reserved > self._host_blocks.num_free:
+            raise IntegrityError("Prefix tree: there is no room for blocks of swapped requests")
         for node in self.nodes.values():
             num_children = sum(child.block >= 0 for child in node.children.values())
             is_somewhere = (node.block >= 0) != (node.host_block >= 0)
@@ -255,87 +299,132 @@ class PrefixTree:
         """Return the checkpoints that the tree owns."""
         return [node.checkpoint for node in self._checkpointed]
 
-    def _next_victim(self) -> PrefixNode:
+    def _next_victim(self, kept: Collection[PrefixNode]) -> PrefixNode:
         """Return the least recently used block that can go; there is one.
 
         The queue drops a block that it meets in use. Its last user, such as a fork from before it
         was published, does not queue it again. If only such blocks remain, all are queued anew.
         """
-        node = self._queue.pop(self._can_leave_device)
-        if node is None:
-            for each in self.nodes.values():
-                self._enqueue(each)
-            node = self._queue.pop(self._can_leave_device)
+
+        owners = self._blocks.num_owners
+
+        def can_go(node: PrefixNode) -> bool:
+            return node.is_device_leaf and owners[node.block] == 1 and node not in kept
+
+        node = self._pop(self._queue, can_go)
         assert node is not None, "num_evictable counts blocks that can't go"
         return node
 
-    def _can_leave_device(self, node: PrefixNode) -> bool:
-        return node.is_device_leaf and self._blocks.num_owners[node.block] == 1
+    def _pop(self, queue: "_Queue", can_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
+        node = queue.pop(can_go)
+        if node is None:
+            for each in self.nodes.values():
+                self._enqueue(each)
+            node = queue.pop(can_go)
+        return node
 
     def _put_on_device(self, node: PrefixNode, block: int) -> None:
+        journal, parent = self._journal, node.parent
+        journal.note_attribute(node, "block")
+        journal.note_rows(self._is_mine, block)
+        self._note_counts()
+        self._count(node, -1)
+        if node.host_block >= 0:
+            journal.note_attribute(node, "host_block")
+            self._host_blocks.release(np.array([node.host_block]))
+            node.host_block = -1
         node.block = block
         self._is_mine[block] = True
-        if node.parent is not None:
-            node.parent.num_device_children += 1
-        if node.host_block >= 0:
-            self._free_host_block(node)
-        self.touch(node)
+        self._count(node, 1)
+        if parent is not None:
+            journal.note_attribute(parent, "num_device_children")
+            parent.num_device_children += 1
+        self._clock += 1
+        node.last_used = self._clock  # its user queues it once it goes
 
     def _take_off_device(self, node: PrefixNode) -> None:
+        journal, parent = self._journal, node.parent
+        journal.note_attribute(node, "block")
+        journal.note_rows(self._is_mine, node.block)
+        self._note_counts()
+        self._count(node, -1)
         self._is_mine[node.block] = False
         node.block = -1
-        parent = node.parent
         if parent is not None:
+            journal.note_attribute(parent, "num_device_children")
             parent.num_device_children -= 1
             parent.last_used = max(parent.last_used, node.last_used)
             self._enqueue(parent)
 
-    def _move_to_host(self, nodes: list[PrefixNode], blocks: list[int]) -> None:
-        """Give evicted nodes a place on the host; later ones replace earlier ones."""
-        for node in nodes:
-            if not self._host_blocks.num_free and not self._drop_from_host():
-                self._remove(node)
+    def _move_to_host(self, victims: list[tuple[PrefixNode, int]]) -> None:
+        """Give evicted nodes a place on the host, as far as there is room; the last ones first."""
+        moved, journal = [], self._journal
+        is_needed = [node.num_swapped > 0 for node, _ in victims]
+        num_others = self._host_blocks.num_free - self._num_reserved - sum(is_needed)
+        for (node, block), must_stay in zip(reversed(victims), reversed(is_needed), strict=True):
+            num_others -= not must_stay
+            if not must_stay and num_others < 0:
                 continue
+            journal.note_attribute(node, "host_block")
             node.host_block = int(self._host_blocks.acquire(1)[0])
-            self._num_on_host += 1
+            self._count(node, 1)
             self._enqueue(node)
-        pairs = [
-            (block, node.host_block)
-            for node, block in zip(nodes, blocks, strict=True)
-            if node.host_block >= 0
-        ]
-        if pairs:
-            sources, targets = np.array(pairs, dtype=np.int32).T
+            moved.append((block, node.host_block))
+        for node, _ in victims:
+            if node.host_block < 0:
+                self._remove(node)
+        if moved:
+            sources, targets = np.array(sorted(moved), dtype=np.int32).T
             self._copy_to_host(sources, targets)
 
-    def _drop_from_host(self) -> bool:
-        """Remove the least recently used leaf that is on the host alone; False if there is none."""
-        node = self._host_queue.pop(lambda node: node.is_host_leaf)
-        if node is None:
-            return False
-        self._remove(node)
-        return True
+    def _drop_from_host(self, num_free: int, kept: Collection[PrefixNode] = ()) -> None:
+        """Remove leaves that are on the host alone until so many blocks are free for others."""
+        while self._host_blocks.num_free - self._num_reserved < num_free:
+            node = self._pop(self._host_queue, lambda node: node.is_host_leaf and node not in kept)
+            if node is None:
+                return
+            with self._journal:
+                self._remove(node)
 
     def _remove(self, node: PrefixNode) -> None:
         """Forget a node that is not on the device."""
         assert not node.children, node.digest
+        journal, parent = self._journal, node.parent
         if node.host_block >= 0:
-            self._free_host_block(node)
+            self._note_counts()
+            self._count(node, -1)
+            journal.note_attribute(node, "host_block")
+            self._host_blocks.release(np.array([node.host_block]))
+            node.host_block = -1
         if node.checkpoint >= 0:
-            del self._checkpointed[node]
-            self._checkpoints.release(np.array([node.checkpoint]))
-            node.checkpoint = -1
+            self._drop_checkpoint(node)
+        journal.note_item(self.nodes, node.digest)
         del self.nodes[node.digest]
         self.num_lost_blocks += 1
-        parent = node.parent
         if parent is not None:
+            journal.note_item(parent.children, node.digest)
             del parent.children[node.digest]
             self._enqueue(parent)
 
-    def _free_host_block(self, node: PrefixNode) -> None:
-        self._host_blocks.release(np.array([node.host_block]))
-        node.host_block = -1
-        self._num_on_host -= 1
+    def _drop_checkpoint(self, node: PrefixNode) -> None:
+        self._journal.note_attribute(node, "checkpoint")
+        self._journal.note_item(self._checkpointed, node)
+        self._checkpoints.release(np.array([node.checkpoint]))
+        node.checkpoint = -1
+        del self._checkpointed[node]
+
+    def _count(self, node: PrefixNode, sign: int) -> None:
+        """Add a node's place to the counts, or take it away."""
+        is_needed = sign * (node.num_swapped > 0)
+        if node.block >= 0:
+            self._num_reserved += is_needed
+        elif node.host_block >= 0:
+            self._num_on_host += sign
+            self._num_kept += is_needed
+
+    def _note_counts(self) -> None:
+        for name in ("_num_on_host", "_num_kept", "_num_reserved"):
+            self._journal.note_attribute(self, name)
 
     def _enqueue(self, node: PrefixNode) -> None:
         if node.is_device_leaf:
@@ -345,7 +434,11 @@ class PrefixTree:
 
 
 class _Queue:
-    """Nodes by their last use. Entries that are stale, or may not go, are dropped when met."""
+    """Nodes by their last use. Entries that are stale, or may not go, are dropped when met.
+
+    It may hold too little or too much after a change was undone: users look at all nodes if they
+    find none here.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, PrefixNode]] = []
@@ -361,9 +454,9 @@ class _Queue:
     def _forget_old_uses(self) -> None:
         """Keep one entry for each node; not again before there are twice as many."""
         last = {node: (used, count, node) for used, count, node in self._heap}
-        self._heap = [entry for node, entry in last.items() if entry[0] == node.last_used]
-        heapq.heapify(self._heap)
-        self._limit = max(64, 2 * len(self._heap))
+        heap = [entry for node, entry in last.items() if entry[0] == node.last_used]
+        heapq.heapify(heap)
+        self._heap, self._limit = heap, max(64, 2 * len(heap))
 
     def pop(self, may_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
         """Take the first node that may go; a node dropped here is pushed again once it is freed."""

@@ -144,9 +144,11 @@ class PagedCache(AttachedCache):
             raise ValueError(
                 f"Too many tokens in one request: expected at most {limit}, got {lengths.max()}"
             )
-        num_blocks = manager.books.requests.num_blocks[self._slots].sum()
-        needed = int(blocks_for(manager.config, lengths).sum() - num_blocks)
-        self._check_blocks(needed, manager.allocator.num_free)
+        if self._slots:
+            needed = manager.blocks_needed(self._slots, lengths)
+        else:
+            needed = int(blocks_for(manager.config, lengths).sum())
+        self._check_blocks(needed, manager.num_free_blocks)
 
     @contextmanager
     def forward(
@@ -162,10 +164,14 @@ class PagedCache(AttachedCache):
             The forward's plan.
         """
         self._forward = self._start(batch, num_columns, is_token)
+        plan = self._forward.plan
         try:
-            yield self._forward.plan
+            yield plan
         finally:
             self._forward = None
+            if plan.is_cancelled or plan.is_live:
+                plan.cancel()
+                self._columns.drop(num_columns)
 
     def attend(self, layer_idx: int, module: Any, hidden: Tensor) -> Tensor:
         """Run one attention module on `hidden` `[batch, num_columns, hidden_size]`.
@@ -237,7 +243,7 @@ class PagedCache(AttachedCache):
         captured = None
         if self._has_graphs and num_columns == 1 and is_token is None:
             captured = self._capture(batch, int(after.max()))
-        slots = [manager.open_request() for _ in range(batch)] if is_new else self._slots
+        slots = manager.open_requests(batch) if is_new else self._slots
         try:
             plan = prepare_forward(manager, slots, before, after)
         except BaseException:
@@ -269,7 +275,7 @@ class PagedCache(AttachedCache):
         if captured is not None and captured.fits(batch, longest):
             return captured
         too_long = longest > manager.capacity.max_request_tokens
-        if model is None or hidden is None or too_long or manager.forward.is_incomplete:
+        if model is None or hidden is None or too_long or manager.live_plan is not None:
             return None
         modules = [layer.self_attn for layer in model.layers]
         with torch.inference_mode(False), torch.no_grad():
@@ -296,7 +302,7 @@ class PagedCache(AttachedCache):
 
     def _check_blocks(self, needed: int, num_free: int) -> None:
         if needed > num_free:
-            raise OutOfBlocksError(f"Out of blocks: {needed} needed, {num_free} free")
+            raise OutOfBlocksError(needed, num_free, total=self.manager.capacity.num_blocks)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of columns, padding included, as transformers counts."""
@@ -357,8 +363,7 @@ class PagedCache(AttachedCache):
         kept = manager.lengths[self._slots]
         kept -= self._columns.read(stop - num_columns, stop).sum(axis=1)
         self._check_floors(kept, num_columns)
-        for slot, length in zip(self._slots, kept.tolist(), strict=True):
-            manager.truncate(slot, length)
+        manager.truncate(self._slots, kept)
         self._columns.drop(num_columns)
 
     def _check_floors(self, kept: NDArray[np.int64], num_columns: int) -> None:
@@ -396,7 +401,6 @@ class PagedCache(AttachedCache):
         self._check_room(len(rows))
         copied = [self._slots[row] for number, row in enumerate(rows) if row in rows[:number]]
         dropped = [slot for row, slot in enumerate(self._slots) if row not in set(rows)]
-        manager.forward.check_whole(np.array(copied, dtype=np.int64))
         self._check_copies(copied, dropped)
         _free(manager, dropped)
         slots: list[int] = []
@@ -409,13 +413,8 @@ class PagedCache(AttachedCache):
     def _check_copies(self, copied: list[int], dropped: list[int]) -> None:
         """Refuse forks without enough blocks, before any row is dropped."""
         manager = self.manager
-        full = manager.lengths[copied] // manager.config.block_tokens
-        needed = int(np.maximum(manager.books.requests.num_blocks[copied] - full, 0).sum())
-        table = manager.books.requests.block_table[dropped]
-        num_dropped = np.bincount(table[table >= 0], minlength=manager.capacity.num_blocks)
-        num_owners = manager.allocator.num_owners
-        freed = int(((num_dropped > 0) & (num_dropped == num_owners)).sum())
-        self._check_blocks(needed, manager.allocator.num_free + freed)
+        needed = manager.blocks_to_fork(copied)
+        self._check_blocks(needed, manager.num_free_blocks + manager.blocks_freed(dropped))
 
     @property
     def batch_size(self) -> int:
@@ -436,5 +435,4 @@ def _counts(is_token: BoolArray | None, num_columns: int) -> NDArray[np.int64] |
 
 
 def _free(manager: KVCacheManager, slots: list[int]) -> None:
-    for slot in reversed(slots):  # the next batch then gets them in the same order
-        manager.free_request(slot)
+    manager.free_requests(slots)  # the next batch gets them in the same order

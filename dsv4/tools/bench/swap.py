@@ -93,9 +93,10 @@ def _manager(num_tokens: int, device: str) -> KVCacheManager:
 
 def _scatter_free_blocks(manager: KVCacheManager) -> None:
     """Shuffle the free blocks, so that the next request gets scattered ones."""
-    blocks = manager.allocator.acquire(manager.allocator.num_free)
+    allocator = manager._books.allocator
+    blocks = allocator.acquire(allocator.num_free)
     for block in np.random.default_rng(0).permutation(blocks):
-        manager.allocator.release(np.array([block]))
+        allocator.release(np.array([block]))
 
 
 def _time(manager: KVCacheManager, move: Callable[[], _Result]) -> tuple[_Result, Move]:
@@ -118,7 +119,7 @@ def _stored(manager: KVCacheManager, slot: int) -> Iterator[Tensor]:
     """Yield all bytes of a request: its slot, then its blocks in order, some at a time."""
     yield manager.state.storage[slot]
     storage = manager.paged.storage
-    blocks = manager.books.requests.blocks_of(slot).astype(np.int64)
+    blocks = manager.blocks_of(slot).astype(np.int64)
     for part in torch.from_numpy(blocks).split(COMPARED_AT_ONCE):
         yield storage[part.to(storage.device)]
 

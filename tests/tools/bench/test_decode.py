@@ -28,7 +28,7 @@ def test_requests_stand_one_token_apart(case):
     steps = decode.NUM_STEPS + decode.NUM_WARMUP_STEPS + 1
     assert lengths[-1] + steps == LENGTH - 1
     case.manager.check_integrity()
-    table = case.manager.books.requests.block_table[case.slots]
+    table = case.manager._books.requests.block_table[case.slots]
     num_full = lengths[0] // CONFIG.block_tokens
     is_shared = (table[:, :num_full] == table[0, :num_full]).all()
     assert bool(is_shared) is not case.has_own_blocks

@@ -103,7 +103,7 @@ def test_ranges_are_those_of_the_rows(path, monkeypatch, kv_format, index_format
     manager = save(path, config)
     report = inspect(path)
     gathered = {}
-    plan_rows = manager.books.requests.block_table[1, :3]
+    plan_rows = manager._books.requests.block_table[1, :3]
     for idx in (1, 3):
         pages = manager.paged.layer(idx)
         flat = torch.cat([torch.arange(int(b) * 32, int(b) * 32 + 32) for b in plan_rows])[:67]

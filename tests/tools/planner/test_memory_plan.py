@@ -66,7 +66,7 @@ def test_allocated_bytes_are_those_of_the_manager(seed):
     slots = [manager.open_request() for _ in range(plan.num_requests)]
     for slot in slots:
         fill(manager, slot, plan.context_tokens)
-    assert manager.allocator.num_free == 0
+    assert manager._books.allocator.num_free == 0
     manager.check_integrity()
 
 
@@ -138,7 +138,7 @@ def test_requests_that_fit_do_fit(requests, tokens):
     assert tensor_bytes(manager) == budget
     for _ in range(requests):
         fill(manager, manager.open_request(), tokens)
-    assert manager.allocator.num_free == 0
+    assert manager._books.allocator.num_free == 0
     with pytest.raises(NoFreeSlotError):
         manager.open_request()
     assert tensor_bytes(build_manager(replace(planned, num_requests=requests + 1).capacity)) == more

@@ -1,0 +1,345 @@
+"""`ForwardPlanner`: decides one forward, between graphs, for any number of layers at once.
+
+It is vectorised over requests and never waits for the device. It either returns a plan with every
+block in place or raises with nothing changed.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsv4.cache.books import CacheBooks
+from dsv4.cache.current_forward import CurrentForward
+from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
+from dsv4.cache.memory.capacity import Capacity, blocks_for
+from dsv4.cache.memory.device_memory import DeviceMemory
+from dsv4.cache.plan import ForwardPlan, Survival
+from dsv4.checks import check_ints
+from dsv4.kernels.contracts import CheckpointPoints
+
+Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
+
+
+class BlockNeeds(NamedTuple):
+    """The blocks that a forward takes.
+
+    Attributes:
+        grows: Rows that grow into new blocks, and `missing`, how many each.
+        copies: Rows that write to a block with another owner, which they copy first.
+    """
+
+    grows: NDArray[np.intp]
+    missing: Int64Array
+    copies: NDArray[np.intp]
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.missing.sum()) + len(self.copies)
+
+
+class ForwardPlanner:
+    """Plans the forwards of one manager."""
+
+    def __init__(
+        self, capacity: Capacity, memory: DeviceMemory, books: CacheBooks, forward: CurrentForward
+    ) -> None:
+        self._capacity, self._config = capacity, capacity.config
+        self._memory, self._books, self._forward = memory, books, forward
+        self._no_rows = np.empty(0, dtype=np.int64)
+
+    def prepare(
+        self, request_slots: Ints, positions_before: Ints, positions_after: Ints
+    ) -> ForwardPlan:
+        """Plan a forward; see `KVCacheManager.prepare_forward`."""
+        slots = check_ints("request_slots", request_slots)
+        before = check_ints("positions_before", positions_before)
+        after = check_ints("positions_after", positions_after)
+        _check_lengths(slots, before, after)
+        is_real = self._check_rows(slots, before, after)
+        counts = after - before
+        num_tokens = int(counts.sum())
+        self._check_capacity(slots, num_tokens)
+        self._forward.check_idle()
+        self._forward.publish()
+        real = slice(None) if is_real.all() else is_real
+        real_slots, real_before, real_after = slots[real], before[real], after[real]
+        needs = self.count_blocks(real_slots, real_before, real_after)
+        is_chunk = (counts > self._capacity.max_step_tokens) & is_real
+        has_chunks = bool(is_chunk.any())
+        chosen = self._choose_boundaries(slots, before, after)
+        in_chunks = [each for each in chosen if is_chunk[each[0]]]
+        in_steps = [each for each in chosen if not is_chunk[each[0]]]
+        survival = self._plan_survival(slots, before, after, is_chunk, has_chunks=has_chunks)
+        self._make_room(needs, len(real_slots), in_chunks, survival)
+        self._forward.retire()
+        with self._books.journal:
+            sources, targets = self._take_blocks(needs, real_slots, real_before)
+            self._books.requests.advance(real_slots, real_after)
+            self._hold(slots, survival)
+            boundaries = self._take_checkpoints(in_chunks)
+            starts = self._workspace_starts(counts, is_chunk) if has_chunks else None
+            num_chunks = self._fill_buffers(slots, before, after, counts, starts, num_tokens)
+            buffers = self._memory.plan_buffers
+            buffers.upload(self._books.requests.changed_blocks, sources, targets)
+            self._books.requests.forget_changes()
+            host, batch = buffers.host, len(slots)
+            plan = ForwardPlan(
+                owner=weakref.ref(self._forward),
+                tokens=buffers.token_map(batch, num_tokens, num_chunks, int(counts.max(initial=0))),
+                request_slots=host["request_slots"][:batch].copy(),
+                positions_before=host["positions_before"][:batch].copy(),
+                positions_after=host["positions_after"][:batch].copy(),
+                num_tokens=num_tokens,
+                longest=int(real_after.max(initial=0)),
+                num_new_blocks=needs.num_blocks,
+                has_workspace=num_chunks > 0,
+                num_layer_writes=self._config.num_layer_writes,
+                boundaries=boundaries,
+                survival=survival,
+            )
+            self._forward.start(plan, in_steps)
+            return plan
+
+    def padding_plan(
+        self, num_rows: int, num_tokens: int, num_chunks: int, max_step: int, *, max_length: int
+    ) -> ForwardPlan:
+        """Plan a forward over the buffers as they are, sized for requests of `max_length`."""
+        nothing = np.zeros(num_rows, dtype=np.int32)
+        return ForwardPlan(
+            owner=weakref.ref(self._forward),
+            tokens=self._memory.plan_buffers.token_map(num_rows, num_tokens, num_chunks, max_step),
+            request_slots=nothing - 1,
+            positions_before=nothing,
+            positions_after=nothing,
+            num_tokens=num_tokens,
+            longest=max_length,
+            num_new_blocks=0,
+            has_workspace=num_chunks > 0,
+            num_layer_writes=self._config.num_layer_writes,
+        )
+
+    def count_blocks(
+        self, slots: Int64Array, before: Int64Array, after: Int64Array
+    ) -> BlockNeeds:
+        """Find the blocks that a forward of these requests takes."""
+        books = self._books
+        need, have = blocks_for(self._config, after), books.requests.num_blocks[slots]
+        grows = np.flatnonzero(need > have)
+        copies = grows[:0]
+        if books.allocator.num_shares:
+            copies = self._find_copies(slots, before, after, have)
+        return BlockNeeds(grows, (need - have)[grows], copies)
+
+    def _check_rows(
+        self, slots: Int64Array, before: Int64Array, after: Int64Array
+    ) -> BoolArray:
+        """Refuse rows that contradict the requests; return which rows are real."""
+        requests, max_requests = self._books.requests, self._capacity.max_requests
+        check_ints("request_slots", slots, at_least=-1, at_most=max_requests - 1)
+        is_real: BoolArray = slots >= 0
+        mine = slots[is_real]
+        is_open = requests.is_open[mine] & ~requests.is_closing[mine]
+        if not is_open.all():
+            raise ValueError(f"Invalid request_slots: slot {mine[~is_open][0]} is not open")
+        if np.bincount(mine, minlength=1).max() > 1:
+            slot = int(np.bincount(mine).argmax())
+            raise ValueError(f"Invalid request_slots: slot {slot} is named more than once")
+        self._forward.check_idle(mine)
+        is_wrong = before[is_real] != requests.lengths[mine]
+        if is_wrong.any():
+            row = int(is_wrong.argmax())
+            raise ValueError(
+                f"Invalid positions_before: expected {requests.lengths[mine[row]]}, the length of "
+                f"slot {mine[row]}, got {before[is_real][row]}"
+            )
+        if (after < before).any() or before.min(initial=0) < 0:
+            row = int(((after < before) | (before < 0)).argmax())
+            raise ValueError(
+                "Invalid positions: expected 0 <= positions_before <= positions_after, "
+                f"got {before[row]} and {after[row]} in row {row}"
+            )
+        limit, longest = self._capacity.max_request_tokens, int(after.max(initial=0))
+        if longest > limit:
+            raise ValueError(
+                f"Too many tokens in one request: expected at most {limit}, got {longest}"
+            )
+        return is_real
+
+    def _check_capacity(self, slots: Int64Array, num_tokens: int) -> None:
+        for name, value, limit in (
+            ("requests", len(slots), self._capacity.max_requests),
+            ("tokens", num_tokens, self._capacity.max_forward_tokens),
+        ):
+            if value > limit:
+                raise ValueError(
+                    f"Too many {name} in one forward: expected at most {limit}, got {value}"
+                )
+
+    def _find_copies(
+        self, slots: Int64Array, before: Int64Array, after: Int64Array, have: Int64Array
+    ) -> NDArray[np.intp]:
+        """Find the rows of requests that write to a block with another owner.
+
+        If all owners of a block write to it in this forward, the last of them keeps it.
+        """
+        ratio, columns = self._config.smallest_ratio, before // self._config.block_tokens
+        rows = np.flatnonzero((before // ratio < after // ratio) & (columns < have))
+        ids = self._books.requests.block_table[slots[rows], columns[rows]]
+        order = np.argsort(ids, kind="stable")
+        rows, ids = rows[order], ids[order]
+        num_before = np.arange(len(ids)) - np.searchsorted(ids, ids)  # writers of the same block
+        return rows[num_before < self._books.allocator.num_owners[ids] - 1]
+
+    def _choose_boundaries(
+        self, slots: Int64Array, before: Int64Array, after: Int64Array
+    ) -> list[tuple[int, int, int]]:
+        prefix = self._books.prefix
+        return [] if prefix is None else prefix.choose_boundaries(slots, before, after)
+
+    def _plan_survival(
+        self,
+        slots: Int64Array,
+        before: Int64Array,
+        after: Int64Array,
+        is_chunk: BoolArray,
+        *,
+        has_chunks: bool,
+    ) -> Survival:
+        """Decide what a cancelled forward leaves of each request.
+
+        A step overwrites no row that a query at the old length reads. A chunk may: it goes back to
+        a checkpoint at that length, to an undo slot (the longest first), to an earlier checkpoint,
+        or to 0.
+        """
+        none = np.full(len(slots), -1, dtype=np.int64)
+        floors = self._books.requests.rollback_floor[slots]
+        lowest = np.minimum(before, after - self._config.drafts_per_step)
+        survival = Survival(before, np.maximum(floors, lowest), none, none.copy())
+        if not has_chunks:
+            return survival
+        survival = survival._replace(lengths=before.copy())
+        free = list(range(self._capacity.num_undo_slots))
+        chunks = np.flatnonzero(is_chunk & (before > 0))
+        for row in chunks[np.argsort(-before[chunks], kind="stable")].tolist():
+            slot, length = int(slots[row]), int(before[row])
+            held = self._held_checkpoint(slot, length)
+            if held[0] < length and free:
+                survival.undo_slots[row] = free.pop(0)
+                survival.floors[row] = floors[row]
+            else:
+                survival.lengths[row] = survival.floors[row] = held[0]
+                survival.checkpoints[row] = held[1]
+        return survival
+
+    def _held_checkpoint(self, slot: int, length: int) -> tuple[int, int]:
+        """Return the longest length up to `length` with a checkpoint, and that; 0, -1 for none."""
+        prefix = self._books.prefix
+        if prefix is None:
+            return 0, -1
+        known = [each for each in prefix.checkpointed_lengths(slot) if each <= length]
+        checkpoint = prefix.checkpoint_at(slot, known[-1]) if known else None
+        return (0, -1) if checkpoint is None else (known[-1], checkpoint)
+
+    def _make_room(
+        self,
+        needs: BlockNeeds,
+        num_requests: int,
+        in_chunks: list[tuple[int, int, int]],
+        survival: Survival,
+    ) -> None:
+        """Evict what the forward needs the room of; each eviction is a change of its own."""
+        self._books.make_room(
+            needs.num_blocks,
+            note=f"; in this forward {len(needs.grows)} of {num_requests} requests grow into new "
+            f"blocks, {len(needs.copies)} copy one that they share",
+        )
+        if in_chunks and self._books.prefix is not None:
+            wanted = min(len(in_chunks), self._capacity.max_forward_checkpoints)
+            self._books.prefix.tree.make_checkpoint_room(wanted, survival.checkpoints)
+
+    def _take_blocks(
+        self, needs: BlockNeeds, slots: Int64Array, before: Int64Array
+    ) -> tuple[IntArray, IntArray]:
+        """Give each request its blocks; return sources and targets of those to copy."""
+        books, num_blocks = self._books, needs.num_blocks
+        none = np.empty(0, dtype=np.int32)
+        if not num_blocks:
+            return none, none
+        ids = books.acquire_blocks(num_blocks)
+        fresh, targets = np.split(ids, [num_blocks - len(needs.copies)])
+        books.requests.append_blocks(slots[needs.grows], needs.missing, fresh)
+        if not targets.size:
+            return none, none
+        columns = before[needs.copies] // self._config.block_tokens
+        return books.replace_blocks(slots[needs.copies], columns, targets), targets
+
+    def _hold(self, slots: Int64Array, survival: Survival) -> None:
+        """Copy what a chunk would overwrite, and own the checkpoints that it may go back to."""
+        held = survival.checkpoints[survival.checkpoints >= 0]
+        if held.size:
+            self._books.checkpoints.share(held)
+        for row in np.flatnonzero(survival.undo_slots >= 0).tolist():
+            self._memory.save_undo(int(survival.undo_slots[row]), int(slots[row]))
+
+    def _take_checkpoints(self, in_chunks: list[tuple[int, int, int]]) -> CheckpointPoints | None:
+        """Take checkpoints for the boundaries inside chunks, as far as there are any."""
+        prefix = self._books.prefix
+        if prefix is None or not in_chunks:
+            return None
+        points = prefix.plan_checkpoints(in_chunks, self._capacity.max_forward_checkpoints)
+        if not points:
+            return None
+        return CheckpointPoints(
+            self._memory.plan_buffers.note_checkpoints(points), self._memory.checkpoints.storage
+        )
+
+    def _workspace_starts(self, counts: Int64Array, is_chunk: BoolArray) -> Int64Array:
+        """Return the first workspace row of each chunk, which its ring cannot read back."""
+        rows = np.where(is_chunk, counts + (self._config.sliding_window - 1), 0)
+        return np.where(is_chunk, np.cumsum(rows) - rows, -1)
+
+    def _fill_buffers(
+        self,
+        slots: Int64Array,
+        before: Int64Array,
+        after: Int64Array,
+        counts: Int64Array,
+        workspace_starts: Int64Array | None,
+        num_tokens: int,
+    ) -> int:
+        """Write the plan's arrays and return the number of chunks."""
+        batch, num_chunks = len(slots), 0
+        with self._memory.plan_buffers.filling(batch, num_tokens) as host:
+            host["request_slots"][:batch] = slots
+            host["positions_before"][:batch] = before
+            host["positions_after"][:batch] = after
+            if workspace_starts is None:
+                host["workspace_starts"][:batch] = -1
+            else:
+                host["workspace_starts"][:batch] = workspace_starts
+                chunks = np.flatnonzero(workspace_starts >= 0)
+                num_chunks = len(chunks)
+                host["chunk_ids"][:num_chunks] = chunks
+            ids = np.arange(batch)
+            if num_tokens == batch == np.count_nonzero(counts):  # plain decode: one token each
+                host["request_ids"][:batch] = host["token_starts"][:batch] = ids
+                host["positions"][:batch] = before
+            else:
+                first_token = np.cumsum(counts) - counts
+                host["token_starts"][:batch] = first_token
+                ids = np.repeat(ids, counts)
+                host["request_ids"][:num_tokens] = ids
+                host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
+        return num_chunks
+
+
+def _check_lengths(slots: Int64Array, before: Int64Array, after: Int64Array) -> None:
+    if not slots.shape == before.shape == after.shape:
+        raise ValueError(
+            "Invalid shapes: expected request_slots, positions_before and positions_after of "
+            f"equal length, got {len(slots)}, {len(before)} and {len(after)}"
+        )

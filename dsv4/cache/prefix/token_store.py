@@ -1,0 +1,100 @@
+"""`TokenStore`: the known token ids of all request slots, in one array."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsv4.cache.memory.arrays import Int64Array, IntArray
+from dsv4.cache.memory.journal import Journal
+
+TokenIds = Sequence[int] | NDArray[np.integer]
+ID_DTYPE = np.dtype("<i4")
+ID_LIMITS = np.iinfo(np.int32)
+
+
+class TokenStore:
+    """Ids of each slot from position 0 on, with room behind them for more.
+
+    Attributes:
+        num_known: `[max_requests]`, known ids of each slot.
+    """
+
+    def __init__(self, max_requests: int, journal: Journal) -> None:
+        self.num_known: Int64Array = np.zeros(max_requests, dtype=np.int64)
+        self._journal = journal
+        self._starts: Int64Array = np.zeros(max_requests, dtype=np.int64)
+        self._room: Int64Array = np.zeros(max_requests, dtype=np.int64)
+        self._ids: IntArray = np.empty(0, dtype=ID_DTYPE)
+        self._end = 0
+
+    def append(self, slots: Int64Array, ids: IntArray, counts: Int64Array) -> None:
+        """Add ids behind the known ones; those of the first slot come first."""
+        known = self.num_known[slots]
+        after = known + counts
+        is_full = after > self._room[slots]
+        if is_full.any():
+            self._make_room(slots[is_full], 2 * after[is_full])
+        first = self._starts[slots] + known
+        if len(ids) == len(slots) and counts.all():  # one id each
+            self._ids[first] = ids
+        else:
+            ends = np.cumsum(counts)
+            self._ids[np.repeat(first - ends + counts, counts) + np.arange(len(ids))] = ids
+        self._journal.note_rows(self.num_known, slots)
+        self.num_known[slots] = after
+
+    def read(self, slot: int) -> IntArray:
+        """Return a view of a slot's known ids, valid until the next `append`."""
+        start = int(self._starts[slot])
+        return self._ids[start : start + int(self.num_known[slot])]
+
+    def cut(self, slots: Int64Array, lengths: Int64Array) -> None:
+        """Forget ids from these lengths on."""
+        kept = np.minimum(self.num_known[slots], lengths)
+        self._journal.note_rows(self.num_known, slots)
+        self.num_known[slots] = kept
+
+    def _make_room(self, slots: Int64Array, room: Int64Array) -> None:
+        """Move slots behind all others, where there is room for so many ids."""
+        total = int(room.sum())
+        if self._end + total > len(self._ids):
+            self._compact(slots, room)
+            return
+        starts = self._end + np.cumsum(room) - room
+        for slot, start in zip(slots.tolist(), starts.tolist(), strict=True):
+            known = self.read(slot)
+            self._ids[start : start + len(known)] = known
+        for array in (self._starts, self._room):
+            self._journal.note_rows(array, slots)
+        self._journal.note_attribute(self, "_end")
+        self._starts[slots], self._room[slots] = starts, room
+        self._end += total
+
+    def _compact(self, slots: Int64Array, room: Int64Array) -> None:
+        """Move all slots to a larger array without the gaps between them."""
+        rooms = np.where(self.num_known > 0, self._room, 0)
+        rooms[slots] = room
+        starts, end = np.cumsum(rooms) - rooms, int(rooms.sum())
+        ids = np.empty(2 * end, dtype=ID_DTYPE)
+        for slot in np.flatnonzero(self.num_known).tolist():
+            known = self.read(slot)
+            ids[starts[slot] : starts[slot] + len(known)] = known
+        for name in ("_ids", "_starts", "_room", "_end"):
+            self._journal.note_attribute(self, name)
+        self._ids, self._starts, self._room, self._end = ids, starts, rooms, end
+
+
+def as_token_ids(values: TokenIds) -> IntArray:
+    """Copy token ids to little-endian int32, as they are hashed."""
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"Invalid shape of token ids: expected one axis, got {list(array.shape)}")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"Invalid dtype of token ids: expected integers, got {array.dtype}")
+    if array.size and not ID_LIMITS.min <= array.min() <= array.max() <= ID_LIMITS.max:
+        raise ValueError(
+            f"Invalid token ids: expected 32-bit signed integers, "
+            f"got {array.min()} to {array.max()}"
+        )
+    return array.astype(ID_DTYPE)
