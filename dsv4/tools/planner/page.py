@@ -50,7 +50,7 @@ def write_page(
     Args:
         model, gpu: Names of the plan's model and GPU, as the user gave them.
         models: Models to choose from, by name, with their MTP layers.
-        labels: Names of components for reading.
+        labels: Names of components for reading, where spaces for underscores are not enough.
     """
     check_page(path)
     data = {
@@ -59,7 +59,7 @@ def write_page(
         "tails": {name: dtype.itemsize for name, dtype in TAIL_DTYPES.items()},
         "constants": _constants(),
         "groups": _groups(plan),
-        "labels": {name: labels.get(name, name) for name in plan.memory},
+        "labels": {name: labels.get(name, name.replace("_", " ")) for name in plan.memory},
         "choice": _choice(plan, model=model, gpu=gpu),
     }
     path.write_text(_fill(json.dumps(data)), encoding="utf-8")
