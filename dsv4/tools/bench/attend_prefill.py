@@ -30,10 +30,7 @@ class PrefillShape(NamedTuple):
     target_tflops: float
 
 
-SHAPES = (
-    PrefillShape("Flash CSA", 4, 512, 300.0),
-    PrefillShape("Flash HCA", 128, 0, 350.0),
-)
+SHAPES = (PrefillShape("Flash CSA", 4, 512, 300.0), PrefillShape("Flash HCA", 128, 0, 350.0))
 
 
 def bench_prefill(flashmla: SparsePrefill | None, *, device: str) -> list[dict[str, Any]]:
@@ -55,10 +52,7 @@ def _measure(shape: PrefillShape, flashmla: SparsePrefill | None, device: str) -
     }  # fmt: skip
     if flashmla is None:
         return row
-    calls = FlashMLAPrefill(
-        flashmla, case.handles[0], case.query, case.sinks, case.rows[0],
-        max_entries=case.num_entries,
-    )  # fmt: skip
+    calls = FlashMLAPrefill(flashmla, case)
     check_result(case, calls.result(), "FlashMLA's output of a chunk", queries=checked)
     flashmla_us = timing.replay_time(calls.run, num_replays=NUM_REPLAYS)
     return row | {

@@ -84,7 +84,8 @@ def _measure_steps(
             check_scores(case)
             row = _measure("query", name, case, prepare_queries)
             if sglang is not None and name == "fp8":
-                row |= _compare(row, _sglang_query(case, sglang))
+                calls = SGLangQuery(sglang, case.handles[0], case.query, case.head_weights)
+                row |= _compare(row, calls)
             yield row
             row = _measure("score", name, case, score_entries)
             if logits is not None:
@@ -98,7 +99,9 @@ def _measure_steps(
         case = index_case("fp8", num_entries, batch)
         row = _measure_topk(case)
         if sglang is not None:
-            row |= _compare(row, _sglang_topk(case, sglang))
+            scores = case.scratch.scores
+            topk = SGLangTopk(sglang, case.handles[0], scores, num_entries=num_entries)
+            row |= _compare(row, topk)
         yield row
         del case
 
@@ -138,34 +141,30 @@ def index_case(
 
 def measure_prefill(name: IndexFormatName) -> dict[str, Any]:
     """Time a chunk of CHUNK_TOKENS queries: its scores alone, and the whole index."""
+    from dsv4.kernels.triton import indexer
+
     case = index_case(name, CHUNK_ENTRIES, 1, step_tokens=CHUNK_TOKENS)
     check_scores(case)
     handle = case.handles[0]
     counts = (handle.positions.long() + 1) // RATIO
     num_flops = 2 * int(counts.sum()) * case.query[0].numel()
-    score_us = timing.replay_time(lambda: score_chunk(case, handle), num_replays=5)
-    select_us = timing.replay_time(lambda: select_entries(case, handle), num_replays=5)
+
+    def score() -> None:
+        for first in range(0, len(case.query), case.scratch.num_rows):
+            score_entries(case, handle, first_token=first)
+
+    def select() -> None:
+        indexer.select_entries(
+            case.query, case.head_weights, handle.memory, handle.tokens,
+            max_entries=case.num_entries,
+        )  # fmt: skip
+
+    score_us, select_us = (timing.replay_time(run, num_replays=5) for run in (score, select))
     return {
         "format": name, "tokens": CHUNK_TOKENS, "entries": CHUNK_ENTRIES,
         "score_us": score_us, "score_tflops": num_flops / score_us / 1e6,
         "select_us": select_us, "select_tflops": num_flops / select_us / 1e6,
     }  # fmt: skip
-
-
-def score_chunk(case: IndexCase, handle: LayerCacheHandle) -> None:
-    """Score every entry for every token, as many tokens at a time as the workspace holds."""
-    for first in range(0, len(case.query), case.scratch.num_rows):
-        score_entries(case, handle, first_token=first)
-
-
-def select_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
-    """Run all steps of the index."""
-    from dsv4.kernels.triton import indexer
-
-    indexer.select_entries(
-        case.query, case.head_weights, handle.memory, handle.tokens,
-        max_entries=case.num_entries,
-    )  # fmt: skip
 
 
 def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
@@ -231,27 +230,14 @@ def _measure(
     return _row(step, name, case, times, num_bytes)
 
 
-def deepgemm_calls(case: IndexCase, logits: PagedLogits) -> DeepGEMMCalls:
-    """Make DeepGEMM's calls of a case, with its queries prepared."""
+def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
+    """Microseconds of DeepGEMM's scores, layers rotating; its queries are prepared before."""
     prepare_queries(case, case.handles[0])
-    return DeepGEMMCalls(
+    calls = DeepGEMMCalls(
         logits, case.handles, case.scratch, case.query, max_entries=case.num_entries
     )
-
-
-def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
-    """Microseconds of DeepGEMM's scores, layers rotating."""
-    calls = deepgemm_calls(case, logits)
     check_scores(case, lambda: calls.run(len(case.handles) - 1))
     return timing.time_rotating(calls.run, NUM_LAYERS, num_turns=NUM_TURNS)
-
-
-def _sglang_query(case: IndexCase, kernels: SGLangKernels) -> SGLangQuery:
-    return SGLangQuery(kernels, case.handles[0], case.query, case.head_weights)
-
-
-def _sglang_topk(case: IndexCase, kernels: SGLangKernels) -> SGLangTopk:
-    return SGLangTopk(kernels, case.handles[0], case.scratch.scores, num_entries=case.num_entries)
 
 
 def _compare(row: dict[str, Any], calls: SGLangQuery | SGLangTopk) -> dict[str, float]:

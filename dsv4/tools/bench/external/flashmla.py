@@ -4,39 +4,29 @@ Lists of rows, padded queries and schedules are made beforehand and are not time
 include that work, since our kernels find rows and split their work themselves.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.kernels.contracts import AttentionResult
 from dsv4.kernels.external.find import Decoded, SparseDecode
+from dsv4.tools.bench.attend_case import AttendCase
 
 
 class FlashMLACalls:
     """FlashMLA's decode of a step, ready to be repeated, layer by layer."""
 
-    def __init__(
-        self,
-        decode: SparseDecode,
-        handles: Sequence[LayerCacheHandle],
-        query: Tensor,
-        sinks: Tensor,
-        rows: Sequence[Tensor | None],
-        *,
-        max_entries: int,
-    ) -> None:
+    def __init__(self, decode: SparseDecode, case: AttendCase) -> None:
         from dsv4.kernels.external import flashmla
 
-        self._decode, self._handles, self._query = decode, handles, query
-        padded = flashmla.padded_query(query), flashmla.padded_sinks(sinks, query.shape[1])
+        self._decode, self._handles, self._query = decode, case.handles, case.query
+        sinks = flashmla.padded_sinks(case.sinks, case.query.shape[1])
         self._inputs = [
             flashmla.decode_inputs(
-                *padded, handle.memory, layer_rows, handle.tokens,
-                first_token=0, max_entries=max_entries, is_workspace=False,
+                flashmla.padded_query(case.query), sinks, handle.memory, rows, handle.tokens,
+                first_token=0, max_entries=case.num_entries, is_workspace=False,
             )
-            for handle, layer_rows in zip(handles, rows, strict=True)
+            for handle, rows in zip(case.handles, case.rows, strict=True)
         ]  # fmt: skip
         self._schedule = decode(self._inputs[0], None).schedule
 

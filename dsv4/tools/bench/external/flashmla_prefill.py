@@ -18,6 +18,7 @@ from dsv4.kernels.external.find import LISTED_AT_ONCE, SOFTMAX_SCALE, VALUE_DIM,
 from dsv4.kernels.reference.addressing import visible_entries, window_positions
 from dsv4.kernels.reference.append import workspace_rows
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
+from dsv4.tools.bench.attend_case import AttendCase
 from dsv4.tools.bench.external.flashmla import rotate_back
 from dsv4.tools.bench.requests import count_rows
 
@@ -67,19 +68,11 @@ class FlashMLAPrefill:
     The forward holds this chunk alone, and the query has 64 or 128 heads.
     """
 
-    def __init__(
-        self,
-        prefill: SparsePrefill,
-        handle: LayerCacheHandle,
-        query: Tensor,
-        sinks: Tensor,
-        selected_rows: Tensor | None,
-        *,
-        max_entries: int,
-    ) -> None:
+    def __init__(self, prefill: SparsePrefill, case: AttendCase) -> None:
+        (handle,), (selected_rows,) = case.handles, case.rows
         self._prefill, self._handle = prefill, handle
-        rows, counts = _list_dense_rows(handle, selected_rows, max_entries)
-        self._inputs = PrefillInputs(query, sinks, _copy_rows(handle), rows, counts)
+        rows, counts = _list_dense_rows(handle, selected_rows, case.num_entries)
+        self._inputs = PrefillInputs(case.query, case.sinks, _copy_rows(handle), rows, counts)
 
     def run(self) -> Decoded:
         """Attend the chunk, without the kernels around FlashMLA's."""
