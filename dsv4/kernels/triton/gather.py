@@ -13,13 +13,8 @@ from torch import Tensor
 
 from dsv4.formats import PagedRows
 from dsv4.kernels.contracts import Gathered, TokenMap
-from dsv4.kernels.layer_memory import LayerMemory, WindowRows
-from dsv4.kernels.triton.decode import (
-    e4m3_values,
-    load_channels,
-    load_scales,
-    store_channels,
-)
+from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.kernels.triton.decode import e4m3_values, load_channels, load_scales, store_channels
 from dsv4.kernels.triton.launch import GatherLaunch, gather_launch
 from dsv4.kernels.triton.operands import row_spec
 from dsv4.kernels.triton.primitives import bf16_bits
@@ -162,30 +157,6 @@ def gather_listed(
     )  # fmt: skip
 
 
-def gather_entries(
-    pages: PagedRows,
-    tokens: TokenMap,
-    *,
-    ratio: int,
-    max_entries: int,
-    launch: GatherLaunch | None = None,
-) -> Gathered:
-    """Gather the first `max_entries` entries of each request."""
-    shape = (len(tokens.request_slots), max_entries)
-    return _launch(pages, shape, tokens, launch=launch, SOURCE="entries", RATIO=ratio)
-
-
-def gather_window(
-    window: WindowRows, tokens: TokenMap, *, launch: GatherLaunch | None = None
-) -> Gathered:
-    """Gather the window of each token, from its ring or, in a chunk, from the workspace."""
-    return _launch(
-        window.ring, (len(tokens.positions), window.window), tokens, launch=launch,
-        SOURCE="window", WINDOW=window.window, HAS_CHUNKS=len(tokens.chunk_ids) > 0,
-        workspace_ptr=window.workspace.data, workspace_scales_ptr=window.workspace.scales,
-    )  # fmt: skip
-
-
 def gather_compressed_kv(
     memory: LayerMemory, rows: Tensor, *, launch: GatherLaunch | None = None
 ) -> Gathered:
@@ -194,23 +165,21 @@ def gather_compressed_kv(
 
 
 def gather_all_compressed_kv(
-    memory: LayerMemory,
-    tokens: TokenMap,
-    *,
-    max_entries: int,
-    launch: GatherLaunch | None = None,
+    memory: LayerMemory, tokens: TokenMap, *, max_entries: int
 ) -> Gathered:
     """See `kernels.reference.gather`."""
-    return gather_entries(
-        _entries(memory), tokens, ratio=memory.layout.ratio, max_entries=max_entries, launch=launch
-    )
+    shape = (len(tokens.request_slots), max_entries)
+    return _launch(_entries(memory), shape, tokens, SOURCE="entries", RATIO=memory.layout.ratio)
 
 
-def gather_swa_kv(
-    memory: LayerMemory, tokens: TokenMap, *, launch: GatherLaunch | None = None
-) -> Gathered:
+def gather_swa_kv(memory: LayerMemory, tokens: TokenMap) -> Gathered:
     """See `kernels.reference.gather`."""
-    return gather_window(memory.window, tokens, launch=launch)
+    window = memory.window
+    return _launch(
+        window.ring, (len(tokens.positions), window.window), tokens,
+        SOURCE="window", WINDOW=window.window, HAS_CHUNKS=len(tokens.chunk_ids) > 0,
+        workspace_ptr=window.workspace.data, workspace_scales_ptr=window.workspace.scales,
+    )  # fmt: skip
 
 
 def _entries(memory: LayerMemory) -> PagedRows:
@@ -223,7 +192,7 @@ def _launch(
     shape: tuple[int, ...],
     tokens: TokenMap | None = None,
     *,
-    launch: GatherLaunch | None,
+    launch: GatherLaunch | None = None,
     **source: Any,
 ) -> Gathered:
     """Gather rows of the shape `[..., num_inner]`; `source` has the kernel's arguments for them."""

@@ -28,7 +28,7 @@ from dsv4.kernels.triton.launch import (
     LaunchStep,
     Steps,
     architecture,
-    device_steps,
+    architecture_steps,
     format_table,
     launch_fields,
     pick,
@@ -67,13 +67,13 @@ def bench_tune(*, is_written: bool = False) -> dict[str, Any]:
     """Tune every work; `is_written` updates the committed table in place."""
     require_cuda("tune")
     device = torch.device("cuda", torch.cuda.current_device())
-    present = device_steps(device)
+    name = architecture(device)
+    present = architecture_steps(name)
     trials = [
         Trial(work, launch) for work in TUNED_WORKS for launch in candidates(work, present[work])
     ]
     problems = _problems(trials)
     choices = _choose_all(usable_launches(trials, problems), present)
-    name = architecture(device)
     chosen = {
         work: [step_fields(step) for step in steps] for work, steps in chosen_steps(choices).items()
     }
