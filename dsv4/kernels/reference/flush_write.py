@@ -9,11 +9,7 @@ from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.append import TailRows, append_swa, append_tail, tail_rows
 from dsv4.kernels.reference.arithmetic import hadamard
 from dsv4.kernels.reference.codec import encode, write_rows
-from dsv4.kernels.reference.compressor import (
-    ClosedWindows,
-    csa_compress_tail,
-    hca_compress_tail,
-)
+from dsv4.kernels.reference.compressor import ClosedWindows, csa_compress_tail, hca_compress_tail
 from dsv4.layer_schedule import AttentionType
 
 

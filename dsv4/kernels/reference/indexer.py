@@ -16,12 +16,7 @@ _SLICE_ELEMENTS = 1 << 23  # key elements scored at once, to bound the temporari
 
 
 def select_entries(
-    query: Tensor,
-    head_weights: Tensor,
-    memory: LayerMemory,
-    tokens: TokenMap,
-    *,
-    max_entries: int,
+    query: Tensor, head_weights: Tensor, memory: LayerMemory, tokens: TokenMap, *, max_entries: int
 ) -> Selection:
     """Select the `index_topk` best visible entries of each token.
 
