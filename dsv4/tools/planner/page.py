@@ -13,7 +13,7 @@ from typing import Any
 
 from dsv4.cache.memory.capacity import HEAD_BLOCK, SPLIT_PROGRAMS, Capacity
 from dsv4.config import TAIL_DTYPES, CacheConfig
-from dsv4.formats import BYTE_ALIGN, INDEX_FORMATS, KV_FORMATS
+from dsv4.formats import BYTE_ALIGN
 from dsv4.kernels.index_scratch import (
     GROUP,
     MIN_HEADS,
@@ -22,6 +22,7 @@ from dsv4.kernels.index_scratch import (
     SCRATCH_LIMIT,
     WHOLE_ENTRIES,
 )
+from dsv4.tools.planner.changes import row_bytes
 from dsv4.tools.planner.gpus import GPU_BYTES
 from dsv4.tools.planner.memory_plan import MemoryPlan
 from dsv4.tools.planner.plot import COLORS, component_groups
@@ -105,26 +106,12 @@ def _model(config: CacheConfig) -> dict[str, Any]:
         "indexDim": config.index_head_dim,
         "topk": config.index_topk,
         "maxPosition": config.max_position,
-        "kvRows": _row_bytes(config, "kv_format", KV_FORMATS),
-        "indexRows": _row_bytes(config, "index_format", INDEX_FORMATS),
+        "kvRows": row_bytes(config, "kv_format"),
+        "indexRows": row_bytes(config, "index_format"),
         "hasMtp": config.num_mtp_layers > 0,
         "withMtp": _layers(config),
         "withoutMtp": _layers(main),
     }
-
-
-def _row_bytes(config: CacheConfig, field: str, names: tuple[str, ...]) -> dict[str, int]:
-    """Return the bytes of a row in each format that the model's widths allow."""
-    sizes = {}
-    for name in names:
-        changes: dict[str, Any] = {field: name, "index_global_scale": None}
-        try:
-            changed = replace(config, **changes)
-        except ValueError:
-            continue
-        row = changed.kv_row if field == "kv_format" else changed.index_row
-        sizes[name] = row.row_bytes
-    return sizes
 
 
 def _layers(config: CacheConfig) -> dict[str, int]:
