@@ -55,8 +55,10 @@ def bench_gather() -> dict[str, Any]:
 
 
 def _measure(case: _Case) -> dict[str, Any]:
-    _check_values(case)
-    gather = partial(case.gather, load_backend("triton"))
+    backends = load_backend("triton"), load_backend("reference")
+    if not are_same(*(case.gather(backend, NUM_LAYERS - 1) for backend in backends)):
+        raise RuntimeError(f"{case.name}: the values differ from the reference's; nothing is timed")
+    gather = partial(case.gather, backends[0])
 
     def gather_layers() -> None:
         outputs = [gather(layer_idx) for layer_idx in range(NUM_LAYERS)]
@@ -127,15 +129,6 @@ def _window_case() -> _Case:
 
     num_rows = WINDOW_BATCH * config.sliding_window
     return _Case(f"windows of {WINDOW_BATCH} requests", gather, num_rows)
-
-
-def _check_values(case: _Case) -> None:
-    """Refuse to time kernels whose values differ from the reference's."""
-    expected, got = (
-        case.gather(load_backend(name), NUM_LAYERS - 1) for name in ("reference", "triton")
-    )
-    if not are_same(got, expected):
-        raise RuntimeError(f"{case.name}: the values differ from the reference's; nothing is timed")
 
 
 def are_same(got: Gathered, expected: Gathered) -> bool:

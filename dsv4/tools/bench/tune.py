@@ -10,6 +10,8 @@ close. Only one of 128 tokens closes an HCA window, so by frequency the slow ste
 Chunks are timed on one request from its start, gathers on listed rows.
 """
 
+import itertools
+import math
 import multiprocessing
 import os
 import sys
@@ -177,17 +179,14 @@ def _choose_all(
 
 def _times(cases: Sequence[Case], launches: Sequence[AnyLaunch]) -> dict[AnyLaunch, float]:
     """Weighted microseconds per layer: the quickest of several rounds, launches alternating."""
-    rounds = [
-        {launch: _weighted_time(cases, launch) for launch in launches} for _ in range(NUM_ROUNDS)
-    ]
-    return {launch: min(times[launch] for times in rounds) for launch in launches}
-
-
-def _weighted_time(cases: Sequence[Case], launch: AnyLaunch) -> float:
-    return sum(
-        case.weight * timing.replay_time(partial(case.run, launch)) / case.num_layers
-        for case in cases
-    )
+    times = dict.fromkeys(launches, math.inf)
+    for _, launch in itertools.product(range(NUM_ROUNDS), launches):
+        time = sum(
+            case.weight * timing.replay_time(partial(case.run, launch)) / case.num_layers
+            for case in cases
+        )
+        times[launch] = min(times[launch], time)
+    return times
 
 
 def _listed(choice: Choice) -> dict[str, Any]:

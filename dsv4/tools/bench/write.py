@@ -70,7 +70,9 @@ def _step_row(
     }
     if sglang is not None:
         case = _step_case(kind, batch, is_closing, num_layers=NUM_LAYERS)
-        time = _time_sglang(sglang, case)
+        frequencies = complex_frequencies(case.handles[0].rope)
+        layers = [SGLangLayer(sglang, *layer, frequencies) for layer in zip(*case, strict=True)]
+        time = timing.time_rotating(lambda layer_idx: layers[layer_idx].run(), NUM_LAYERS)
         row |= {"sglang_us": time, "ratio": row["rotating_us"] / time}
     return row
 
@@ -148,13 +150,6 @@ def _step_case(kind: AttentionType, batch: int, is_closing: bool, *, num_layers:
     length = 255 if is_closing else 253
     config = write_config(kind, num_layers=num_layers)
     return write_case(config, [length] * batch, [length + 1] * batch)
-
-
-def _time_sglang(kernels: SGLangKernels, case: WriteCase) -> float:
-    """Median microseconds per layer of SGLang's kernels, layers rotating."""
-    frequencies = complex_frequencies(case.handles[0].rope)
-    layers = [SGLangLayer(kernels, *layer, frequencies) for layer in zip(*case, strict=True)]
-    return timing.time_rotating(lambda layer_idx: layers[layer_idx].run(), len(layers))
 
 
 def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:

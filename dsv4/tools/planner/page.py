@@ -58,8 +58,21 @@ def write_page(
         "models": {name: _model(config) for name, config in models.items()},
         "gpus": GPU_BYTES,
         "tails": {name: dtype.itemsize for name, dtype in TAIL_DTYPES.items()},
-        "constants": _constants(),
-        "groups": _groups(plan),
+        "constants": {
+            "scratchLimit": SCRATCH_LIMIT,
+            "wholeEntries": WHOLE_ENTRIES,
+            "narrowEntries": NARROW_ENTRIES,
+            "group": GROUP,
+            "minHeads": MIN_HEADS,
+            "queryBytes": QUERY_BYTES,
+            "headBlock": HEAD_BLOCK,
+            "splitPrograms": SPLIT_PROGRAMS,
+            "byteAlign": BYTE_ALIGN,
+        },
+        "groups": [
+            {"name": name, "color": COLORS[name], "components": components}
+            for name, components in component_groups(plan).items()
+        ],
         "labels": {name: labels.get(name, name.replace("_", " ")) for name in plan.memory},
         "choice": _choice(plan, model=model, gpu=gpu),
     }
@@ -78,20 +91,6 @@ def _fill(data: str) -> str:
     for name, text in sections.items():
         page = page.replace(f"/*{name}*/", text.rstrip("\n"))
     return page
-
-
-def _constants() -> dict[str, Any]:
-    return {
-        "scratchLimit": SCRATCH_LIMIT,
-        "wholeEntries": WHOLE_ENTRIES,
-        "narrowEntries": NARROW_ENTRIES,
-        "group": GROUP,
-        "minHeads": MIN_HEADS,
-        "queryBytes": QUERY_BYTES,
-        "headBlock": HEAD_BLOCK,
-        "splitPrograms": SPLIT_PROGRAMS,
-        "byteAlign": BYTE_ALIGN,
-    }
 
 
 def _model(config: CacheConfig) -> dict[str, Any]:
@@ -119,13 +118,6 @@ def _layers(config: CacheConfig) -> dict[str, int]:
     capacity = Capacity(config, 1, 0, 1, 1)
     kinds = {name.lower(): counts[name] for name in ("SWA", "CSA", "HCA")}
     return {**kinds, "ropeTables": len(capacity.rope_bases)}
-
-
-def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "color": COLORS[name], "components": components}
-        for name, components in component_groups(plan).items()
-    ]
 
 
 def _choice(plan: MemoryPlan, *, model: str, gpu: str) -> dict[str, Any]:
