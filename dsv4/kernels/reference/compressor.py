@@ -47,27 +47,20 @@ def _compress_tail(
     ratio: int, eps: float,
 ) -> ClosedWindows:  # fmt: skip
     dim = norm_weight.shape[0]
-    is_closing = addressing.closes_window(tokens.positions, ratio)
+    is_closing = (tokens.positions + 1) % ratio == 0
     closing = torch.nonzero(is_closing & (addressing.token_slots(tokens) >= 0)).flatten()
     if not closing.numel():
         return ClosedWindows(closing, norm_weight.new_empty(0, dim))
-    # One window back for each series: the first is for the next window, the last for its own.
+    # A token's last series is for its own window, the one before it for the next window.
+    starts = range(0, tail.shape[-1], dim)
     windows = [
         _window_rows(rows, tail, tokens, closing, ratio, back, slice(start, start + dim))
-        for back, start in enumerate(reversed(range(0, tail.shape[-1], dim)))
+        for back, start in zip(reversed(range(len(starts))), starts, strict=True)
     ]
-    stacked = (torch.cat(parts, dim=1) for parts in zip(*reversed(windows), strict=True))
+    stacked = (torch.cat(parts, dim=1) for parts in zip(*windows, strict=True))
     positions = addressing.entry_rope_position(tokens.positions.long()[closing], ratio)
-    entries = finish_entries(pool_rows(*stacked), norm_weight, positions, rope, eps=eps)
-    return ClosedWindows(closing, entries)
-
-
-def finish_entries(
-    pooled: Tensor, norm_weight: Tensor, rope_positions: Tensor, rope: RopeTable, *, eps: float
-) -> Tensor:
-    """Norm pooled rows `[n, dim]` and rotate them at their window's first position."""
-    normed = rms_norm(pooled, norm_weight, eps)
-    return rotate(normed, rope.cos[rope_positions], rope.sin[rope_positions])
+    normed = rms_norm(pool_rows(*stacked), norm_weight, eps)
+    return ClosedWindows(closing, rotate(normed, rope.cos[positions], rope.sin[positions]))
 
 
 def _window_rows(

@@ -21,6 +21,7 @@ import torch
 
 from dsv4.formats import INDEX_FORMATS
 from dsv4.kernels.triton import launch_table
+from dsv4.kernels.triton.operands import PLAN_PTRS
 from dsv4.layer_schedule import AttentionType
 
 Kind = Literal["decode", "step", "chunk"]
@@ -31,10 +32,7 @@ ATTEND_SIZES = [
     "rows_stride", "row_stride", "num_entries", "table_stride", "first_token", "num_splits",
     "split_step", "tile_step", "tiles_per_split",
 ]  # arguments that no attention kernel is compiled for  # fmt: skip
-ATTEND_UNALIGNED = [
-    "sinks_ptr", "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr",
-    "before_ptr", "after_ptr", "workspace_starts_ptr", "block_table_ptr",
-]  # its pointers of any alignment  # fmt: skip
+ATTEND_UNALIGNED = ["sinks_ptr", "rows_ptr", *PLAN_PTRS]  # its pointers of any alignment
 LISTED_TYPE = "dict[str, dict[str, list[dict[str, int | None]]]]"
 LINE_LENGTH = 100
 INTERPRETED_MULTIPROCESSORS = 4  # few, since programs run one after the other
@@ -310,13 +308,9 @@ def launch_fields(launch: AnyLaunch) -> dict[str, int | None]:
 def _nearest_steps(name: str, work: str, table: LaunchTable) -> Steps:
     nearest = nearest_architecture(name, [other for other in table if work in table[other]])
     steps = table[nearest][work]
-    return steps if nearest == name else tuple(map(_without_bound, steps))
-
-
-def _without_bound(step: LaunchStep[Any]) -> LaunchStep[Any]:
-    if isinstance(step.launch, Launch | ScoreLaunch):
-        return step._replace(launch=step.launch._replace(maxnreg=None))
-    return step
+    if nearest == name or "maxnreg" not in WORKS[work]._fields:
+        return steps
+    return tuple(step._replace(launch=step.launch._replace(maxnreg=None)) for step in steps)
 
 
 def _version(name: str) -> int:

@@ -11,7 +11,7 @@ from dsv4.tools.bench.attend_case import DIM, AttendCase, attend, attend_case, c
 from dsv4.tools.bench.attend_prefill import bench_prefill
 from dsv4.tools.bench.environment import environment, require_cuda
 from dsv4.tools.bench.external.comparison import report_comparison, try_load
-from dsv4.tools.bench.external.flashmla import FlashMLACalls
+from dsv4.tools.bench.external.flashmla import decode_calls, rotate_back
 from dsv4.tools.bench.external.flashmla_prefill import load_flash_mla_prefill
 from dsv4.tools.bench.requests import fill_rows, manager_for, open_requests, plan_tokens
 from dsv4.tools.console import track
@@ -83,11 +83,11 @@ def _measure_steps(decode: SparseDecode | None) -> Iterator[dict[str, Any]]:
 def _measure_flashmla(
     case: AttendCase, decode: SparseDecode, ours: dict[str, Any]
 ) -> dict[str, Any]:
-    calls = FlashMLACalls(decode, case)
-    check_result(case, calls.result(0), "FlashMLA's output")
-    rotating = timing.time_rotating(calls.run, len(case.handles))
+    run = decode_calls(decode, case)
+    check_result(case, rotate_back(run(0), case, is_workspace=False), "FlashMLA's output")
+    rotating = timing.time_rotating(run, len(case.handles))
     return {
-        "flashmla_warm_us": timing.time_warm(calls.run),
+        "flashmla_warm_us": timing.time_warm(run),
         "flashmla_us": rotating,
         "ratio": ours["rotating_us"] / rotating,
     }

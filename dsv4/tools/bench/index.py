@@ -13,10 +13,10 @@ from dsv4.formats import IndexFormatName
 from dsv4.kernels.contracts import Selection
 from dsv4.kernels.external.find import PagedLogits, load_deep_gemm
 from dsv4.kernels.index_scratch import IndexScratch
+from dsv4.kernels.layer_memory import existing
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.environment import environment, require_cuda
 from dsv4.tools.bench.external.comparison import report_comparison, try_load
-from dsv4.tools.bench.external.deepgemm import DeepGEMMCalls
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import SGLangQuery, SGLangTopk
 from dsv4.tools.bench.requests import (
@@ -126,8 +126,13 @@ def index_case(
     )
     slots = open_requests(manager, batch, length - step_tokens)
     handles = acquire_layers(manager, plan_tokens(manager, slots, step_tokens))
-    for handle in handles:
-        _fill_keys(handle)
+    for handle in handles:  # random codes, and scales of about 1
+        keys = existing(handle.memory.index_keys)
+        keys.data.random_(0, FINITE_BYTES)
+        if keys.format.name == "fp8":
+            keys.field("scale").fill_(1.0)
+        else:
+            keys.scales.random_(125, 130)
     shape = (batch * step_tokens, config.index_num_heads, config.index_head_dim)
     query = torch.randn(shape, dtype=torch.bfloat16, device=device)
     head_weights = torch.randn(shape[:2], dtype=torch.bfloat16, device=device)
@@ -173,7 +178,7 @@ def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
 
     indexer.prepare_queries(
         case.query, case.head_weights, case.scratch, handle.memory, handle.tokens,
-        first_token=0, num_tokens=case.scratch.num_rows,
+        range(case.scratch.num_rows),
     )  # fmt: skip
 
 
@@ -181,35 +186,11 @@ def score_entries(case: IndexCase, handle: LayerCacheHandle, *, first_token: int
     """Score every entry of a layer for as many tokens as the workspace holds."""
     from dsv4.kernels.triton import indexer
 
-    num_tokens = min(case.scratch.num_rows, len(case.query) - first_token)
+    part = range(len(case.query))[first_token : first_token + case.scratch.num_rows]
     indexer.score_entries(
-        case.scratch, handle.memory, handle.tokens,
-        first_token=first_token, num_tokens=num_tokens, num_heads=case.query.shape[1],
-        max_entries=case.num_entries,
+        case.scratch, handle.memory, handle.tokens, part,
+        num_heads=case.query.shape[1], max_entries=case.num_entries,
     )  # fmt: skip
-
-
-def choose_best(case: IndexCase, chosen: Selection) -> None:
-    """Choose the best entries by the workspace's scores."""
-    from dsv4.kernels.triton import topk
-
-    handle = case.handles[0]
-    topk.choose_best(
-        chosen, case.scratch.scores, case.scratch.group_tops, handle.tokens,
-        first_token=0, num_tokens=len(case.query), max_entries=case.num_entries, ratio=RATIO,
-        entries_per_block=handle.memory.layout.entries_per_block,
-    )  # fmt: skip
-
-
-def _fill_keys(handle: LayerCacheHandle) -> None:
-    """Fill the keys with random codes, and with scales of about 1."""
-    keys = handle.memory.index_keys
-    assert keys is not None, handle.layer
-    keys.data.random_(0, FINITE_BYTES)
-    if keys.format.name == "fp8":
-        keys.field("scale").fill_(1.0)
-    else:
-        keys.scales.random_(125, 130)
 
 
 def _measure(
@@ -231,13 +212,26 @@ def _measure(
 
 
 def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
-    """Microseconds of DeepGEMM's scores, layers rotating; its queries are prepared before."""
+    """Microseconds of DeepGEMM's scores, layers rotating; queries and schedule are made before."""
+    from dsv4.kernels.external import deepgemm
+
     prepare_queries(case, case.handles[0])
-    calls = DeepGEMMCalls(
-        logits, case.handles, case.scratch, case.query, max_entries=case.num_entries
-    )
-    check_scores(case, lambda: calls.run(len(case.handles) - 1))
-    return timing.time_rotating(calls.run, NUM_LAYERS, num_turns=NUM_TURNS)
+    if logits.set_overlap is not None:
+        logits.set_overlap(True)  # programmatic dependent launch, as vLLM has it
+    inputs = [
+        deepgemm.score_inputs(
+            case.scratch, handle.memory, handle.tokens, range(len(case.query)),
+            num_heads=case.query.shape[1], max_entries=case.num_entries,
+        )
+        for handle in case.handles
+    ]  # fmt: skip
+    schedule = logits.make_schedule(inputs[0].lengths)
+
+    def score(layer_idx: int) -> Tensor:
+        return logits.score(*inputs[layer_idx], schedule, case.num_entries)
+
+    check_scores(case, lambda: score(len(inputs) - 1))
+    return timing.time_rotating(score, NUM_LAYERS, num_turns=NUM_TURNS)
 
 
 def _compare(row: dict[str, Any], calls: SGLangQuery | SGLangTopk) -> dict[str, float]:
@@ -249,17 +243,23 @@ def _compare(row: dict[str, Any], calls: SGLangQuery | SGLangTopk) -> dict[str, 
 
 def _measure_topk(case: IndexCase) -> dict[str, Any]:
     """Time top-k of normal scores; the mean over several draws."""
-    from dsv4.kernels.triton import indexer
+    from dsv4.kernels.triton import indexer, topk
 
-    chosen = indexer.empty_selection(
-        len(case.query), case.handles[0].config.index_topk, case.query.device
-    )
+    handle, scratch, tokens = case.handles[0], case.scratch, range(len(case.query))
+    chosen = indexer.empty_selection(len(tokens), handle.config.index_topk, case.query.device)
+
+    def choose(_layer_idx: int) -> None:
+        topk.choose_best(
+            chosen, scratch.scores, scratch.group_tops, handle.tokens, handle.memory.layout,
+            tokens, max_entries=case.num_entries,
+        )  # fmt: skip
+
     times = []
     for _ in range(NUM_DRAWS):
         case.scratch.scores.normal_()
-        choose_best(case, chosen)
+        choose(0)
         _check_chosen(case, chosen)
-        times.append(timing.time_warm(lambda _: choose_best(case, chosen)))
+        times.append(timing.time_warm(choose))
     num_bytes = len(case.query) * case.num_entries * 4
     return _row("top-k", "fp32", case, [statistics.mean(times)] * 2, num_bytes)
 
@@ -292,8 +292,7 @@ def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> No
     if run is None:
         score_entries(case, handle)
     scores = case.scratch.scores if run is None else run()
-    keys = handle.memory.index_keys
-    assert keys is not None, handle.layer
+    keys = existing(handle.memory.index_keys)
     first = slice(0, 1)
     count = (int(handle.positions[0]) + 1) // RATIO
     newest = slice(count - 1024, count)
