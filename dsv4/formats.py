@@ -174,22 +174,23 @@ def kv_row(name: KVFormatName, *, head_dim: int, rope_dim: int) -> RowFormat:
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
     if name in ("bf16", "fp32"):
         dtype = bf16 if name == "bf16" else torch.float32
-        return _row(name, head_dim, rope_dim, dtype, [("nope", dtype, nope_dim)], dtype)
+        return _row(
+            name, head_dim, rope_dim, dtype, [("nope", dtype, nope_dim), ("rope", dtype, rope_dim)]
+        )
+    data = [("nope", fp8, nope_dim), ("rope", bf16, rope_dim)]
     if name == "fp8":
         _check_groups(name, "head_dim - rope_dim", nope_dim, 64)
-        num_groups = nope_dim // 64
+        scale = (torch.float8_e8m0fnu, nope_dim // 64)
         return _row(
-            name, head_dim, rope_dim, bf16, [("nope", fp8, nope_dim)], bf16,
-            group=64, scale_rule="ue8m0", scale=("scale", torch.float8_e8m0fnu, num_groups),
-            scale_bytes=round_up(num_groups, 8),
+            name, head_dim, rope_dim, bf16, data,
+            group=64, scale_rule="ue8m0", scale=scale, scale_align=8,
         )  # fmt: skip
     if name == "fp8_entry_scale":
         return _row(
-            name, head_dim, rope_dim, bf16, [("nope", fp8, nope_dim)], bf16,
-            group=nope_dim, scale_rule="amax_fp32", scale=("scale", torch.float32, 1),
-            scale_bytes=4,
+            name, head_dim, rope_dim, bf16, data,
+            group=nope_dim, scale_rule="amax_fp32", scale=(torch.float32, 1),
         )  # fmt: skip
-    raise ValueError(_unknown("KV format", name, KV_FORMATS))
+    raise ValueError(f"Unknown KV format: expected one of {', '.join(KV_FORMATS)}, got {name!r}")
 
 
 def index_row(name: IndexFormatName, *, head_dim: int) -> RowFormat:
@@ -201,7 +202,7 @@ def index_row(name: IndexFormatName, *, head_dim: int) -> RowFormat:
     if name == "fp8":
         return _row(
             name, head_dim, 0, fp32, [("key", torch.float8_e4m3fn, head_dim)],
-            group=head_dim, scale_rule="pow2_fp32", scale=("scale", fp32, 1), scale_bytes=4,
+            group=head_dim, scale_rule="pow2_fp32", scale=(fp32, 1),
         )  # fmt: skip
     if name in ("mxfp4", "nvfp4"):
         group = 32 if name == "mxfp4" else 16
@@ -210,10 +211,10 @@ def index_row(name: IndexFormatName, *, head_dim: int) -> RowFormat:
         _check_groups(name, "index_head_dim", head_dim, group)
         return _row(
             name, head_dim, 0, fp32, [("key", torch.uint8, head_dim // 2)],
-            group=group, scale_rule=rule, scale=("scale", scale_dtype, head_dim // group),
-            scale_bytes=head_dim // group,
+            group=group, scale_rule=rule, scale=(scale_dtype, head_dim // group),
         )  # fmt: skip
-    raise ValueError(_unknown("index format", name, INDEX_FORMATS))
+    known = ", ".join(INDEX_FORMATS)
+    raise ValueError(f"Unknown index format: expected one of {known}, got {name!r}")
 
 
 KV_FORMATS: tuple[KVFormatName, ...] = ("fp8", "fp8_entry_scale", "bf16", "fp32")
@@ -226,22 +227,19 @@ def _row(
     rope_dim: int,
     value_dtype: torch.dtype,
     data: list[tuple[str, torch.dtype, int]],
-    rope_dtype: torch.dtype | None = None,
     *,
     group: int = 0,
     scale_rule: ScaleRule = "none",
-    scale: tuple[str, torch.dtype, int] | None = None,
-    scale_bytes: int = 0,
+    scale: tuple[torch.dtype, int] | None = None,
+    scale_align: int = 1,
 ) -> RowFormat:
-    if rope_dtype is not None:
-        data = [*data, ("rope", rope_dtype, rope_dim)]
-    fields = []
-    offset = 0
+    fields, offset, scale_bytes = [], 0, 0
     for field_name, dtype, count in data:
         fields.append(Field(field_name, "data", offset, dtype, count))
         offset += count * dtype.itemsize
     if scale is not None:
-        fields.append(Field(scale[0], "scale", 0, scale[1], scale[2]))
+        fields.append(Field("scale", "scale", 0, *scale))
+        scale_bytes = round_up(scale[0].itemsize * scale[1], scale_align)
     return RowFormat(
         name, dim, rope_dim, group, scale_rule, value_dtype, tuple(fields), offset, scale_bytes
     )
@@ -250,7 +248,3 @@ def _row(
 def _check_groups(name: str, what: str, dim: int, group: int) -> None:
     if dim % group:
         raise ValueError(f"Format {name} needs {what} divisible by {group}, got {dim}")
-
-
-def _unknown(what: str, name: object, valid: tuple[str, ...]) -> str:
-    return f"Unknown {what}: expected one of {', '.join(valid)}, got {name!r}"

@@ -20,7 +20,7 @@ Only `testing` and the package's own `__init__` import from folders further down
 |---|---|
 | where a row format is defined | `formats.py`: every byte layout, drawn |
 | where a position becomes a row | `kernels/reference/addressing.py` |
-| when a compression window closes | `closes_window` of `kernels/reference/addressing.py`; on a \
+| when a compression window closes | `_compress_tail` of `kernels/reference/compressor.py`; on a \
 GPU `compress_*` of `kernels/triton/flush_write.py` |
 | how a closed window becomes an entry | `kernels/reference/compressor.py`, then \
 `kernels/reference/flush_write.py`; on a GPU `kernels/triton/flush_write.py` |
@@ -30,7 +30,7 @@ GPU `compress_*` of `kernels/triton/flush_write.py` |
 `cache/prefix/prefix_tree.py` for the prefix cache |
 | what a layer does in a forward | `cache/handle.py` |
 | which kernel attends | `attend_launch` of `kernels/triton/attention.py` decides; `fp8` rows on \
-Hopper go to `kernels/triton/hopper/attention.py`, and chunks to `kernels/triton/hopper/chunk.py` |
+Hopper go to `kernels/triton/hopper/attention.py` |
 | what all of it must equal | `kernels/reference/dense.py`, which has no cache |
 """
 # Lowest first, as tests/test_imports.py ranks them; folders inside of a level follow it.

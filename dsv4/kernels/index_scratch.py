@@ -38,15 +38,6 @@ class IndexScratch(NamedTuple):
         return self.scores.shape[0]
 
 
-class IndexRowBytes(NamedTuple):
-    """Bytes of a token in each tensor of `IndexScratch`."""
-
-    queries: int
-    weights: int
-    scores: int
-    group_tops: int
-
-
 def padded_heads(num_heads: int) -> int:
     """Heads of a query in the workspace; heads beyond num_heads weigh 0."""
     return max(MIN_HEADS, next_power_of_two(num_heads))
@@ -80,10 +71,10 @@ def num_group_tops(max_entries: int, *, topk: int) -> int:
 
 def index_row_bytes(
     key_format: str, *, num_heads: int, dim: int, topk: int, max_entries: int
-) -> IndexRowBytes:
-    """Bytes of a token that can see `max_entries` entries."""
+) -> tuple[int, int, int, int]:
+    """Bytes in each tensor of `IndexScratch` for a token that can see `max_entries` entries."""
     heads, block = padded_heads(num_heads), next_power_of_two(dim)
-    return IndexRowBytes(
+    return (
         heads * block * QUERY_BYTES.get(key_format, 2),
         heads * 4 * (1 + (block // 32 if key_format == "mxfp4" else 0)),
         round_up(max_entries * 4, BYTE_ALIGN),
@@ -105,7 +96,7 @@ def index_scratch_bytes(
     return row * max(1, min(max_tokens, SCRATCH_LIMIT // row))
 
 
-def cut_index_scratch(storage: Tensor, row: IndexRowBytes, *, num_tokens: int) -> IndexScratch:
+def cut_index_scratch(storage: Tensor, row: tuple[int, ...], *, num_tokens: int) -> IndexScratch:
     """Divide `storage`, `[bytes]` uint8, for num_tokens tokens or as many as it holds."""
     num_rows = min(num_tokens, storage.numel() // sum(row))
     assert num_rows > 0, (storage.numel(), row)

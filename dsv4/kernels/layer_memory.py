@@ -3,7 +3,7 @@
 import ast
 from dataclasses import astuple, dataclass, field, fields
 from functools import cache, cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ from dsv4.formats import (
     kv_row,
 )
 from dsv4.rope import RopeTable
+
+_Part = TypeVar("_Part")
+
+
+def existing(part: _Part | None) -> _Part:
+    """Return a part that this type of layer has; the handle checked the type."""
+    assert part is not None, "checked by the handle"
+    return part
 
 
 class WindowRows(NamedTuple):

@@ -47,11 +47,7 @@ _library = torch.library.Library("dsv4", "DEF")
 
 
 def write_layer(
-    writes: LayerWrites,
-    memory: LayerMemory,
-    tokens: TokenMap,
-    *,
-    backend: str,
+    writes: LayerWrites, memory: LayerMemory, tokens: TokenMap, *, backend: str
 ) -> None:
     """Store a layer's rows."""
     _run("write_layer", backend, memory=memory, tokens=tokens, writes=writes)
@@ -139,7 +135,8 @@ def checkpoint_tails(
 
 def _run(name: str, backend: str, **arguments: Any) -> Any:
     """Call a backend's function or its op; the arguments have the order of the op's schema."""
-    if not _is_watched():
+    is_watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    if not is_watched and not profiler._is_profiler_enabled:
         with torch.no_grad():  # an op has no gradient either
             return getattr(load_backend(backend), name)(**arguments)
     flat: list[Any] = []
@@ -147,15 +144,6 @@ def _run(name: str, backend: str, **arguments: Any) -> Any:
         flatten = _FLATTENERS.get(key)
         flat += (value,) if flatten is None else flatten(value)
     return getattr(torch.ops.dsv4, name).default(backend, *flat)
-
-
-def _is_watched() -> bool:
-    """Whether a compiler, a dispatch mode or a profiler has to see the op itself."""
-    return bool(
-        torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or profiler._is_profiler_enabled
-    )
 
 
 def _flat(memory: LayerMemory) -> tuple[Any, ...]:
@@ -204,10 +192,6 @@ def _writes(flat: list[Any]) -> LayerWrites:
     return LayerWrites(window, entries(2), entries(6))
 
 
-def _fake_write(**_: Any) -> None:
-    return None
-
-
 def _fake_select(*, query: Tensor, layout: str, **_: Any) -> tuple[Tensor, ...]:
     shape = (query.shape[0], LayerLayout.from_key(layout).index_topk)
     return (
@@ -221,30 +205,24 @@ def _fake_attend(*, query: Tensor, **_: Any) -> tuple[Tensor, ...]:
     return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
-def _fake_gather(*, layout: str, rows: Tensor, **_: Any) -> tuple[Tensor, ...]:
-    return _fake_gathered(rows, rows.shape, layout)
+def _fake_gather(
+    *, layout: str, rows: Tensor | None = None, tokens: Sequence[Tensor] = (),
+    max_entries: int | None = None, **_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Values and presence of listed rows, of each request's entries, or of each token's window."""
+    kept = LayerLayout.from_key(layout)
+    if rows is None:
+        plan = TokenMap._make([*tokens, 0])
+        rows = plan.positions if max_entries is None else plan.request_slots
+        width = kept.window if max_entries is None else max_entries
+        rows = rows[:, None].expand(-1, width)
+    values = rows.new_empty((*rows.shape, kept.kv_row.dim), dtype=kept.kv_row.value_dtype)
+    return values, rows.new_empty(rows.shape, dtype=torch.bool)
 
 
-def _fake_gather_all(
-    *, layout: str, tokens: list[Tensor], max_entries: int, **_: Any
-) -> tuple[Tensor, ...]:
-    slots = tokens[TokenMap._fields.index("request_slots")]
-    return _fake_gathered(slots, (slots.shape[0], max_entries), layout)
-
-
-def _fake_gather_swa(*, layout: str, tokens: list[Tensor], **_: Any) -> tuple[Tensor, ...]:
-    positions = tokens[TokenMap._fields.index("positions")]
-    shape = (positions.shape[0], LayerLayout.from_key(layout).window)
-    return _fake_gathered(positions, shape, layout)
-
-
-def _fake_gathered(like: Tensor, shape: Sequence[int], layout: str) -> tuple[Tensor, ...]:
-    row = LayerLayout.from_key(layout).kv_row
-    values = like.new_empty((*shape, row.dim), dtype=row.value_dtype)
-    return values, like.new_empty(shape, dtype=torch.bool)
-
-
-def _register(name: str, arguments: str, fake: Callable[..., Any], *, outputs: int) -> None:
+def _register(
+    name: str, arguments: str, fake: Callable[..., Any] = lambda **_: None, *, outputs: int = 0
+) -> None:
     """Define the op that calls the function `name` of the backend that it is given."""
     results = ", ".join(["Tensor"] * outputs)
     _library.define(f"{name}(str backend, {arguments}) -> ({results})")
@@ -263,7 +241,7 @@ def _register(name: str, arguments: str, fake: Callable[..., Any], *, outputs: i
     torch.library.register_fake(f"dsv4::{name}", run_fake, lib=_library)
 
 
-_register("write_layer", f"{_WRITTEN}, {_TOKENS}, Tensor?[] writes", _fake_write, outputs=0)
+_register("write_layer", f"{_WRITTEN}, {_TOKENS}, Tensor?[] writes")
 _register(
     "select_entries",
     f"{_INDEXED}, {_TOKENS}, Tensor query, Tensor head_weights, SymInt max_entries",
@@ -281,12 +259,9 @@ _register("gather_compressed_kv", f"{_READ}, Tensor rows", _fake_gather, outputs
 _register(
     "gather_all_compressed_kv",
     f"{_READ}, {_TOKENS}, SymInt max_entries",
-    _fake_gather_all,
+    _fake_gather,
     outputs=2,
 )
-_register("gather_swa_kv", f"{_READ}, {_TOKENS}", _fake_gather_swa, outputs=2)
-_register("checkpoint_window", f"{_CHECKPOINTS}, {_READ}, {_TOKENS}", _fake_write, outputs=0)
-_register(
-    "checkpoint_tails", f"{_CHECKPOINTS}, {_READ}, {_TOKENS}, Tensor?[] writes",
-    _fake_write, outputs=0,
-)  # fmt: skip
+_register("gather_swa_kv", f"{_READ}, {_TOKENS}", _fake_gather, outputs=2)
+_register("checkpoint_window", f"{_CHECKPOINTS}, {_READ}, {_TOKENS}")
+_register("checkpoint_tails", f"{_CHECKPOINTS}, {_READ}, {_TOKENS}, Tensor?[] writes")

@@ -44,8 +44,7 @@ def record_index() -> list:
     handle = manager.acquire(0, prepare_forward(manager, [manager.open_request()], [0], [1]))
     scratch = deepgemm.index_scratch(torch.empty(1, 64, 128), handle.memory, max_entries=2**12)
     deepgemm.score_inputs(
-        scratch, handle.memory, handle.tokens, num_heads=64, max_entries=2**12,
-        first_token=0, num_tokens=1,
+        scratch, handle.memory, handle.tokens, range(1), num_heads=64, max_entries=2**12
     )  # fmt: skip
     return launches
 

@@ -24,7 +24,6 @@ from dsv4.kernels.contracts import LayerWrites
 from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
 from dsv4.kernels.triton import launch as launch_module
 from dsv4.kernels.triton.hopper import attention as hopper
-from dsv4.kernels.triton.hopper import chunk
 from dsv4.kernels.triton.launch import KINDS, WORKS, Launch, architecture_steps, work_name
 from dsv4.testing import model_projections, model_weights
 
@@ -134,7 +133,7 @@ def record_attention(case: AttentionCase) -> list:
     """Record the launches of one token, which is split over programs, or of a chunk."""
     launches: list = []
     owners = [(attention, "_attend_kernel"), (attention, "_combine_kernel"),
-              (hopper, "_attend_kernel"), (chunk, "_attend_chunk_kernel")]  # fmt: skip
+              (hopper, "_attend_kernel"), (hopper, "_attend_chunk_kernel")]  # fmt: skip
     kernels = [getattr(module, name) for module, name in owners]
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, Recorder(kernel, launches))

@@ -13,7 +13,6 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward, warm_up
 from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
 from dsv4.kernels.triton.hopper import attention as hopper
-from dsv4.kernels.triton.hopper import chunk
 from dsv4.testing import model_projections, model_weights
 from tests.kernels.serving import Server, attend, serve
 
@@ -46,7 +45,7 @@ class LaunchKeys:
 def record_kernels() -> dict[str, dict]:
     """Replace every kernel; their launches fill the returned dict."""
     keys: dict[str, dict] = {}
-    for module in (attention, chunk, flush_write, gather, hopper, indexer, topk):
+    for module in (attention, flush_write, gather, hopper, indexer, topk):
         kernels = {n: k for n, k in vars(module).items() if isinstance(k, JITFunction)}
         for name, kernel in kernels.items():
             if name.endswith("_kernel"):

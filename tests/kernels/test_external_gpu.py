@@ -121,8 +121,8 @@ def test_deepgemm_scores_are_within_the_bound(deep_gemm):
     scratch = index_tests.prepared(handle, query, weights)
     max_entries = handle.plan.max_entries(4)
     inputs = deepgemm.score_inputs(
-        scratch, handle.memory, handle.tokens, num_heads=64, max_entries=max_entries,
-        first_token=0, num_tokens=len(query),
+        scratch, handle.memory, handle.tokens, range(len(query)),
+        num_heads=64, max_entries=max_entries,
     )  # fmt: skip
     scores = deepgemm.score_entries(deep_gemm, inputs, max_entries=max_entries)
     expected, bound = index_tests.exact_scores(handle, query, weights)

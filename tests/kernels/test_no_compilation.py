@@ -13,7 +13,6 @@ from triton.runtime.jit import JITFunction
 from dsv4 import warm_up
 from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
 from dsv4.kernels.triton.hopper import attention as hopper
-from dsv4.kernels.triton.hopper import chunk
 from tests.kernels.serving import Server, serve
 
 
@@ -34,7 +33,7 @@ def test_serving_launches_nothing_that_was_not_warmed_up():
 @pytest.mark.parametrize("drafts_per_step", [0, 2])
 def test_serving_compiles_nothing(drafts_per_step, monkeypatch):
     server = Server(drafts_per_step=drafts_per_step, max_requests=64, device="cuda")
-    for module in (attention, flush_write, gather, indexer, topk, hopper, chunk):
+    for module in (attention, flush_write, gather, indexer, topk, hopper):
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):  # an earlier test may have compiled what is missing
                 kernel.device_caches.clear()

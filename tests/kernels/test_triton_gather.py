@@ -234,14 +234,13 @@ def test_no_entries_and_no_tokens():
     config = CacheConfig.tiny(compress_ratios=CSA)
     manager = KVCacheManager(config, max_requests=2, num_blocks=2, device=DEVICE)
     tokens = prepare_forward(manager, [], [], []).tokens
-    pages = manager.paged.layer(0).entries
-    window = filled(config, [1], [2]).window
-    none = gather.gather_window(window, tokens)
+    (memory,) = manager.device_memory.memories
+    none = gather.gather_swa_kv(memory, tokens)
     assert none.values.shape == (0, 128, 96) and none.is_present.shape == (0, 128)
-    none = gather.gather_entries(pages, tokens, ratio=4, max_entries=3)
+    none = gather.gather_all_compressed_kv(memory, tokens, max_entries=3)
     assert none.values.shape == (0, 3, 96)
     tokens = prepare_forward(manager, [manager.open_request()], [0], [1]).tokens
-    none = gather.gather_entries(pages, tokens, ratio=4, max_entries=0)
+    none = gather.gather_all_compressed_kv(memory, tokens, max_entries=0)
     assert none.values.shape == (1, 0, 96)
 
 

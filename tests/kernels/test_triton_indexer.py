@@ -108,12 +108,12 @@ def prepared(handle, query, weights):
     """The workspace after queries were made ready and scored."""
     max_entries = handle.plan.max_entries(4)
     scratch = indexer.index_scratch(query, handle.memory, max_entries=max_entries)
-    span = {"first_token": 0, "num_tokens": len(query)}
+    part = range(len(query))
     assert scratch.num_rows == len(query)
-    indexer.prepare_queries(query, weights, scratch, handle.memory, handle.tokens, **span)
+    indexer.prepare_queries(query, weights, scratch, handle.memory, handle.tokens, part)
     indexer.score_entries(
-        scratch, handle.memory, handle.tokens,
-        num_heads=query.shape[1], max_entries=max_entries, **span,
+        scratch, handle.memory, handle.tokens, part,
+        num_heads=query.shape[1], max_entries=max_entries,
     )  # fmt: skip
     return scratch
 

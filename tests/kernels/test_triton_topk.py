@@ -1,5 +1,7 @@
 """Top-k on given scores is exactly the reference's: on a GPU, or under Triton's interpreter."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -43,10 +45,9 @@ def choose(scores, counts: list[int], topk: int, *, first: int = 0, padding=()) 
     )
     num_tops = index_scratch.num_group_tops(max_entries, topk=topk)
     group_tops = torch.full((len(counts), num_tops), 123456, dtype=torch.int32, device=device)
-    kernels.choose_best(
-        chosen, scores, group_tops, tokens, first_token=first, num_tokens=len(counts),
-        max_entries=max_entries, ratio=1, entries_per_block=PER_BLOCK,
-    )  # fmt: skip
+    layout = SimpleNamespace(ratio=1, entries_per_block=PER_BLOCK)
+    part = range(first, first + len(counts))
+    kernels.choose_best(chosen, scores, group_tops, tokens, layout, part, max_entries=max_entries)
     return chosen
 
 

@@ -39,9 +39,9 @@ def with_columns(choose: Callable[[slice, int], slice]):
     """Read the rows of a CSA window from other columns of the projection."""
 
     def make(original):
-        def wrong(rows, tail, tokens, closing, distance, count, columns):
+        def wrong(rows, tail, tokens, closing, ratio, back, columns):
             columns = choose(columns, tail.shape[-1] // 2)
-            return original(rows, tail, tokens, closing, distance, count, columns)
+            return original(rows, tail, tokens, closing, ratio, back, columns)
 
         return wrong
 

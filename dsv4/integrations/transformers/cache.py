@@ -24,7 +24,6 @@ from dsv4.errors import OutOfBlocksError
 from dsv4.integrations.transformers.attached_cache import AttachedCache
 from dsv4.integrations.transformers.captured_attention import CapturedAttention
 from dsv4.integrations.transformers.columns import BoolArray, Columns
-from dsv4.integrations.transformers.no_gradient import NoGradient
 from dsv4.integrations.transformers.padding import (
     check_last_column,
     check_positions,
@@ -51,6 +50,21 @@ class PaddedForward:
     token_index: Tensor | None
     rotations: dict[str, Rotation]
     captured: CapturedAttention | None = None
+
+
+class NoGradient(torch.autograd.Function):
+    """Pass values on; a backward pass raises and says why."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hidden: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "No gradients through a PagedCache: it stores rows without their history; "
+            "train without past_key_values"
+        )
 
 
 class PagedCache(AttachedCache):
@@ -101,17 +115,9 @@ class PagedCache(AttachedCache):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
     ) -> BoolArray | None:
-        """Check the inputs of a forward before it changes anything.
+        """Check the inputs of a forward before it changes anything; return what `read_mask` does.
 
-        Args:
-            batch, num_columns: The shape of the new tokens, padding included.
-            attention_mask: `[batch, columns so far + num_columns]`, 0 for padding; None if the
-                new columns have none.
-            position_ids: Checked if there is more than one column, but not used: the cache
-                counts positions itself.
-
-        Returns:
-            `[batch, num_columns]`, True for tokens, or None if all columns hold tokens.
+        Positions of several columns are checked, but not used: the cache counts them itself.
         """
         self._check_batch(batch)
         is_token = read_mask(attention_mask, self._columns, batch=batch, num_columns=num_columns)
@@ -154,11 +160,7 @@ class PagedCache(AttachedCache):
     def forward(
         self, batch: int, num_columns: int, is_token: BoolArray | None
     ) -> Iterator[ForwardPlan]:
-        """Enclose one forward of the model.
-
-        Args:
-            batch, num_columns: The shape of the new tokens, padding included.
-            is_token: `[batch, num_columns]`, True for tokens; None if there is no padding.
+        """Enclose one forward of the model, of columns as `read_inputs` returns them.
 
         Yields:
             The forward's plan.
@@ -253,17 +255,17 @@ class PagedCache(AttachedCache):
         if is_new:
             self._slots, self._columns = slots, Columns(batch)
         self._columns.append(num_columns, is_token)
+        rotations = {}
+        if captured is None:
+            for base, table in manager.device_memory.rope_tables.items():
+                rotations[base] = rotation_at(table, plan.tokens.positions)
         return PaddedForward(
             plan,
             (batch, num_columns),
             token_index(is_token, manager.device),
-            {} if captured is not None else self._rotations(plan),
+            rotations,
             captured,
         )
-
-    def _rotations(self, plan: ForwardPlan) -> dict[str, Rotation]:
-        tables, positions = self.manager.device_memory.rope_tables, plan.tokens.positions
-        return {base: rotation_at(table, positions) for base, table in tables.items()}
 
     def _capture(self, batch: int, longest: int) -> CapturedAttention | None:
         """Return the graphs of a decode step; None before the first forward or after a torn one.

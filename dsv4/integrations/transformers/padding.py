@@ -1,6 +1,6 @@
 """Read and check the masks and positions of padded batches.
 
-The functions know lengths and columns alone, not the cache's requests.
+The functions know columns and lengths alone, the cached tokens of each row, and no requests.
 """
 
 from typing import Any
@@ -16,11 +16,10 @@ from dsv4.integrations.transformers.columns import BoolArray, Columns
 def read_mask(
     attention_mask: Any, columns: Columns, *, batch: int, num_columns: int
 ) -> BoolArray | None:
-    """Find the new columns that hold tokens.
+    """Find the new columns that hold tokens, after the cached `columns`.
 
     Args:
         attention_mask: `[batch, columns so far + num_columns]`, 0 for padding, or None.
-        columns: The cached columns.
 
     Returns:
         `[batch, num_columns]`, or None if every new column holds a token.
@@ -48,12 +47,7 @@ def read_mask(
 
 
 def check_last_column(is_token: BoolArray | None, lengths: NDArray[np.int64]) -> None:
-    """Refuse right padding in `generate`, which reads the logits of the last column.
-
-    Args:
-        is_token: The new columns, as `read_mask` gave them.
-        lengths: `[batch]`, cached tokens of each row.
-    """
+    """Refuse right padding in `generate`, which reads the logits of the last column."""
     if is_token is None or not is_token.shape[1]:
         return
     is_padded = (is_token.any(axis=1) | (lengths > 0)) & ~is_token[:, -1]

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels.contracts import Selection, TokenMap
-from dsv4.kernels.external.find import PAGE_KEYS, PagedLogits, load_deep_gemm
-from dsv4.kernels.external.pages import as_pages
+from dsv4.kernels.external.find import PAGE_KEYS, PagedLogits, as_pages, load_deep_gemm
 from dsv4.kernels.index_scratch import IndexScratch
-from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.kernels.layer_memory import LayerMemory, existing
 from dsv4.kernels.triton import indexer
+from dsv4.kernels.triton.operands import PLAN_PTRS
 from dsv4.kernels.triton.topk import choose_best, visible_entries
 
 COMPILED_TOKENS = 32  # calls of up to this many tokens share a kernel
@@ -42,10 +42,8 @@ class ScoreInputs(NamedTuple):
 
 @triton.jit(
     do_not_specialize=["first_token", "num_tokens", "num_columns", "topk", "table_stride"],
-    do_not_specialize_on_alignment=[
-        "positions_ptr", "request_ids_ptr", "request_slots_ptr", "block_table_ptr",
-    ],
-)  # fmt: skip
+    do_not_specialize_on_alignment=PLAN_PTRS,
+)
 def _table_kernel(
     lengths_ptr, blocks_ptr, num_columns, first_token, num_tokens, topk, positions_ptr,
     request_ids_ptr, request_slots_ptr, block_table_ptr, table_stride,
@@ -67,12 +65,7 @@ def _table_kernel(
 
 
 def select_entries(
-    query: Tensor,
-    head_weights: Tensor,
-    memory: LayerMemory,
-    tokens: TokenMap,
-    *,
-    max_entries: int,
+    query: Tensor, head_weights: Tensor, memory: LayerMemory, tokens: TokenMap, *, max_entries: int
 ) -> Selection:
     """See `kernels.reference.indexer`."""
     num_tokens, layout = len(tokens.positions), memory.layout
@@ -83,20 +76,15 @@ def select_entries(
     scratch = index_scratch(query, memory, max_entries=max_entries)
     step = tokens_at_once(scratch.num_rows)
     for first in range(0, num_tokens, step):
-        count = min(step, num_tokens - first)
-        indexer.prepare_queries(
-            query, head_weights, scratch, memory, tokens, first_token=first, num_tokens=count
-        )  # fmt: skip
+        part = range(num_tokens)[first : first + step]
+        indexer.prepare_queries(query, head_weights, scratch, memory, tokens, part)
         inputs = score_inputs(
-            scratch, memory, tokens, num_heads=query.shape[1], max_entries=max_entries,
-            first_token=first, num_tokens=count,
-        )  # fmt: skip
+            scratch, memory, tokens, part, num_heads=query.shape[1], max_entries=max_entries
+        )
         scores = score_entries(logits, inputs, max_entries=max_entries)
         choose_best(
-            chosen, scores, scratch.group_tops, tokens, first_token=first, num_tokens=count,
-            max_entries=max_entries, ratio=layout.ratio,
-            entries_per_block=layout.entries_per_block,
-        )  # fmt: skip
+            chosen, scores, scratch.group_tops, tokens, layout, part, max_entries=max_entries
+        )
     return chosen
 
 
@@ -129,30 +117,29 @@ def score_inputs(
     scratch: IndexScratch,
     memory: LayerMemory,
     tokens: TokenMap,
+    part: range,
     *,
     num_heads: int,
     max_entries: int,
-    first_token: int,
-    num_tokens: int,
 ) -> ScoreInputs:
-    """Prepare the scores of the tokens whose queries the workspace holds."""
-    keys = memory.index_keys
-    assert keys is not None, "checked by the handle"
-    padded = padded_tokens(num_tokens)
+    """Prepare the scores of the tokens `part`, whose queries the workspace holds."""
+    padded = padded_tokens(len(part))
     dim, device = memory.layout.index_head_dim, tokens.positions.device
     columns = triton.cdiv(max_entries, PAGE_KEYS)
     lengths = torch.empty(padded, 1, dtype=torch.int32, device=device)
     blocks = torch.empty(padded, columns, dtype=torch.int32, device=device)
     _table_kernel[(padded, triton.cdiv(columns, TABLE_TILE))](
-        lengths_ptr=lengths, blocks_ptr=blocks, num_columns=columns, first_token=first_token,
-        num_tokens=num_tokens, topk=memory.layout.index_topk, positions_ptr=tokens.positions,
+        lengths_ptr=lengths, blocks_ptr=blocks, num_columns=columns, first_token=part.start,
+        num_tokens=len(part), topk=memory.layout.index_topk, positions_ptr=tokens.positions,
         request_ids_ptr=tokens.request_ids, request_slots_ptr=tokens.request_slots,
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         RATIO=memory.layout.ratio, PAGE=PAGE_KEYS, TILE=TABLE_TILE, num_warps=1,
     )  # fmt: skip
     codes = scratch.queries[:padded].view(torch.float8_e4m3fn)
     query = codes.view(padded, 1, num_heads, dim)
-    return ScoreInputs(query, as_pages(keys), scratch.weights[:padded], lengths, blocks)
+    return ScoreInputs(
+        query, as_pages(existing(memory.index_keys)), scratch.weights[:padded], lengths, blocks
+    )
 
 
 def score_entries(logits: PagedLogits, inputs: ScoreInputs, *, max_entries: int) -> Tensor:

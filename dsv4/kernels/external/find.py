@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from dsv4.formats import PagedRows
+
 FOLDER_VARIABLE = "DSV4_PEERS"
 PAGE_KEYS = 64  # keys per page that DeepGEMM expects
 VALUE_DIM = 512
@@ -67,6 +69,21 @@ class PagedLogits(NamedTuple):
     set_overlap: Callable[[bool], None] | None
 
 
+def as_pages(pages: PagedRows) -> Tensor:
+    """View pages as `[num_pages, rows_per_page, 1, row_bytes]` uint8.
+
+    A page keeps the data of all its rows, then their scales. The shape gives the number of bytes
+    alone; the kernels know where each part of a row lies.
+    """
+    num_pages, run_bytes = pages.storage.shape
+    row_bytes = pages.format.row_bytes
+    return pages.storage.as_strided(
+        (num_pages, pages.rows_per_page, 1, row_bytes),
+        (run_bytes, row_bytes, row_bytes, 1),
+        pages.storage.storage_offset() + pages.offset,
+    )
+
+
 def add_folder(path: str | os.PathLike[str]) -> None:
     """Search this folder for external kernels too, after the installed packages."""
     folder = Path(path).resolve()
@@ -81,18 +98,13 @@ def add_folder(path: str | os.PathLike[str]) -> None:
 
 def add_environment_folder() -> None:
     """Search the folder that `DSV4_PEERS` names, if it is set."""
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if folder:
+    if folder := os.environ.get(FOLDER_VARIABLE):
         add_folder(folder)
 
 
 @cache
 def load_flash_mla() -> SparseDecode:
-    """Load FlashMLA's sparse decode of DeepSeek-V4's rows.
-
-    Raises:
-        ImportError: It is not installed; says what to install.
-    """
+    """Load FlashMLA's sparse decode of V4's rows; an ImportError says what to install."""
     return _load_first(
         (_flash_mla_of_package, _flash_mla_of_vllm),
         "attention_backend='flashmla' needs FlashMLA's kernels for DeepSeek-V4's rows: "
@@ -102,11 +114,7 @@ def load_flash_mla() -> SparseDecode:
 
 @cache
 def load_deep_gemm() -> PagedLogits:
-    """Load DeepGEMM's scores of paged FP8 keys.
-
-    Raises:
-        ImportError: It is not installed; says what to install.
-    """
+    """Load DeepGEMM's scores of paged FP8 keys; an ImportError says what to install."""
     return _load_first(
         [partial(_paged_logits, name) for name in ("deep_gemm", "vllm.third_party.deep_gemm")],
         "index_backend='deepgemm' needs DeepGEMM's paged logits: pip install 'dsv4[deepgemm]', "

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from dsv4.formats import round_up
 from dsv4.kernels.contracts import AttentionResult, TokenMap
-from dsv4.kernels.external.find import LISTED_AT_ONCE, Decoded, DecodeInputs, load_flash_mla
-from dsv4.kernels.external.pages import as_pages
-from dsv4.kernels.layer_memory import LayerMemory
-from dsv4.kernels.triton.gather import (
-    find_entries,
-    find_listed,
-    find_window,
-    token_arguments,
-    workspace_row,
+from dsv4.kernels.external.find import (
+    LISTED_AT_ONCE,
+    Decoded,
+    DecodeInputs,
+    as_pages,
+    load_flash_mla,
 )
+from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.kernels.triton.gather import find_entries, find_listed, find_window, workspace_row
+from dsv4.kernels.triton.operands import PLAN_PTRS, token_arguments
 from dsv4.kernels.triton.primitives import bf16_bits, load_rope, rotate_tail
 
 HEADS = (64, 128)  # numbers of query heads that FlashMLA has kernels for
@@ -43,10 +43,7 @@ def has_source(token, request_ids_ptr, workspace_starts_ptr, IS_WORKSPACE: tl.co
     do_not_specialize=[
         "first_token", "num_entries", "entries_width", "rows_stride", "row_stride", "table_stride",
     ],
-    do_not_specialize_on_alignment=[
-        "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr", "before_ptr",
-        "after_ptr", "workspace_starts_ptr", "block_table_ptr",
-    ],
+    do_not_specialize_on_alignment=["rows_ptr", *PLAN_PTRS],
 )  # fmt: skip
 def _list_kernel(
     window_rows_ptr, entry_rows_ptr, entry_counts_ptr, entries_width, first_token, num_entries,
@@ -100,10 +97,8 @@ def _list_kernel(
 
 @triton.jit(
     do_not_specialize=["first_token", "lse_stride", "lse_head_stride"],
-    do_not_specialize_on_alignment=[
-        "positions_ptr", "request_ids_ptr", "request_slots_ptr", "workspace_starts_ptr",
-    ],
-)  # fmt: skip
+    do_not_specialize_on_alignment=PLAN_PTRS,
+)
 def _finish_kernel(
     output_ptr, lse_ptr, decoded_ptr, decoded_lse_ptr, lse_stride, lse_head_stride, first_token,
     cos_ptr, sin_ptr, positions_ptr, request_ids_ptr, request_slots_ptr, workspace_starts_ptr,
@@ -216,7 +211,7 @@ def decode_inputs(
         entries_width=widths[1], first_token=first_token,
         num_entries=max_entries if selected_rows is None else selected_rows.shape[1],
         rows_ptr=listed, rows_stride=listed.stride(0), row_stride=listed.stride(1),
-        **token_arguments(tokens, window_rows), ENTRIES=kind, IS_WORKSPACE=is_workspace,
+        **token_arguments(tokens), ENTRIES=kind, IS_WORKSPACE=is_workspace,
         WINDOW=layout.window, WINDOW_WIDTH=widths[0], RING_ROWS=layout.ring_rows,
         ENTRY_ROWS=max(1, layout.entries_per_block), RATIO=max(1, layout.ratio),
         TILE=LISTED_AT_ONCE, num_warps=1,

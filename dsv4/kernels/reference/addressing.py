@@ -31,16 +31,6 @@ def window_positions(positions: Tensor, window: int) -> Tensor:
     return positions[:, None] - torch.arange(window - 1, -1, -1, device=positions.device)
 
 
-def closes_window(positions: Tensor, ratio: int) -> Tensor:
-    """Whether a token is the last of its compression window."""
-    return (positions + 1) % ratio == 0
-
-
-def closed_entry(positions: Tensor, ratio: int) -> Tensor:
-    """Entry that the window of a token becomes."""
-    return positions // ratio
-
-
 def entry_rope_position(positions: Tensor, ratio: int) -> Tensor:
     """Position at which the entry closed at `positions` is rotated: its window's first token."""
     return positions + 1 - ratio

@@ -39,19 +39,13 @@ def append_swa(
         norm_weight: `[head_dim]`.
     """
     slots, positions = addressing.token_slots(tokens), tokens.positions.long()
-    encoded = encode(window.ring.format, window_values(kv, norm_weight, positions, rope, eps=eps))
+    normed = rms_norm(kv.float(), norm_weight, eps)
+    values = rotate(normed, rope.cos[positions], rope.sin[positions])
+    encoded = encode(window.ring.format, values)
     _fill_workspace(encoded, tokens, window)
     rows = addressing.ring_rows(slots, positions, window.ring.rows_per_page)
     rows = torch.where(addressing.is_kept(tokens, window.ring.rows_per_page), rows, -1)
     write_rows(window.ring, rows, encoded)
-
-
-def window_values(
-    kv: Tensor, norm_weight: Tensor, positions: Tensor, rope: RopeTable, *, eps: float
-) -> Tensor:
-    """Values of window rows before they are encoded, in fp32."""
-    normed = rms_norm(kv.float(), norm_weight, eps)
-    return rotate(normed, rope.cos[positions], rope.sin[positions])
 
 
 def tail_rows(

@@ -58,7 +58,11 @@ def encode(fmt: RowFormat, values: Tensor, *, global_scale: Tensor | None = None
 
 def decode(fmt: RowFormat, rows: EncodedRows, *, global_scale: Tensor | None = None) -> Tensor:
     """Decode rows to `[n, dim]` fp32; each value is exact in `fmt.value_dtype`."""
-    fields = {f.name: _unpack(fmt, rows, f.name) for f in fmt.fields}
+    fields = {}
+    for field in fmt.fields:
+        record = rows.data if field.section == "data" else rows.scales
+        end = field.offset + field.count * field.dtype.itemsize
+        fields[field.name] = record[:, field.offset : end].contiguous().view(field.dtype)
     if fmt.scale_rule == "none":
         return torch.cat([field.float() for field in fields.values()], dim=1)
     scale = _read_scale(fields["scale"], global_scale if fmt.scale_rule == "e4m3" else None)
@@ -164,10 +168,3 @@ def _pack(fmt: RowFormat, data: list[Tensor], scales: list[Tensor]) -> EncodedRo
 def _bytes_of(x: Tensor) -> Tensor:
     """Bytes of rows `[n, width]` of any dtype; n may be 0."""
     return x.flatten().view(torch.uint8).view(x.shape[0], x.shape[1] * x.element_size())
-
-
-def _unpack(fmt: RowFormat, rows: EncodedRows, name: str) -> Tensor:
-    field = fmt.field(name)
-    record = rows.data if field.section == "data" else rows.scales
-    end = field.offset + field.count * field.dtype.itemsize
-    return record[:, field.offset : end].contiguous().view(field.dtype)

@@ -21,14 +21,9 @@ class ClosedWindows(NamedTuple):
 
 
 def csa_compress_tail(
-    rows: TailRows,
-    tail: Tensor,
-    norm_weight: Tensor,
-    tokens: TokenMap,
-    rope: RopeTable,
-    *,
-    eps: float,
-) -> ClosedWindows:
+    rows: TailRows, tail: Tensor, norm_weight: Tensor, tokens: TokenMap, rope: RopeTable,
+    *, eps: float,
+) -> ClosedWindows:  # fmt: skip
     """Pool the 2m rows of each closing CSA window: series b of the previous window, a of its own.
 
     Args:
@@ -36,62 +31,48 @@ def csa_compress_tail(
         tail: `[max_requests, tail_rows, 2, 2 × dim]`, rows of the tokens before this chunk.
         norm_weight: `[dim]`.
     """
-    ratio, dim = AttentionType.CSA.ratio, tail.shape[-1] // 2
-    closing = _closing_tokens(tokens, ratio)
-    if not closing.numel():
-        return ClosedWindows(closing, norm_weight.new_empty(0, dim))
-    previous = _window_rows(rows, tail, tokens, closing, 2 * ratio, ratio, slice(0, dim))
-    current = _window_rows(rows, tail, tokens, closing, ratio, ratio, slice(dim, 2 * dim))
-    stacked = [torch.cat(pair, dim=1) for pair in zip(previous, current, strict=True)]
-    return _finish(stacked, closing, norm_weight, tokens, rope, ratio=ratio, eps=eps)
+    return _compress_tail(rows, tail, norm_weight, tokens, rope, AttentionType.CSA.ratio, eps)
 
 
 def hca_compress_tail(
-    rows: TailRows,
-    tail: Tensor,
-    norm_weight: Tensor,
-    tokens: TokenMap,
-    rope: RopeTable,
-    *,
-    eps: float,
-) -> ClosedWindows:
+    rows: TailRows, tail: Tensor, norm_weight: Tensor, tokens: TokenMap, rope: RopeTable,
+    *, eps: float,
+) -> ClosedWindows:  # fmt: skip
     """Pool the m' rows of each closing HCA window; arguments as for CSA, with one series."""
-    ratio = AttentionType.HCA.ratio
-    closing = _closing_tokens(tokens, ratio)
+    return _compress_tail(rows, tail, norm_weight, tokens, rope, AttentionType.HCA.ratio, eps)
+
+
+def _compress_tail(
+    rows: TailRows, tail: Tensor, norm_weight: Tensor, tokens: TokenMap, rope: RopeTable,
+    ratio: int, eps: float,
+) -> ClosedWindows:  # fmt: skip
+    dim = norm_weight.shape[0]
+    is_closing = (tokens.positions + 1) % ratio == 0
+    closing = torch.nonzero(is_closing & (addressing.token_slots(tokens) >= 0)).flatten()
     if not closing.numel():
-        return ClosedWindows(closing, norm_weight.new_empty(0, tail.shape[-1]))
-    pooled = _window_rows(rows, tail, tokens, closing, ratio, ratio, slice(None))
-    return _finish(list(pooled), closing, norm_weight, tokens, rope, ratio=ratio, eps=eps)
-
-
-def finish_entries(
-    pooled: Tensor, norm_weight: Tensor, rope_positions: Tensor, rope: RopeTable, *, eps: float
-) -> Tensor:
-    """Norm pooled rows `[n, dim]` and rotate them at their window's first position."""
-    normed = rms_norm(pooled, norm_weight, eps)
-    return rotate(normed, rope.cos[rope_positions], rope.sin[rope_positions])
-
-
-def _closing_tokens(tokens: TokenMap, ratio: int) -> Tensor:
-    is_closing = addressing.closes_window(tokens.positions, ratio)
-    return torch.nonzero(is_closing & (addressing.token_slots(tokens) >= 0)).flatten()
+        return ClosedWindows(closing, norm_weight.new_empty(0, dim))
+    # A token's last series is for its own window, the one before it for the next window.
+    starts = range(0, tail.shape[-1], dim)
+    windows = [
+        _window_rows(rows, tail, tokens, closing, ratio, back, slice(start, start + dim))
+        for back, start in zip(reversed(range(len(starts))), starts, strict=True)
+    ]
+    stacked = (torch.cat(parts, dim=1) for parts in zip(*windows, strict=True))
+    positions = addressing.entry_rope_position(tokens.positions.long()[closing], ratio)
+    normed = rms_norm(pool_rows(*stacked), norm_weight, eps)
+    return ClosedWindows(closing, rotate(normed, rope.cos[positions], rope.sin[positions]))
 
 
 def _window_rows(
-    rows: TailRows,
-    tail: Tensor,
-    tokens: TokenMap,
-    closing: Tensor,
-    distance: int,
-    count: int,
-    columns: slice,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """kv, gate `[n, count, dim]` fp32 and presence `[n, count]` of rows before a closing token.
+    rows: TailRows, tail: Tensor, tokens: TokenMap, closing: Tensor,
+    ratio: int, back: int, columns: slice,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """kv, gate `[n, ratio, dim]` fp32 and presence `[n, ratio]` of a window's rows.
 
-    The rows start `distance - 1` tokens before it. This chunk's rows are read from `rows`, older
-    ones from the tail.
+    The window is the one that `closing` tokens close, or lies `back` windows before. This chunk's
+    rows are read from `rows`, older ones from the tail.
     """
-    steps_back = torch.arange(distance - 1, distance - 1 - count, -1, device=closing.device)
+    steps_back = torch.arange(ratio - 1, -1, -1, device=closing.device) + back * ratio
     positions = tokens.positions.long()[closing][:, None] - steps_back
     before = tokens.positions_before.long()[tokens.request_ids.long()[closing]][:, None]
     in_chunk = positions >= before
@@ -107,19 +88,3 @@ def _window_rows(
         for index, values in enumerate(rows)
     )
     return kv, gate, positions >= 0
-
-
-def _finish(
-    stacked: list[Tensor],
-    closing: Tensor,
-    norm_weight: Tensor,
-    tokens: TokenMap,
-    rope: RopeTable,
-    *,
-    ratio: int,
-    eps: float,
-) -> ClosedWindows:
-    kv, gate, is_present = stacked
-    positions = addressing.entry_rope_position(tokens.positions.long()[closing], ratio)
-    pooled = pool_rows(kv, gate, is_present)
-    return ClosedWindows(closing, finish_entries(pooled, norm_weight, positions, rope, eps=eps))

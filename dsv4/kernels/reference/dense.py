@@ -65,7 +65,8 @@ def dense_layer(
     if inputs.indexer is not None and weights.indexer is not None:
         index = CompressorInputs(inputs.indexer.kv, inputs.indexer.gate)
         index_tails, keys = _entries(index, weights.indexer, rope, ratio, config)
-        scale = _global_scale(config, keys)
+        global_scale = config.index_global_scale
+        scale = None if global_scale is None else keys.new_tensor(global_scale)
         keys = hadamard(keys) if config.index_hadamard else keys
         index_keys = encode(config.index_row, keys, global_scale=scale)
         selected = _select(inputs, index_keys, positions, rope, ratio, config, scale)
@@ -170,9 +171,3 @@ def _attend(
     output = torch.einsum("nhr,rd->nhd", probabilities, values)
     cos, sin = rope.cos[positions][:, None].double(), rope.sin[positions][:, None].double()
     return rotate(output, cos, -sin).to(inputs.query.dtype)
-
-
-def _global_scale(config: CacheConfig, like: Tensor) -> Tensor | None:
-    if config.index_global_scale is None:
-        return None
-    return torch.tensor(config.index_global_scale, dtype=torch.float32, device=like.device)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsv4.formats import PagedRows
 from dsv4.kernels.contracts import Gathered, TokenMap
-from dsv4.kernels.layer_memory import LayerMemory, WindowRows
+from dsv4.kernels.layer_memory import LayerMemory, WindowRows, existing
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.append import workspace_rows
 from dsv4.kernels.reference.codec import decode, read_rows
@@ -27,7 +27,7 @@ def gather_rows(pages: PagedRows, rows: Tensor, *, global_scale: Tensor | None =
 
 def gather_compressed_kv(memory: LayerMemory, rows: Tensor) -> Gathered:
     """Gather the entries at flat rows `[num_tokens, k]`, such as a selection's."""
-    entries = _entries(memory)
+    entries = existing(memory.entries)
     rows = rows.long().contiguous()
     return Gathered(gather_rows(entries, rows).to(entries.format.value_dtype), rows >= 0)
 
@@ -38,7 +38,7 @@ def gather_all_compressed_kv(
     """Gather all closed entries of each request, `[batch, max_entries, dim]`."""
     slots, after = tokens.request_slots.long(), tokens.positions_after.long()
     counts = addressing.visible_entries(after - 1, memory.layout.ratio)
-    rows = _first_rows(_entries(memory), tokens, slots, counts, max_entries)
+    rows = _first_rows(existing(memory.entries), tokens, slots, counts, max_entries)
     return gather_compressed_kv(memory, rows)
 
 
@@ -70,12 +70,6 @@ def window_values_of(window: WindowRows, tokens: TokenMap, part: slice) -> tuple
         return values, from_ring >= 0
     copied = gather_rows(window.workspace, from_workspace)
     return torch.where(is_copied[:, :, None], copied, values), from_ring >= 0
-
-
-def _entries(memory: LayerMemory) -> PagedRows:
-    entries = memory.entries
-    assert entries is not None, memory.layout
-    return entries
 
 
 def _first_rows(

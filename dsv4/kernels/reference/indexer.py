@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsv4.formats import RowFormat
 from dsv4.kernels.contracts import Selection, TokenMap
-from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.kernels.layer_memory import LayerMemory, existing
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.arithmetic import hadamard, rotate
 from dsv4.kernels.reference.codec import decode, encode
@@ -16,12 +16,7 @@ _SLICE_ELEMENTS = 1 << 23  # key elements scored at once, to bound the temporari
 
 
 def select_entries(
-    query: Tensor,
-    head_weights: Tensor,
-    memory: LayerMemory,
-    tokens: TokenMap,
-    *,
-    max_entries: int,
+    query: Tensor, head_weights: Tensor, memory: LayerMemory, tokens: TokenMap, *, max_entries: int
 ) -> Selection:
     """Select the `index_topk` best visible entries of each token.
 
@@ -34,9 +29,8 @@ def select_entries(
         Of equal scores the smaller entry is chosen; a NaN score is never chosen. A token that sees
         at most `index_topk` entries selects all of them, whatever their scores.
     """
-    keys, global_scale = memory.index_keys, memory.global_scale
+    keys, global_scale = existing(memory.index_keys), memory.global_scale
     ratio, topk = memory.layout.ratio, memory.layout.index_topk
-    assert keys is not None, memory.layout
     slots, positions = addressing.token_slots(tokens), tokens.positions.long()
     counts = addressing.visible_entries(positions, ratio)
     counts = torch.where(slots >= 0, counts, 0)

@@ -2,11 +2,7 @@
 
 from dsv4.kernels.triton.attention import attend
 from dsv4.kernels.triton.flush_write import write_layer
-from dsv4.kernels.triton.gather import (
-    gather_all_compressed_kv,
-    gather_compressed_kv,
-    gather_swa_kv,
-)
+from dsv4.kernels.triton.gather import gather_all_compressed_kv, gather_compressed_kv, gather_swa_kv
 from dsv4.kernels.triton.indexer import select_entries
 
 __all__ = [

@@ -181,7 +181,6 @@ def write_window_rows(
     All rows of a chunk go to the workspace, and its last ones to the ring as well.
     """
     ROW: tl.constexpr = SPEC.ROW
-    FORMAT: tl.constexpr = ROW.FORMAT
     row = tl.arange(0, ROWS)
     channel = tl.arange(0, ROW.BLOCK)[None, :]
     is_read = (token + row < num_tokens)[:, None] & (channel < ROW.DIM)
@@ -195,7 +194,7 @@ def write_window_rows(
     factor = reciprocal_root(mean_of_squares(values, ROW.DIM) + eps)
     even, odd = rotate_pairs(pairs, factor)  # [ROWS, ROPE / 2]
     normed = (values * factor[:, None]) * weight
-    encoded = encode_rows(normed, 1.0, FORMAT, ROWS, ROW.DIM, ROW.ROPE, ROW.BLOCK)
+    encoded = encode_rows(normed, 1.0, ROWS, ROW)
     ring_ptr = window.slots_ptr + place.slot * window.slot_bytes + window.ring_offset
     if HAS_CHUNKS:
         if place.workspace_start >= 0:

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from dsv4.formats import next_power_of_two
 from dsv4.kernels.contracts import AttentionResult, TokenMap
-from dsv4.kernels.layer_memory import LayerLayout, LayerMemory
+from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton.decode import GROUP, load_group
 from dsv4.kernels.triton.gather import (
     find_entries,
     find_listed,
     find_window,
-    token_arguments,
     workspace_row,
 )
 from dsv4.kernels.triton.launch import (
@@ -38,7 +37,7 @@ from dsv4.kernels.triton.launch import (
     is_hopper,
     num_multiprocessors,
 )
-from dsv4.kernels.triton.operands import row_spec
+from dsv4.kernels.triton.operands import SourceSpec, Splits, row_spec, token_arguments
 from dsv4.kernels.triton.primitives import (
     INTERPRETED,
     LOG2_E,
@@ -200,16 +199,10 @@ def _attend_kernel(
     num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
     workspace_starts_ptr, block_table_ptr, table_stride,
     first_token, num_splits, split_step, tile_step, tiles_per_split,
-    ROW: tl.constexpr, ENTRIES: tl.constexpr, NUM_HEADS: tl.constexpr,
-    RING_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, RATIO: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_CHUNKS: tl.constexpr, IS_SPLIT: tl.constexpr,
+    ROW: tl.constexpr, SPEC: tl.constexpr, NUM_HEADS: tl.constexpr, IS_SPLIT: tl.constexpr,
     IS_BF16: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Attend for one token and HEADS of its heads, over one split of the token's rows.
-
-    ENTRIES is the source of the rows after the window. `listed` takes the first num_entries of a
-    token's line of rows_ptr; `all` takes every entry that the token sees, up to num_entries.
-    """
+    """Attend for one token and HEADS of its heads, over one split of the token's rows."""
     # The programs of `_combine_kernel` would fill processors that have no program yet.
     wait_for_launch_before(STARTS_NEXT=False)
     ring = RowSource(ring_ptr, ring_scales_ptr, ring_stride)
@@ -221,11 +214,11 @@ def _attend_kernel(
     head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)  # [HEADS]
     split = tl.program_id(1)
     slot = tl.load(request_slots_ptr + tl.load(request_ids_ptr + token))
-    num_rows = WINDOW
-    if ENTRIES == "listed":
+    num_rows = SPEC.WINDOW
+    if SPEC.ENTRIES == "listed":
         num_rows += num_entries
-    elif ENTRIES == "all":
-        num_rows += tl.minimum((tl.load(positions_ptr + token) + 1) // RATIO, num_entries)
+    elif SPEC.ENTRIES == "all":
+        num_rows += tl.minimum((tl.load(positions_ptr + token) + 1) // SPEC.RATIO, num_entries)
     num_rows = tl.where(slot >= 0, num_rows, 0)
     first = split * split_step
     end = tl.minimum(first + tiles_per_split * tile_step, tl.cdiv(num_rows, TILE))
@@ -243,28 +236,28 @@ def _attend_kernel(
                          disable_licm=True):  # fmt: skip
         row = tile * TILE + tl.arange(0, TILE)  # [TILE]
         page, page_row, is_present = find_window(
-            token, row, row < WINDOW, positions_ptr, request_ids_ptr, request_slots_ptr,
-            RING_ROWS, WINDOW,
+            token, row, row < SPEC.WINDOW, positions_ptr, request_ids_ptr, request_slots_ptr,
+            SPEC.RING_ROWS, SPEC.WINDOW,
         )  # fmt: skip
         data_ptr, scale_ptr = row_pointers(ring, page, page_row, ROW)
-        if HAS_CHUNKS:
+        if SPEC.HAS_CHUNKS:
             copied = workspace_row(token, row, positions_ptr, request_ids_ptr, before_ptr,
-                                   workspace_starts_ptr, WINDOW)  # fmt: skip
+                                   workspace_starts_ptr, SPEC.WINDOW)  # fmt: skip
             data_ptr = tl.where(copied >= 0, workspace_ptr + copied * ROW.DATA_BYTES, data_ptr)
             scale_ptr = tl.where(copied >= 0, workspace_scales_ptr + copied * ROW.SCALE_BYTES,
                                  scale_ptr)  # fmt: skip
-        if ENTRIES != "none":
-            entry = row - WINDOW
+        if SPEC.ENTRIES != "none":
+            entry = row - SPEC.WINDOW
             is_entry = (entry >= 0) & (row < num_rows)
-            if ENTRIES == "listed":
+            if SPEC.ENTRIES == "listed":
                 page, page_row, has_entry = find_listed(
-                    token, entry, is_entry, rows_ptr, rows_stride, row_stride, ENTRY_ROWS
+                    token, entry, is_entry, rows_ptr, rows_stride, row_stride, SPEC.ENTRY_ROWS
                 )
             else:
                 request = tl.load(request_ids_ptr + token)
                 page, page_row, has_entry = find_entries(
                     request, entry, is_entry, request_slots_ptr, after_ptr, block_table_ptr,
-                    table_stride, RATIO, ENTRY_ROWS,
+                    table_stride, SPEC.RATIO, SPEC.ENTRY_ROWS,
                 )  # fmt: skip
             entry_ptr, entry_scale_ptr = row_pointers(entries, page, page_row, ROW)
             data_ptr = tl.where(entry >= 0, entry_ptr, data_ptr)
@@ -336,18 +329,6 @@ def _combine_kernel(
 ProgramLaunch = AttendLaunch | HopperLaunch
 
 
-class Splits(NamedTuple):
-    """The tiles of a token's splits.
-
-    Split s has tile s × split_step and every tile_step-th one after it, at most tiles_per_split.
-    """
-
-    num_splits: int
-    split_step: int
-    tile_step: int
-    tiles_per_split: int
-
-
 def attend(
     query: Tensor,
     sinks: Tensor | None,
@@ -393,41 +374,27 @@ def attend(
 
 def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> ProgramLaunch:
     """The launch of a layer's attention; the same for every batch, so that it changes no bits."""
-    device = memory.partials.device
+    device, layout = memory.partials.device, memory.layout
     if not _is_bf16(dtype, memory):
         return find_launch(AttendLaunch, "attend fp32", device)
-    if not INTERPRETED and is_hopper(device) and _has_hopper_kernel(memory.layout):
+    is_hopper_row = layout.kv_format == "fp8" and (layout.head_dim, layout.rope_dim) == (512, 64)
+    is_hopper_row = is_hopper_row and layout.window % 64 == 0
+    if not INTERPRETED and is_hopper(device) and is_hopper_row:
         return find_launch(HopperLaunch, "attend hopper", device, num_heads)
     return find_launch(AttendLaunch, "attend bf16", device, num_heads)
 
 
-def _has_hopper_kernel(layout: LayerLayout) -> bool:
-    """Whether `kernels.triton.hopper` takes such rows."""
-    row = layout.kv_row
-    is_taken = layout.kv_format == "fp8" and (row.dim, row.rope_dim) == (512, 64)
-    return is_taken and layout.window % 64 == 0
-
-
-def split_room(num_tokens: int, num_heads: int, launch: ProgramLaunch, memory: LayerMemory) -> int:
-    """The most splits of each token that run at once and fit `LayerMemory.partials`."""
-    programs = num_tokens * -(-num_heads // launch.heads)
-    per_multiprocessor = 1 if isinstance(launch, HopperLaunch) else HEAD_BLOCK // launch.heads
-    wave = num_multiprocessors(memory.partials.device) * per_multiprocessor
-    return min(wave // programs, memory.partials.shape[0] // num_tokens)
-
-
 def choose_splits(
-    num_tokens: int,
-    num_heads: int,
-    num_tiles: int,
-    launch: ProgramLaunch,
-    memory: LayerMemory,
+    num_tokens: int, num_heads: int, num_tiles: int, launch: ProgramLaunch, memory: LayerMemory
 ) -> Splits | None:
     """Choose how rows are split, by sizes that the host knows; None for a single split.
 
     More splits have fewer tiles each and end sooner, but more has to be combined.
     """
-    room = min(split_room(num_tokens, num_heads, launch, memory), num_tiles)
+    programs = num_tokens * -(-num_heads // launch.heads)
+    per_multiprocessor = 1 if isinstance(launch, HopperLaunch) else HEAD_BLOCK // launch.heads
+    wave = num_multiprocessors(memory.partials.device) * per_multiprocessor
+    room = min(wave // programs, memory.partials.shape[0] // num_tokens, num_tiles)
     combine = combine_launch(memory.partials.device)
     part_cost = combine.part_cost * num_tokens * num_heads / HEAD_BLOCK
     costs = [64.0 * num_tiles]  # in 1/64 of a tile's time
@@ -441,10 +408,7 @@ def choose_splits(
 
 
 def invariant_splits(
-    num_tiles: int,
-    most_tiles: int,
-    launch: ProgramLaunch,
-    memory: LayerMemory,
+    num_tiles: int, most_tiles: int, launch: ProgramLaunch, memory: LayerMemory
 ) -> Splits | None:
     """Split rows independently of the batch, by the most tiles that any token can ever have."""
     rows = combine_launch(memory.partials.device).invariant_rows
@@ -485,10 +449,12 @@ def _row_arguments(
         "workspace_scales_ptr": window.workspace.scales, "entries_ptr": pages.data,
         "entries_scales_ptr": pages.scales, "entries_stride": pages.data.stride(0),
         "rows_ptr": rows, "rows_stride": rows.stride(0), "row_stride": rows.stride(1),
-        "num_entries": num_entries, **token_arguments(tokens, pages.data),
-        "ENTRIES": "none" if entries is None else kind, "RING_ROWS": layout.ring_rows,
-        "ENTRY_ROWS": pages.rows_per_page, "RATIO": max(layout.ratio, 1),
-        "WINDOW": window.window, "HAS_CHUNKS": len(tokens.chunk_ids) > 0,
+        "num_entries": num_entries, **token_arguments(tokens),
+        "SPEC": SourceSpec(
+            WINDOW=layout.window, RING_ROWS=layout.ring_rows, HAS_CHUNKS=len(tokens.chunk_ids) > 0,
+            ENTRIES="none" if entries is None else kind, RATIO=max(layout.ratio, 1),
+            ENTRY_ROWS=pages.rows_per_page,
+        ),
     }  # fmt: skip
 
 
@@ -524,10 +490,10 @@ def _launch_on_hopper(
     grid: tuple[int, int], launch: HopperLaunch, arguments: dict[str, Any], device: torch.device
 ) -> None:
     """Launch a program per token and block of heads, or for chunks as many as run at once."""
-    from dsv4.kernels.triton.hopper import attention, chunk
+    from dsv4.kernels.triton.hopper import attention
 
     num_works, num_splits = grid
-    is_chunk = launch.heads == HEAD_BLOCK and arguments["HAS_CHUNKS"] and num_splits == 1
+    is_chunk = launch.heads == HEAD_BLOCK and arguments["SPEC"].HAS_CHUNKS and num_splits == 1
     if is_chunk:
         launch = find_launch(HopperLaunch, "attend hopper chunk", device)
     arguments |= {
@@ -537,7 +503,7 @@ def _launch_on_hopper(
     }  # fmt: skip
     if is_chunk:
         programs = min(num_works, num_multiprocessors(device))
-        chunk._attend_chunk_kernel[(programs,)](**arguments, num_works=num_works)
+        attention._attend_chunk_kernel[(programs,)](**arguments, num_works=num_works)
     else:
         attention._attend_kernel[grid](**arguments, HEADS=launch.heads)
 

@@ -12,7 +12,7 @@ No row is overwritten while another program may still read it:
   tail are pooled before: by `_edge_kernel` for CSA, by the same program for HCA.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -49,14 +49,17 @@ from dsv4.kernels.triton.operands import (
     WindowPtrs,
     WindowSpec,
     row_spec,
+    token_arguments,
 )
 from dsv4.kernels.triton.primitives import (
     encode_rows,
-    finish_rows,
     hadamard,
     load_global_scale,
     load_norm,
     load_rope,
+    mean_of_squares,
+    reciprocal_root,
+    rotate_tail,
     store_rows,
     wait_for_launch_before,
 )
@@ -73,7 +76,6 @@ def flush_rows(
     Only where is_closing. pooled is `[ROWS, BLOCK]`.
     """
     ROW: tl.constexpr = SPEC.ROW
-    FORMAT: tl.constexpr = ROW.FORMAT
     table_column = position // (SPEC.RATIO * SPEC.ENTRIES_PER_BLOCK)
     id_ptr = pages.block_table_ptr + slot * pages.table_stride + table_column
     block = tl.load(id_ptr, mask=is_closing, other=-1).to(tl.int64)  # [ROWS]
@@ -81,12 +83,14 @@ def flush_rows(
     first_position = position + 1 - SPEC.RATIO
     cos, sin = load_rope(rope, first_position, is_closing, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
     pooled = tl.where(tl.arange(0, ROW.BLOCK)[None, :] < ROW.DIM, pooled, 0.0)
-    entry = finish_rows(pooled, weight, cos, sin, eps, ROWS, ROW)  # [ROWS, BLOCK]
+    factor = reciprocal_root(mean_of_squares(pooled, ROW.DIM) + eps)  # [ROWS]
+    normed = (pooled * factor[:, None]) * weight
+    entry = rotate_tail(normed, cos, sin, ROWS, ROW.DIM, ROW.ROTATED, ROW.BLOCK)  # [ROWS, BLOCK]
     if SPEC.HADAMARD_STEPS > 0:
         entry = hadamard(entry, ROWS, ROW.DIM, SPEC.HADAMARD_STEPS)
     row = (position // SPEC.RATIO % SPEC.ENTRIES_PER_BLOCK).to(tl.int64)
     page_ptr = pages.blocks_ptr + block * pages.block_bytes + pages.page_offset
-    encoded = encode_rows(entry, global_scale, FORMAT, ROWS, ROW.DIM, ROW.ROPE, ROW.BLOCK)
+    encoded = encode_rows(entry, global_scale, ROWS, ROW)
     scales_ptr = page_ptr + SPEC.ENTRIES_PER_BLOCK * ROW.DATA_BYTES
     store_rows(encoded, page_ptr + row * ROW.DATA_BYTES, scales_ptr + row * ROW.SCALE_BYTES,
                block >= 0, ROWS, ROW, HAS_ROPE=True)  # fmt: skip
@@ -388,11 +392,7 @@ def _edge_kernel(
 
 
 def write_layer(
-    writes: LayerWrites,
-    memory: LayerMemory,
-    tokens: TokenMap,
-    *,
-    launch: Launch | None = None,
+    writes: LayerWrites, memory: LayerMemory, tokens: TokenMap, *, launch: Launch | None = None
 ) -> None:
     """Store a layer's rows; see `kernels.reference.flush_write`.
 
@@ -408,50 +408,32 @@ def write_layer(
         kind: Kind = "chunk" if has_chunks else "decode" if is_decode else "step"
         launch = launch_parameters(ratio, kind, num_tokens, memory.slots.device)
     arguments = _arguments(writes, memory, tokens, ratio=ratio)
-    grid = _grid(writes, memory, launch, tokens, ratio=ratio, has_chunks=has_chunks)
+    num_programs, segments = _grid(writes, memory, tokens, launch, ratio=ratio)
     if has_chunks and writes.index_keys is not None:
         # A chunk has at most two windows with rows in the tail, other requests a step of tokens.
         max_windows = max(2, memory.layout.tail_rows - (CSA_ROWS.value - 1))
         _edge_kernel[(len(tokens.request_slots), max_windows, 2)](**arguments, num_warps=8)
-    _write_kernel[(grid.num_programs,)](
-        **arguments, **_window_arguments(writes.window, memory, tokens),
-        num_tokens=num_tokens, num_segments=grid.num_segments,
-        num_index_segments=grid.num_index_segments,
-        pooled_ptr=memory.pooled, arrivals_ptr=memory.arrivals,
-        ROWS=launch.rows, INDEX_ROWS=grid.index_rows, WINDOW_ROWS=launch.window_rows,
-        CHANNELS=grid.channels, HAS_WINDOW=writes.window is not None,
+    _write_kernel[(num_programs,)](
+        **arguments, **_window_arguments(writes.window, memory, tokens), **segments,
+        num_tokens=num_tokens, pooled_ptr=memory.pooled, arrivals_ptr=memory.arrivals,
+        ROWS=launch.rows, WINDOW_ROWS=launch.window_rows, HAS_WINDOW=writes.window is not None,
         HAS_COMPRESSOR=writes.entries is not None, HAS_INDEX=writes.index_keys is not None,
         HAS_CHUNKS=has_chunks, IS_DECODE=is_decode, num_warps=launch.num_warps,
         maxnreg=launch.maxnreg,
     )  # fmt: skip
 
 
-class _Grid(NamedTuple):
-    num_programs: int
-    num_segments: int
-    num_index_segments: int
-    index_rows: int
-    channels: int
-
-
 def _grid(
-    writes: LayerWrites,
-    memory: LayerMemory,
-    launch: Launch,
-    tokens: TokenMap,
-    *,
-    ratio: int,
-    has_chunks: bool,
-) -> _Grid:
-    """Numbers of programs and segments, and the rows and channels of a program."""
-    layout = memory.layout
-    block = next_power_of_two(layout.head_dim)
-    index_block = next_power_of_two(layout.index_head_dim)
+    writes: LayerWrites, memory: LayerMemory, tokens: TokenMap, launch: Launch, *, ratio: int
+) -> tuple[int, dict[str, int]]:
+    """The number of programs, and arguments: segments, and rows and channels of a program."""
+    block = next_power_of_two(memory.layout.head_dim)
+    index_block = next_power_of_two(memory.layout.index_head_dim)
     index_rows = launch.rows * max(1, block // index_block)
     channels = min(launch.channels, block)
     is_hca = ratio == AttentionType.HCA.ratio
     tile, index_tile = 1, 1
-    if has_chunks:
+    if len(tokens.chunk_ids):
         csa_ratio = AttentionType.CSA.ratio
         tile, index_tile = ratio if is_hca else csa_ratio * launch.rows, csa_ratio * index_rows
     num_segments = _num_segments(tokens, tile)
@@ -463,7 +445,10 @@ def _grid(
         num_programs += num_index_segments
     if writes.window is not None:
         num_programs += _num_segments(tokens, launch.window_rows)
-    return _Grid(num_programs, num_segments, num_index_segments, index_rows, channels)
+    return num_programs, {
+        "num_segments": num_segments, "num_index_segments": num_index_segments,
+        "INDEX_ROWS": index_rows, "CHANNELS": channels,
+    }  # fmt: skip
 
 
 def _num_segments(tokens: TokenMap, tile: int) -> int:
@@ -493,11 +478,7 @@ def _arguments(
         HADAMARD_STEPS=layout.index_head_dim.bit_length() - 1 if layout.has_hadamard else 0,
     )
     return {
-        "positions_ptr": tokens.positions, "request_ids_ptr": tokens.request_ids,
-        "request_slots_ptr": tokens.request_slots, "before_ptr": tokens.positions_before,
-        "after_ptr": tokens.positions_after, "workspace_starts_ptr": tokens.workspace_starts,
-        "token_starts_ptr": tokens.token_starts,
-        "block_table_ptr": tokens.block_table, "table_stride": tokens.block_table.stride(0),
+        **token_arguments(tokens), "token_starts_ptr": tokens.token_starts,
         "cos_ptr": memory.cos, "sin_ptr": memory.sin, "eps": layout.rms_norm_eps,
         "slots_ptr": memory.slots, "slot_bytes": memory.slots.shape[1],
         "blocks_ptr": memory.blocks, "block_bytes": memory.blocks.shape[1],
@@ -514,20 +495,17 @@ def _arguments(
 def _window_arguments(
     window: WindowInputs | None, memory: LayerMemory, tokens: TokenMap
 ) -> dict[str, Any]:
-    nothing = tokens.positions  # any pointer: a launch without a window reads none
+    kv = norm_weight = tokens.positions  # any pointer: a launch without a window reads none
+    if window is not None:
+        kv, norm_weight = _contiguous_rows(window.kv), window.norm_weight.contiguous()
     layout = memory.layout
-    kv = nothing if window is None else _contiguous_rows(window.kv)
+    row = row_spec("kv", layout.kv_row, layout.rope_dim)
     return {
-        "window_kv_ptr": kv,
-        "window_stride": _row_stride(kv),
-        "window_norm_ptr": nothing if window is None else window.norm_weight.contiguous(),
-        "ring_offset": layout.ring_offset,
-        "workspace_ptr": memory.workspace,
+        "window_kv_ptr": kv, "window_stride": _row_stride(kv), "window_norm_ptr": norm_weight,
+        "ring_offset": layout.ring_offset, "workspace_ptr": memory.workspace,
         "workspace_rows": layout.workspace_rows,
-        "WINDOW": WindowSpec(
-            row_spec("kv", layout.kv_row, layout.rope_dim), layout.window, layout.ring_rows
-        ),
-    }
+        "WINDOW": WindowSpec(row, layout.window, layout.ring_rows),
+    }  # fmt: skip
 
 
 def _entry_arguments(prefix: str, entry: EntryInputs | None, tokens: TokenMap) -> dict[str, Any]:
@@ -539,12 +517,9 @@ def _entry_arguments(prefix: str, entry: EntryInputs | None, tokens: TokenMap) -
             kv, gate = kv.contiguous(), gate.contiguous()
         bias, norm_weight = (weight.contiguous() for weight in entry.weights)
     return {
-        f"{prefix}kv_ptr": kv,
-        f"{prefix}gate_ptr": gate,
-        f"{prefix}stride": _row_stride(kv),
-        f"{prefix}bias_ptr": bias,
-        f"{prefix}norm_ptr": norm_weight,
-    }
+        f"{prefix}kv_ptr": kv, f"{prefix}gate_ptr": gate, f"{prefix}stride": _row_stride(kv),
+        f"{prefix}bias_ptr": bias, f"{prefix}norm_ptr": norm_weight,
+    }  # fmt: skip
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:

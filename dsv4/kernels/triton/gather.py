@@ -13,15 +13,10 @@ from torch import Tensor
 
 from dsv4.formats import PagedRows
 from dsv4.kernels.contracts import Gathered, TokenMap
-from dsv4.kernels.layer_memory import LayerMemory, WindowRows
-from dsv4.kernels.triton.decode import (
-    e4m3_values,
-    load_channels,
-    load_scales,
-    store_channels,
-)
+from dsv4.kernels.layer_memory import LayerMemory, existing
+from dsv4.kernels.triton.decode import e4m3_values, load_channels, load_scales, store_channels
 from dsv4.kernels.triton.launch import GatherLaunch, gather_launch
-from dsv4.kernels.triton.operands import row_spec
+from dsv4.kernels.triton.operands import PLAN_PTRS, row_spec, token_arguments
 from dsv4.kernels.triton.primitives import bf16_bits
 
 
@@ -105,11 +100,8 @@ def gather_records(
 
 @triton.jit(
     do_not_specialize=["num_inner", "num_tiles", "outer_stride", "inner_stride", "table_stride"],
-    do_not_specialize_on_alignment=[
-        "rows_ptr", "positions_ptr", "request_ids_ptr", "request_slots_ptr", "before_ptr",
-        "after_ptr", "workspace_starts_ptr", "block_table_ptr",
-    ],
-)  # fmt: skip
+    do_not_specialize_on_alignment=["rows_ptr", *PLAN_PTRS],
+)
 def _gather_kernel(
     values_ptr, present_ptr, num_inner, num_tiles, data_ptr, scales_ptr, page_stride,
     rows_ptr, outer_stride, inner_stride,
@@ -162,69 +154,36 @@ def gather_listed(
     )  # fmt: skip
 
 
-def gather_entries(
-    pages: PagedRows,
-    tokens: TokenMap,
-    *,
-    ratio: int,
-    max_entries: int,
-    launch: GatherLaunch | None = None,
+def gather_compressed_kv(
+    memory: LayerMemory, rows: Tensor, *, launch: GatherLaunch | None = None
 ) -> Gathered:
-    """Gather the first `max_entries` entries of each request."""
+    """See `kernels.reference.gather`."""
+    return gather_listed(existing(memory.entries), rows, launch=launch)
+
+
+def gather_all_compressed_kv(
+    memory: LayerMemory, tokens: TokenMap, *, max_entries: int
+) -> Gathered:
+    """See `kernels.reference.gather`."""
     shape = (len(tokens.request_slots), max_entries)
-    return _launch(pages, shape, tokens, launch=launch, SOURCE="entries", RATIO=ratio)
-
-
-def gather_window(
-    window: WindowRows, tokens: TokenMap, *, launch: GatherLaunch | None = None
-) -> Gathered:
-    """Gather the window of each token, from its ring or, in a chunk, from the workspace."""
+    ratio = memory.layout.ratio
     return _launch(
-        window.ring, (len(tokens.positions), window.window), tokens, launch=launch,
+        existing(memory.entries), shape, SOURCE="entries", RATIO=ratio, **token_arguments(tokens)
+    )
+
+
+def gather_swa_kv(memory: LayerMemory, tokens: TokenMap) -> Gathered:
+    """See `kernels.reference.gather`."""
+    window = memory.window
+    return _launch(
+        window.ring, (len(tokens.positions), window.window), **token_arguments(tokens),
         SOURCE="window", WINDOW=window.window, HAS_CHUNKS=len(tokens.chunk_ids) > 0,
         workspace_ptr=window.workspace.data, workspace_scales_ptr=window.workspace.scales,
     )  # fmt: skip
 
 
-def gather_compressed_kv(
-    memory: LayerMemory, rows: Tensor, *, launch: GatherLaunch | None = None
-) -> Gathered:
-    """See `kernels.reference.gather`."""
-    return gather_listed(_entries(memory), rows, launch=launch)
-
-
-def gather_all_compressed_kv(
-    memory: LayerMemory,
-    tokens: TokenMap,
-    *,
-    max_entries: int,
-    launch: GatherLaunch | None = None,
-) -> Gathered:
-    """See `kernels.reference.gather`."""
-    return gather_entries(
-        _entries(memory), tokens, ratio=memory.layout.ratio, max_entries=max_entries, launch=launch
-    )
-
-
-def gather_swa_kv(
-    memory: LayerMemory, tokens: TokenMap, *, launch: GatherLaunch | None = None
-) -> Gathered:
-    """See `kernels.reference.gather`."""
-    return gather_window(memory.window, tokens, launch=launch)
-
-
-def _entries(memory: LayerMemory) -> PagedRows:
-    assert memory.entries is not None, "checked by the handle"
-    return memory.entries
-
-
 def _launch(
-    pages: PagedRows,
-    shape: tuple[int, ...],
-    tokens: TokenMap | None = None,
-    *,
-    launch: GatherLaunch | None,
-    **source: Any,
+    pages: PagedRows, shape: tuple[int, ...], *, launch: GatherLaunch | None = None, **source: Any
 ) -> Gathered:
     """Gather rows of the shape `[..., num_inner]`; `source` has the kernel's arguments for them."""
     row, device = pages.format, pages.data.device
@@ -240,7 +199,7 @@ def _launch(
         "rows_ptr": nothing, "outer_stride": 0, "inner_stride": 0,
         "workspace_ptr": nothing, "workspace_scales_ptr": nothing,
         "RATIO": 1, "WINDOW": 1, "HAS_CHUNKS": False,
-        **token_arguments(tokens, nothing), **source,
+        **dict.fromkeys(PLAN_PTRS, nothing), "table_stride": 0, **source,
     }  # fmt: skip
     _gather_kernel[(is_present.numel() // shape[-1] * num_tiles,)](
         values_ptr=values, present_ptr=is_present.view(torch.uint8), num_inner=shape[-1],
@@ -250,17 +209,3 @@ def _launch(
         TILE=launch.tile, num_warps=launch.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return Gathered(values, is_present)
-
-
-def token_arguments(tokens: TokenMap | None, nothing: Tensor) -> dict[str, Any]:
-    """Name a plan's tensors as kernels do; `nothing` stands in where there is no plan."""
-    names = {
-        "positions_ptr": "positions", "request_ids_ptr": "request_ids",
-        "request_slots_ptr": "request_slots", "before_ptr": "positions_before",
-        "after_ptr": "positions_after", "workspace_starts_ptr": "workspace_starts",
-        "block_table_ptr": "block_table",
-    }  # fmt: skip
-    if tokens is None:
-        return {**dict.fromkeys(names, nothing), "table_stride": 0}
-    pointers = {name: getattr(tokens, field) for name, field in names.items()}
-    return {**pointers, "table_stride": tokens.block_table.stride(0)}

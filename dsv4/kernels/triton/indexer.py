@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.formats import PagedRows, next_power_of_two
 from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.index_scratch import (
     IndexScratch,
@@ -34,12 +33,10 @@ from dsv4.kernels.index_scratch import (
     index_row_bytes,
     padded_heads,
 )
-from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.kernels.layer_memory import LayerMemory, existing
 from dsv4.kernels.triton.decode import e2m1_values, e4m3_values
 from dsv4.kernels.triton.key_tiles import (
     KeyPages,
-    KeySpec,
-    Lines,
     QueryOperands,
     ScoreSpec,
     load_pages,
@@ -54,12 +51,14 @@ from dsv4.kernels.triton.launch import (
     num_multiprocessors,
 )
 from dsv4.kernels.triton.mxfp4_scores import mxfp4_weight_factor, score_mxfp4, store_mxfp4_query
+from dsv4.kernels.triton.operands import PLAN_PTRS, row_spec
 from dsv4.kernels.triton.primitives import (
     INTERPRETED,
     bf16_bits,
     bf16_value,
     encode_rows,
     hadamard,
+    load_global_scale,
     load_rope,
     loop_bound,
     rotate_tail,
@@ -97,20 +96,18 @@ def store_query(values, scales, operand_ptr, FORMAT: tl.constexpr, ROWS: tl.cons
 
 @triton.jit(
     do_not_specialize=["first_token", "topk", "weights_stride", "query_weights_stride"],
-    do_not_specialize_on_alignment=[
-        "positions_ptr", "request_ids_ptr", "request_slots_ptr", "weights_ptr",
-    ],
-)  # fmt: skip
+    do_not_specialize_on_alignment=["weights_ptr", *PLAN_PTRS],
+)
 def _query_kernel(
     query_ptr, token_stride, weights_ptr, weights_stride, query_operand_ptr, query_weights_ptr,
     query_weights_stride, first_token, topk, positions_ptr, request_ids_ptr, request_slots_ptr,
-    cos_ptr, sin_ptr, global_scale_ptr, RATIO: tl.constexpr, FORMAT: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK: tl.constexpr, LOG_DIM: tl.constexpr, OPERAND_BYTES: tl.constexpr,
-    HAS_HADAMARD: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr, WEIGHT_SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
+    cos_ptr, sin_ptr, global_scale_ptr, RATIO: tl.constexpr, KEY: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, LOG_DIM: tl.constexpr,
+    OPERAND_BYTES: tl.constexpr, HAS_HADAMARD: tl.constexpr, HAS_GLOBAL_SCALE: tl.constexpr,
+    WEIGHT_SCALE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rotate, transform and quantise ROWS heads of a token's index query; scale their weights."""
+    FORMAT: tl.constexpr = KEY.FORMAT
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     _slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
@@ -118,27 +115,25 @@ def _query_kernel(
     if count > topk:
         head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # [ROWS]
         is_head = head < HEADS
-        channel = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-        x = tl.load(query_ptr + token * token_stride + head[:, None] * DIM + channel,
-                    mask=is_head[:, None] & (channel < DIM),
+        channel = tl.arange(0, KEY.BLOCK)[None, :]  # [1, BLOCK]
+        x = tl.load(query_ptr + token * token_stride + head[:, None] * KEY.DIM + channel,
+                    mask=is_head[:, None] & (channel < KEY.DIM),
                     other=0.0).to(tl.float32)  # [ROWS, BLOCK]  # fmt: skip
         position = tl.load(positions_ptr + token) + tl.zeros((ROWS,), tl.int32)
-        cos, sin = load_rope((cos_ptr, sin_ptr), position, is_head, DIM, ROPE, BLOCK)
-        x = rotate_tail(x, cos, sin, ROWS, DIM, ROPE, BLOCK)
+        cos, sin = load_rope((cos_ptr, sin_ptr), position, is_head, KEY.DIM, KEY.ROTATED, KEY.BLOCK)
+        x = rotate_tail(x, cos, sin, ROWS, KEY.DIM, KEY.ROTATED, KEY.BLOCK)
         if HAS_HADAMARD:
-            x = hadamard(x, ROWS, DIM, LOG_DIM)
-        global_scale = 1.0
-        if HAS_GLOBAL_SCALE:
-            global_scale = tl.load(global_scale_ptr)
-        values, _rope_bits, scales = encode_rows(x, global_scale, FORMAT, ROWS, DIM, 0, BLOCK)
+            x = hadamard(x, ROWS, KEY.DIM, LOG_DIM)
+        global_scale = load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE)
+        values, _rope_bits, scales = encode_rows(x, global_scale, ROWS, KEY)
         operand_row = row * BLOCK_HEADS + head
-        operand_ptr = query_operand_ptr + operand_row * (BLOCK * OPERAND_BYTES)
+        operand_ptr = query_operand_ptr + operand_row * (KEY.BLOCK * OPERAND_BYTES)
         weight_ptr = query_weights_ptr + row * query_weights_stride + head
         if FORMAT == "index_mxfp4":
             store_mxfp4_query(values, scales, operand_ptr, weight_ptr + BLOCK_HEADS, BLOCK_HEADS,
-                              ROWS, BLOCK)  # fmt: skip
+                              ROWS, KEY.BLOCK)  # fmt: skip
         else:
-            store_query(values, scales, operand_ptr, FORMAT, ROWS, BLOCK)
+            store_query(values, scales, operand_ptr, FORMAT, ROWS, KEY.BLOCK)
         weight = tl.load(weights_ptr + token * weights_stride + head, mask=is_head, other=0.0)
         weight = weight.to(tl.float32) * WEIGHT_SCALE
         if FORMAT == "index_fp8":
@@ -240,10 +235,11 @@ def score_tiles(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
     counts `[TOKENS]` is the number of entries to score for each; their scores start at scores_ptr
     `[1, TOKENS]`.
     """
-    ENTRIES_PER_BLOCK: tl.constexpr = KEY.ENTRIES_PER_BLOCK
+    FORMAT: tl.constexpr = KEY.FORMAT
+    ENTRIES_PER_BLOCK: tl.constexpr = SPEC.ENTRIES_PER_BLOCK
     TILE: tl.constexpr = SPEC.TILE
     ROWS: tl.constexpr = SPEC.TOKENS * SPEC.BLOCK_HEADS
-    queries = load_queries(operands.query_ptr, KEY.FORMAT, ROWS, KEY.BLOCK)  # each [channels, ROWS]
+    queries = load_queries(operands.query_ptr, FORMAT, ROWS, KEY.BLOCK)  # each [channels, ROWS]
     head = tl.arange(0, ROWS)
     weights = tl.load(
         operands.weights_ptr + head // SPEC.BLOCK_HEADS * operands.weights_stride
@@ -262,31 +258,31 @@ def score_tiles(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
         page_row = entry % ENTRIES_PER_BLOCK
         key_ptr = keys.data_ptr + (page_start + page_row * KEY.DATA_BYTES)
         key_scale_ptr = keys.scales_ptr + (page_start + page_row * KEY.SCALE_BYTES)
-        if KEY.FORMAT == "index_nvfp4":
+        if FORMAT == "index_nvfp4":
             products = nvfp4_products(key_ptr, key_scale_ptr, queries, KEY.DIM, KEY.BLOCK)
         else:
-            values = load_keys(key_ptr, KEY.FORMAT, KEY.DIM, KEY.BLOCK)  # [TILE, BLOCK]
+            values = load_keys(key_ptr, FORMAT, KEY.DIM, KEY.BLOCK)  # [TILE, BLOCK]
             products = tl.dot(values, queries[0], input_precision="ieee")  # [TILE, ROWS]
         score = sum_heads(products, weights, SPEC.HEADS, SPEC.BLOCK_HEADS, SPEC.TOKENS, TILE)
-        if KEY.FORMAT == "index_fp8":
+        if FORMAT == "index_fp8":
             score *= tl.load(key_scale_ptr.to(tl.pointer_type(tl.float32)))[:, None]
         score = tl.where((blocks >= 0)[:, None], score, 0.0)  # [TILE, TOKENS]
         tl.store(scores_ptr + entry[:, None], score, mask=entry[:, None] < counts[None, :])
 
 
 @triton.jit
-def score_tokens(row, slot, counts, scores, operands, keys, table, OPERAND_BYTES: tl.constexpr,
-                 KEY: tl.constexpr, SPEC: tl.constexpr):  # fmt: skip
+def score_tokens(row, slot, counts, scores_ptr, scores_stride, operands, keys,
+                 OPERAND_BYTES: tl.constexpr, KEY: tl.constexpr, SPEC: tl.constexpr):  # fmt: skip
     """Score a request's entries for TOKENS of its tokens, from `row` on, by the keys' format."""
     row = row.to(tl.int64)
-    first_score = row * scores.stride + tl.arange(0, SPEC.TOKENS)[None, :] * scores.stride
-    scores_ptr = scores.ptr + first_score  # [1, TOKENS]
+    first_score = row * scores_stride + tl.arange(0, SPEC.TOKENS)[None, :] * scores_stride
+    scores_ptr = scores_ptr + first_score  # [1, TOKENS]
     operands = QueryOperands(
         operands.query_ptr + row * (SPEC.BLOCK_HEADS * KEY.BLOCK * OPERAND_BYTES),
         operands.weights_ptr + row * operands.weights_stride,
         operands.weights_stride,
     )
-    pages_ptr = table.ptr + slot * table.stride
+    pages_ptr = keys.table_ptr + slot * keys.table_stride
     if KEY.FORMAT == "index_mxfp4":
         score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY, SPEC)
     else:
@@ -298,23 +294,16 @@ def score_tokens(row, slot, counts, scores, operands, keys, table, OPERAND_BYTES
         "first_token", "num_tokens", "topk", "scores_stride", "table_stride",
         "query_weights_stride",
     ],
-    do_not_specialize_on_alignment=[
-        "positions_ptr", "request_ids_ptr", "request_slots_ptr", "block_table_ptr",
-    ],
+    do_not_specialize_on_alignment=PLAN_PTRS,
 )  # fmt: skip
 def _score_kernel(
     scores_ptr, scores_stride, query_operand_ptr, query_weights_ptr, query_weights_stride, data_ptr,
     scale_ptr, page_stride, first_token, num_tokens, topk, positions_ptr, request_ids_ptr,
-    request_slots_ptr, block_table_ptr, table_stride, RATIO: tl.constexpr, FORMAT: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    OPERAND_BYTES: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
-    ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr, WARPS: tl.constexpr,
+    request_slots_ptr, block_table_ptr, table_stride, RATIO: tl.constexpr, KEY: tl.constexpr,
+    OPERAND_BYTES: tl.constexpr, TOGETHER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Score a part of the entries that TOKENS tokens see, together if they are of one request."""
-    KEY: tl.constexpr = KeySpec(FORMAT, DIM, BLOCK, DATA_BYTES, SCALE_BYTES, ENTRIES_PER_BLOCK)
-    TOGETHER: tl.constexpr = ScoreSpec(HEADS, BLOCK_HEADS, TILE, TOKENS, STAGES, WARPS)
-    ALONE: tl.constexpr = ScoreSpec(HEADS, BLOCK_HEADS, TILE, 1, STAGES, WARPS)
+    """Score a part of the entries that TOKENS tokens see: TOGETHER if they are of one request."""
+    TOKENS: tl.constexpr = TOGETHER.TOKENS
     start = tl.program_id(0) * TOKENS
     row = start + tl.arange(0, TOKENS)  # [TOKENS]
     token = first_token + tl.minimum(row, num_tokens - 1)
@@ -322,30 +311,24 @@ def _score_kernel(
     counts = tl.where((row < num_tokens) & (counts > topk), counts, 0)  # [TOKENS]
     slot = tl.max(slots, axis=0)
     wait_for_launch_before(STARTS_NEXT=False)
-    scores = Lines(scores_ptr, scores_stride)
     operands = QueryOperands(query_operand_ptr, query_weights_ptr, query_weights_stride)
-    keys = KeyPages(data_ptr, scale_ptr, page_stride)
-    table = Lines(block_table_ptr, table_stride)
+    keys = KeyPages(data_ptr, scale_ptr, page_stride, block_table_ptr, table_stride)
     if tl.max(counts, axis=0) > 0:
         if (tl.min(slots, axis=0) == slot) & (start + TOKENS <= num_tokens):
-            score_tokens(start, slot, counts, scores, operands, keys, table, OPERAND_BYTES, KEY,
-                         TOGETHER)  # fmt: skip
+            score_tokens(start, slot, counts, scores_ptr, scores_stride, operands, keys,
+                         OPERAND_BYTES, KEY, TOGETHER)  # fmt: skip
         elif TOKENS > 1:
             for idx in range(TOKENS):
                 count = tl.max(tl.where(row == start + idx, counts, 0), axis=0)
                 if count > 0:
                     slot = tl.max(tl.where(row == start + idx, slots, -1), axis=0)
-                    score_tokens(start + idx, slot, count + tl.zeros((1,), tl.int32), scores,
-                                 operands, keys, table, OPERAND_BYTES, KEY, ALONE)  # fmt: skip
+                    score_tokens(start + idx, slot, count + tl.zeros((1,), tl.int32), scores_ptr,
+                                 scores_stride, operands, keys, OPERAND_BYTES, KEY,
+                                 ALONE)  # fmt: skip
 
 
 def select_entries(
-    query: Tensor,
-    head_weights: Tensor,
-    memory: LayerMemory,
-    tokens: TokenMap,
-    *,
-    max_entries: int,
+    query: Tensor, head_weights: Tensor, memory: LayerMemory, tokens: TokenMap, *, max_entries: int
 ) -> Selection:
     """See `kernels.reference.indexer`."""
     num_tokens, device = len(tokens.positions), tokens.positions.device
@@ -353,23 +336,22 @@ def select_entries(
     chosen = empty_selection(num_tokens, layout.index_topk, device)
     if not num_tokens:
         return chosen
-    sizes = {
-        "max_entries": max_entries,
-        "ratio": layout.ratio,
-        "entries_per_block": layout.entries_per_block,
-    }
+    all_tokens = range(num_tokens)
     if max_entries <= layout.index_topk:
         unread = chosen.entry_idx
-        choose_best(chosen, unread, unread, tokens, first_token=0, num_tokens=num_tokens, **sizes)
+        choose_best(chosen, unread, unread, tokens, layout, all_tokens, max_entries=max_entries)
         return chosen
     scratch = index_scratch(query, memory, max_entries=max_entries)
     for first in range(0, num_tokens, scratch.num_rows):
-        span = {"first_token": first, "num_tokens": min(scratch.num_rows, num_tokens - first)}
-        prepare_queries(query, head_weights, scratch, memory, tokens, **span)
+        part = all_tokens[first : first + scratch.num_rows]
+        prepare_queries(query, head_weights, scratch, memory, tokens, part)
         score_entries(
-            scratch, memory, tokens, num_heads=query.shape[1], max_entries=max_entries, **span
+            scratch, memory, tokens, part, num_heads=query.shape[1], max_entries=max_entries
         )
-        choose_best(chosen, scratch.scores, scratch.group_tops, tokens, **span, **sizes)
+        choose_best(
+            chosen, scratch.scores, scratch.group_tops, tokens, layout, part,
+            max_entries=max_entries,
+        )  # fmt: skip
     return chosen
 
 
@@ -400,27 +382,27 @@ def prepare_queries(
     scratch: IndexScratch,
     memory: LayerMemory,
     tokens: TokenMap,
-    *,
-    first_token: int,
-    num_tokens: int,
+    part: range,
 ) -> None:
-    """Write the workspace's queries and weights of num_tokens tokens from first_token on."""
+    """Write the workspace's queries and weights of the tokens `part`."""
     num_heads, dim = query.shape[1:]
     scale = memory.global_scale
-    query = _packed_rows(query)
+    if query.stride(2) != 1 or query.stride(1) != dim:  # tokens may be apart
+        query = query.contiguous()
     launch = find_launch(QueryLaunch, "index query", query.device)
     if head_weights.stride(1) != 1:
         head_weights = head_weights.contiguous()
-    _query_kernel[(num_tokens, padded_heads(num_heads) // launch.heads)](
+    block_heads = padded_heads(num_heads)
+    _query_kernel[(len(part), block_heads // launch.heads)](
         query_ptr=query, token_stride=query.stride(0) if len(query) > 1 else num_heads * dim,
         weights_ptr=head_weights, weights_stride=head_weights.stride(0),
         cos_ptr=memory.cos, sin_ptr=memory.sin,
         global_scale_ptr=scratch.weights if scale is None else scale,
-        ROPE=memory.layout.rope_dim, LOG_DIM=dim.bit_length() - 1,
+        HEADS=num_heads, BLOCK_HEADS=block_heads, LOG_DIM=dim.bit_length() - 1,
         HAS_HADAMARD=memory.layout.has_hadamard, HAS_GLOBAL_SCALE=scale is not None,
         WEIGHT_SCALE=dim**-0.5 * num_heads**-0.5,
         ROWS=launch.heads, num_warps=launch.num_warps, launch_pdl=True, enable_fp_fusion=False,
-        **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token),
+        **_shared_arguments(scratch, memory, tokens, part, num_heads),
     )  # fmt: skip
 
 
@@ -428,27 +410,28 @@ def score_entries(
     scratch: IndexScratch,
     memory: LayerMemory,
     tokens: TokenMap,
+    part: range,
     *,
-    first_token: int,
-    num_tokens: int,
     num_heads: int,
     max_entries: int,
 ) -> None:
-    """Write the workspace's scores of the tokens whose queries it holds."""
-    keys = _index_keys(memory)
+    """Write the workspace's scores of the tokens `part`, whose queries it holds."""
+    keys = existing(memory.index_keys)
     launch = score_launch(keys.format.name, tokens)
-    num_groups = -(-num_tokens // launch.tokens)
+    num_groups = -(-len(part) // launch.tokens)
     programs = launch.programs_per_sm * num_multiprocessors(keys.data.device)
     splits = min(-(-max_entries // launch.tile), max(1, programs // num_groups))
+    spec = ScoreSpec(
+        num_heads, padded_heads(num_heads), launch.tile, launch.tokens, launch.stages,
+        launch.num_warps, keys.rows_per_page,
+    )  # fmt: skip
     _score_kernel[(num_groups, splits)](
         scores_ptr=scratch.scores, scores_stride=scratch.scores.stride(0),
         data_ptr=keys.data, scale_ptr=keys.scales, page_stride=keys.data.stride(0),
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
-        DATA_BYTES=keys.format.data_bytes, SCALE_BYTES=keys.format.scale_bytes,
-        ENTRIES_PER_BLOCK=keys.rows_per_page, num_tokens=num_tokens,
-        TILE=launch.tile, TOKENS=launch.tokens, STAGES=launch.stages, WARPS=launch.num_warps,
+        num_tokens=len(part), TOGETHER=spec, ALONE=spec._replace(TOKENS=1),
         num_warps=launch.num_warps, maxnreg=launch.maxnreg, launch_pdl=True,
-        **_shared_arguments(scratch, memory, tokens, num_heads, first_token=first_token),
+        **_shared_arguments(scratch, memory, tokens, part, num_heads),
     )  # fmt: skip
 
 
@@ -464,30 +447,16 @@ def _shared_arguments(
     scratch: IndexScratch,
     memory: LayerMemory,
     tokens: TokenMap,
+    part: range,
     num_heads: int,
-    *,
-    first_token: int,
 ) -> dict[str, Any]:
-    row = memory.layout.index_row
-    block, heads = next_power_of_two(row.dim), padded_heads(num_heads)
+    key = row_spec("index", memory.layout.index_row, memory.layout.rope_dim)
     return {
         "query_operand_ptr": scratch.queries, "query_weights_ptr": scratch.weights,
         "query_weights_stride": scratch.weights.stride(0),
-        "first_token": first_token, "topk": memory.layout.index_topk,
+        "first_token": part.start, "topk": memory.layout.index_topk,
         "positions_ptr": tokens.positions, "request_ids_ptr": tokens.request_ids,
         "request_slots_ptr": tokens.request_slots,
-        "RATIO": memory.layout.ratio, "FORMAT": f"index_{row.name}", "HEADS": num_heads,
-        "BLOCK_HEADS": heads, "DIM": row.dim, "BLOCK": block,
-        "OPERAND_BYTES": scratch.queries.shape[1] // (heads * block),
+        "RATIO": memory.layout.ratio, "KEY": key,
+        "OPERAND_BYTES": scratch.queries.shape[1] // (padded_heads(num_heads) * key.BLOCK),
     }  # fmt: skip
-
-
-def _index_keys(memory: LayerMemory) -> PagedRows:
-    assert memory.index_keys is not None, "checked by the handle"
-    return memory.index_keys
-
-
-def _packed_rows(query: Tensor) -> Tensor:
-    """The query with each token's heads and channels contiguous; tokens may be apart."""
-    is_packed = query.stride(2) == 1 and query.stride(1) == query.shape[2]
-    return query if is_packed else query.contiguous()

@@ -7,18 +7,16 @@ import triton.language as tl
 
 
 class KeyPages(NamedTuple):
-    """The memory of all index keys. page_stride is the bytes from one page to the next."""
+    """The memory of all index keys, and the block table.
+
+    page_stride is the bytes from one page to the next.
+    """
 
     data_ptr: tl.tensor
     scales_ptr: tl.tensor
     page_stride: tl.tensor
-
-
-class Lines(NamedTuple):
-    """Lines of a matrix in memory: scores of tokens, or blocks of requests."""
-
-    ptr: tl.tensor
-    stride: tl.tensor
+    table_ptr: tl.tensor
+    table_stride: tl.tensor
 
 
 class QueryOperands(NamedTuple):
@@ -29,26 +27,16 @@ class QueryOperands(NamedTuple):
     weights_stride: tl.tensor
 
 
-class KeySpec(NamedTuple):
-    """An index key as it is stored. BLOCK is DIM rounded up to a power of two."""
-
-    FORMAT: tl.constexpr
-    DIM: tl.constexpr
-    BLOCK: tl.constexpr
-    DATA_BYTES: tl.constexpr
-    SCALE_BYTES: tl.constexpr
-    ENTRIES_PER_BLOCK: tl.constexpr
-
-
 class ScoreSpec(NamedTuple):
     """One step of a program: TILE keys for TOKENS tokens. BLOCK_HEADS is HEADS with padding."""
 
-    HEADS: tl.constexpr
-    BLOCK_HEADS: tl.constexpr
-    TILE: tl.constexpr
-    TOKENS: tl.constexpr
-    STAGES: tl.constexpr
-    WARPS: tl.constexpr
+    HEADS: int
+    BLOCK_HEADS: int
+    TILE: int
+    TOKENS: int
+    STAGES: int
+    WARPS: int
+    ENTRIES_PER_BLOCK: int
 
 
 @triton.constexpr_function

@@ -225,10 +225,10 @@ def sum_heads(products, weights, BLOCK_HEADS: tl.constexpr, TOKENS: tl.constexpr
 
 
 @triton.jit
-def load_tile_words(keys, blocks, entry, count, KEY: tl.constexpr, TILE: tl.constexpr):
+def load_tile_words(keys, blocks, entry, count, KEY: tl.constexpr, SPEC: tl.constexpr):
     """Load the words `[TILE, BLOCK / 8]` and scales `[TILE, BLOCK / 32]` of a tile's keys."""
-    page_row = entry % KEY.ENTRIES_PER_BLOCK  # [TILE, 1]
-    data_page, scale_page = key_pages(keys, blocks, KEY.ENTRIES_PER_BLOCK, TILE)
+    page_row = entry % SPEC.ENTRIES_PER_BLOCK  # [TILE, 1]
+    data_page, scale_page = key_pages(keys, blocks, SPEC.ENTRIES_PER_BLOCK, SPEC.TILE)
     words = load_words(data_page, page_row, KEY.DATA_BYTES, KEY.DIM, KEY.BLOCK)
     scales = load_scales(scale_page, page_row, entry < count, KEY.SCALE_BYTES, KEY.DIM, KEY.BLOCK)
     return words, scales
@@ -243,7 +243,7 @@ def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
     `[1, TOKENS]`. Keys of the next tile wait in registers, which takes fewer instructions than
     shared memory.
     """
-    ENTRIES_PER_BLOCK: tl.constexpr = KEY.ENTRIES_PER_BLOCK
+    ENTRIES_PER_BLOCK: tl.constexpr = SPEC.ENTRIES_PER_BLOCK
     BLOCK: tl.constexpr = KEY.BLOCK
     BLOCK_HEADS: tl.constexpr = SPEC.BLOCK_HEADS
     TILE: tl.constexpr = SPEC.TILE
@@ -263,7 +263,7 @@ def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
     entry = first_tile * TILE + tl.arange(0, TILE)[:, None]  # [TILE, 1]
     first, last = load_pages(pages_ptr, first_tile, count, ENTRIES_PER_BLOCK, TILE)
     blocks = tile_blocks(first, last, ENTRIES_PER_BLOCK, TILE)
-    words, scales = load_tile_words(keys, blocks, entry, count, KEY, TILE)
+    words, scales = load_tile_words(keys, blocks, entry, count, KEY, SPEC)
     first, last = load_pages(pages_ptr, first_tile + step, count, ENTRIES_PER_BLOCK, TILE)
     for tile in tl.range(loop_bound(first_tile), loop_bound(tl.cdiv(count, TILE)),
                          loop_bound(step), num_stages=1):  # fmt: skip
@@ -271,7 +271,7 @@ def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
         first, last = load_pages(pages_ptr, tile + 2 * step, count, ENTRIES_PER_BLOCK, TILE)
         entry = tile * TILE + tl.arange(0, TILE)[:, None]
         next_entry = entry + step * TILE
-        next_words, next_scales = load_tile_words(keys, next_blocks, next_entry, count, KEY, TILE)
+        next_words, next_scales = load_tile_words(keys, next_blocks, next_entry, count, KEY, SPEC)
         key = key_operand(words, code_tables(scales), BLOCK, TILE, SPEC.WARPS)  # [TILE, BLOCK]
         products = tl.dot(key, query)  # [TILE, TOKENS × BLOCK_HEADS]
         # Twice the ReLU, and NaN of NaN; a GPU adds twice as many numbers as it compares.
@@ -305,10 +305,10 @@ def score_by_groups(tile, pages_ptr, counts, scores_ptr, operands, keys, KEY: tl
     old = tl.load(scores_ptr + entry, mask=entry < counts[None, :], other=0.0)  # [TILE, TOKENS]
     if tl.max(tl.max((old != old).to(tl.int32), axis=1), axis=0) != 0:
         count = tl.max(counts, axis=0)
-        first, last = load_pages(pages_ptr, tile, count, KEY.ENTRIES_PER_BLOCK, TILE)
-        blocks = tile_blocks(first, last, KEY.ENTRIES_PER_BLOCK, TILE)
-        data_page, scale_page = key_pages(keys, blocks, KEY.ENTRIES_PER_BLOCK, TILE)
-        page_row = entry % KEY.ENTRIES_PER_BLOCK
+        first, last = load_pages(pages_ptr, tile, count, SPEC.ENTRIES_PER_BLOCK, TILE)
+        blocks = tile_blocks(first, last, SPEC.ENTRIES_PER_BLOCK, TILE)
+        data_page, scale_page = key_pages(keys, blocks, SPEC.ENTRIES_PER_BLOCK, TILE)
+        page_row = entry % SPEC.ENTRIES_PER_BLOCK
         words = load_words(data_page, page_row, KEY.DATA_BYTES, KEY.DIM, BLOCK)
         tables = code_tables(tl.full((1, BLOCK // 32), MIDDLE_SCALE, tl.int32))
         key = key_operand(words, tables, BLOCK, TILE, SPEC.WARPS)  # [TILE, BLOCK]
@@ -338,15 +338,16 @@ def group_products(key, scale_ptr, query_codes, residual_ptr, KEY: tl.constexpr,
     residual_ptr to the heads' first residual scales. Products of a group are multiples of 2^-2 and
     together below 2^11, times the query's factor: 13 bits hold them.
     """
-    SHAPE: tl.constexpr = strips(SPEC.TILE, SPEC.WARPS)
-    products = tl.zeros((SPEC.TILE, SLOW_HEADS), tl.float32)
+    TILE: tl.constexpr = SPEC.TILE
+    SHAPE: tl.constexpr = strips(TILE, SPEC.WARPS)
+    products = tl.zeros((TILE, SLOW_HEADS), tl.float32)
     for group in tl.range(KEY.DIM // 32, num_stages=1):
         group_codes = tl.where(channel_groups(KEY.BLOCK)[:, None] == group, query_codes, 0)
         part = tl.dot(key, e5m2_operand(group_codes))  # [TILE, SLOW_HEADS]
         residual_scale = tl.load(residual_ptr + group * SPEC.BLOCK_HEADS)
         part *= (residual_scale * QUERY_FACTOR_INVERSE)[None, :]
         scale = tl.reshape(ue8m0_values(tl.load(scale_ptr + group)), SHAPE)
-        products += part * tl.reshape(tl.permute(scale, (0, 2, 1, 3)), (SPEC.TILE, 1))
+        products += part * tl.reshape(tl.permute(scale, (0, 2, 1, 3)), (TILE, 1))
     return products
 
 

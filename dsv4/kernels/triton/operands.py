@@ -5,15 +5,31 @@ constants is one argument of a kernel. Such a group has no properties: Triton's 
 kernels would not notice a change of their code.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
 from dsv4.formats import RowFormat, next_power_of_two
+from dsv4.kernels.contracts import TokenMap
 from dsv4.layer_schedule import AttentionType
 
 CSA_RATIO = tl.constexpr(AttentionType.CSA.ratio)
 HCA_RATIO = tl.constexpr(AttentionType.HCA.ratio)
+# Pointers of the plan, which kernels are not compiled for by alignment.
+PLAN_PTRS = [
+    "positions_ptr", "request_ids_ptr", "request_slots_ptr", "before_ptr", "after_ptr",
+    "workspace_starts_ptr", "block_table_ptr",
+]  # fmt: skip
+
+
+def token_arguments(tokens: TokenMap) -> dict[str, Any]:
+    """The plan's tensors, by the names that kernels have for them."""
+    return {
+        "positions_ptr": tokens.positions, "request_ids_ptr": tokens.request_ids,
+        "request_slots_ptr": tokens.request_slots, "before_ptr": tokens.positions_before,
+        "after_ptr": tokens.positions_after, "workspace_starts_ptr": tokens.workspace_starts,
+        "block_table_ptr": tokens.block_table, "table_stride": tokens.block_table.stride(0),
+    }  # fmt: skip
 
 
 class TokenPtrs(NamedTuple):
@@ -75,6 +91,34 @@ class PagePtrs(NamedTuple):
     page_offset: tl.tensor
     block_table_ptr: tl.tensor
     table_stride: tl.tensor
+
+
+class Splits(NamedTuple):
+    """The tiles of a token's splits.
+
+    Split s has tile s × split_step and every tile_step-th one after it, at most tiles_per_split.
+    """
+
+    num_splits: int
+    split_step: int
+    tile_step: int
+    tiles_per_split: int
+
+
+class SourceSpec(NamedTuple):
+    """Constants of the rows that attention reads.
+
+    ENTRIES is the source of the rows after the window. `listed` takes the first num_entries of a
+    token's line of rows_ptr; `all` takes every entry that the token sees, up to num_entries; `none`
+    takes none. ENTRY_ROWS are the entries of a page.
+    """
+
+    WINDOW: int
+    RING_ROWS: int
+    HAS_CHUNKS: bool
+    ENTRIES: str
+    RATIO: int
+    ENTRY_ROWS: int
 
 
 class RowSpec(NamedTuple):

@@ -232,14 +232,6 @@ def rotate_tail(x, cos, sin, ROWS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.con
 
 
 @triton.jit
-def finish_rows(x, weight, cos, sin, eps, ROWS: tl.constexpr, ROW: tl.constexpr):
-    """Norm a tile's rows and rotate them; weight, cos and sin as loaded above."""
-    factor = reciprocal_root(mean_of_squares(x, ROW.DIM) + eps)  # [ROWS]
-    normed = (x * factor[:, None]) * weight
-    return rotate_tail(normed, cos, sin, ROWS, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
-
-
-@triton.jit
 def hadamard(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
     """Orthonormal Walsh-Hadamard transform of a tile's rows: strides 1, 2, 4, ..."""
     is_low = tl.arange(0, 2)[None, None, :, None] == 0
@@ -287,17 +279,12 @@ def e2m1_code(x):
 
 
 @triton.jit
-def ceil_log2_over_448(amax):
-    """ceil(log2(amax / 448)), exactly; 448 = 1.75 × 2^8."""
+def ceil_log2_ratio(amax, LARGEST: tl.constexpr):
+    """ceil(log2(amax / LARGEST)), exactly, for LARGEST 448 = 1.75 × 2^8 or 6 = 1.5 × 2^2."""
+    EXPONENT: tl.constexpr = 8 if LARGEST == 448 else 2
+    MANTISSA: tl.constexpr = 0x600000 if LARGEST == 448 else 0x400000
     bits = amax.to(tl.int32, bitcast=True)
-    return (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-
-
-@triton.jit
-def ceil_log2_over_6(amax):
-    """ceil(log2(amax / 6)), exactly; 6 = 1.5 × 2^2."""
-    bits = amax.to(tl.int32, bitcast=True)
-    return (bits >> 23) - 127 - 2 + ((bits & 0x7FFFFF) > 0x400000).to(tl.int32)
+    return (bits >> 23) - 127 - EXPONENT + ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
 
 
 @triton.jit
@@ -314,13 +301,14 @@ def group_amax(x, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def encode_rows(x, global_scale, FORMAT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-                ROPE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def encode_rows(x, global_scale, ROWS: tl.constexpr, ROW: tl.constexpr):
     """Encode a tile's rows: values, BF16 bits for the RoPE field, scales.
 
-    FORMAT is a row format's name, prefixed with kv_ or index_. A part that it doesn't have is 0.
+    A part that the format doesn't have is 0.
     """
-    NOPE: tl.constexpr = DIM - ROPE
+    FORMAT: tl.constexpr = ROW.FORMAT
+    BLOCK: tl.constexpr = ROW.BLOCK
+    NOPE: tl.constexpr = ROW.DIM - ROW.ROPE
     rope_bits = 0
     scales = 0
     if FORMAT == "kv_fp32" or FORMAT == "index_fp32":
@@ -330,7 +318,7 @@ def encode_rows(x, global_scale, FORMAT: tl.constexpr, ROWS: tl.constexpr, DIM: 
     elif FORMAT == "kv_fp8":
         rope_bits = bf16_bits(x)
         groups, amax = group_amax(bf16_value(rope_bits), 64, ROWS, BLOCK)
-        exponent = ceil_log2_over_448(tl.maximum(amax, AMAX_FLOOR))
+        exponent = ceil_log2_ratio(tl.maximum(amax, AMAX_FLOOR), 448)
         values = tl.reshape(e4m3_code(groups * power_of_two(-exponent)[:, :, None]), (ROWS, BLOCK))
         is_scale = tl.arange(0, BLOCK // 64)[None, :] < NOPE // 64
         scales = tl.where(is_scale, exponent + 127, 0).to(tl.uint8)
@@ -344,14 +332,14 @@ def encode_rows(x, global_scale, FORMAT: tl.constexpr, ROWS: tl.constexpr, DIM: 
     elif FORMAT == "index_fp8":
         rounded = round_to_bf16(x)
         amax = tl.minimum(tl.maximum(tl.max(magnitude(rounded), axis=1), 0.0), BF16_MAX)
-        exponent = ceil_log2_over_448(tl.maximum(amax, AMAX_FLOOR))
+        exponent = ceil_log2_ratio(tl.maximum(amax, AMAX_FLOOR), 448)
         scales = power_of_two(exponent)
         values = e4m3_code(rounded * power_of_two(-exponent)[:, None])
     else:
         GROUP: tl.constexpr = 32 if FORMAT == "index_mxfp4" else 16
         groups, amax = group_amax(round_to_bf16(x), GROUP, ROWS, BLOCK)
         if FORMAT == "index_mxfp4":
-            exponent = ceil_log2_over_6(tl.maximum(amax, MXFP4_AMAX_FLOOR))
+            exponent = ceil_log2_ratio(tl.maximum(amax, MXFP4_AMAX_FLOOR), 6)
             scales = (exponent + 127).to(tl.uint8)
             scaled = groups * power_of_two(-exponent)[:, :, None]
         else:
@@ -387,14 +375,12 @@ def store_rows(encoded, data_ptr, scale_ptr, is_written, ROWS: tl.constexpr, ROW
     elif FORMAT == "kv_bf16" or FORMAT == "index_bf16":
         tl.store(data_ptr.to(tl.pointer_type(tl.uint16))[:, None] + channel, values,
                  mask=is_written & (channel < WIDTH))  # fmt: skip
-    elif FORMAT == "kv_fp8" or FORMAT == "kv_fp8_entry_scale":
+    elif FORMAT == "kv_fp8" or FORMAT == "kv_fp8_entry_scale" or FORMAT == "index_fp8":
         tl.store(data_ptr[:, None] + channel, values, mask=is_written & (channel < NOPE))
-        if HAS_ROPE:
+        if HAS_ROPE and ROW.ROPE > 0:
             rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16))[:, None]
             tl.store(rope_ptr + channel - NOPE, rope_bits,
                      mask=is_written & (channel >= NOPE) & (channel < DIM))  # fmt: skip
-    elif FORMAT == "index_fp8":
-        tl.store(data_ptr[:, None] + channel, values, mask=is_written & (channel < DIM))
     else:
         pair = tl.arange(0, BLOCK // 2)[None, :]
         tl.store(data_ptr[:, None] + pair, values, mask=is_written & (pair < DIM // 2))

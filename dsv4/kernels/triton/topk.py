@@ -25,7 +25,9 @@ from torch import Tensor
 from dsv4.formats import next_power_of_two
 from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.index_scratch import GROUP, group_levels, narrow_width, padded_entries
+from dsv4.kernels.layer_memory import LayerLayout
 from dsv4.kernels.triton.launch import GroupLaunch, TopkLaunch, find_launch
+from dsv4.kernels.triton.operands import PLAN_PTRS
 from dsv4.kernels.triton.primitives import wait_for_launch_before
 
 MIN_WIDTH = 1024  # the fewest scores of a program: four for each thread of 8 warps
@@ -47,15 +49,6 @@ class RowShape(NamedTuple):
 
     WIDTH: tl.constexpr
     THREADS: tl.constexpr
-
-
-class Quads(NamedTuple):
-    """The first, second, third and fourth of every four neighbours, `[WIDTH / 4]` each."""
-
-    first: tl.tensor
-    second: tl.tensor
-    third: tl.tensor
-    fourth: tl.tensor
 
 
 class Interval(NamedTuple):
@@ -137,11 +130,11 @@ def upper_quantile(share):
 
 @triton.jit
 def split_quads(x, WIDTH: tl.constexpr):
-    """Split `[WIDTH]` into `Quads`; a thread keeps all four of a quad."""
+    """The first to fourth of every four neighbours, `[WIDTH / 4]` each, all in one thread."""
     even, odd = tl.split(tl.reshape(x, (WIDTH // 4, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
-    return Quads(first, second, third, fourth)
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -165,7 +158,7 @@ def first_pivots(scores, count, wanted, SHAPE: tl.constexpr):
 
     The estimate takes every fourth score. Returns their standard deviation too.
     """
-    sample = split_quads(scores, SHAPE.WIDTH).first  # [WIDTH / 4]
+    sample = split_quads(scores, SHAPE.WIDTH)[0]  # [WIDTH / 4]
     scale = 1.0 / tl.cdiv(count, 4).to(tl.float32)
     is_finite = tl.abs(sample) < float("inf")
     values = tl.where(is_finite, sample, 0.0)
@@ -352,12 +345,6 @@ def count_before(counts, NUM: tl.constexpr):
 
 
 @triton.jit
-def is_at_least(scores, floor):
-    """1 where scores are not below the score `floor`, else 0."""
-    return tl.where(scores >= floor, 1, 0)
-
-
-@triton.jit
 def count_quads(scores, floor, WIDTH: tl.constexpr):
     """The number of scores not below the score `floor` before each quad, and in all."""
     quads = tl.sum(tl.reshape(tl.where(scores >= floor, 1.0, 0.0), (WIDTH // 4, 4)), axis=1)
@@ -385,14 +372,6 @@ def page_row(block, entry, ENTRIES_PER_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_quarter(list_ptr, rows_ptr, entry, row, is_best, place, HAS_ROWS: tl.constexpr):
-    """Store one entry of each quad, and its row, where it is among the best."""
-    tl.store(list_ptr + place, entry, mask=is_best)
-    if HAS_ROWS:
-        tl.store(rows_ptr + place, row, mask=is_best)
-
-
-@triton.jit
 def store_best(list_ptr, rows_ptr, scores, entry, blocks, low, wanted, SHAPE: tl.constexpr,
                ENTRIES_PER_BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr):  # fmt: skip
     """Store the entries with scores not below the key `low`, at most `wanted`; return how many.
@@ -401,25 +380,25 @@ def store_best(list_ptr, rows_ptr, scores, entry, blocks, low, wanted, SHAPE: tl
     """
     WIDTH: tl.constexpr = SHAPE.WIDTH
     floor = key_value(low)
-    place0, total = count_quads(scores, floor, WIDTH)  # [WIDTH / 4]
+    place, total = count_quads(scores, floor, WIDTH)  # [WIDTH / 4]
     if total > wanted:
         scores = keep_first_equals(scores, low, wanted, SHAPE)
-        place0, total = count_quads(scores, floor, WIDTH)
+        place, total = count_quads(scores, floor, WIDTH)
     quads = split_quads(scores, WIDTH)
-    place1 = place0 + is_at_least(quads.first, floor)
-    place2 = place1 + is_at_least(quads.second, floor)
-    place3 = place2 + is_at_least(quads.third, floor)
-    row0 = page_row(blocks.first, entry, ENTRIES_PER_BLOCK)
-    if ENTRIES_PER_BLOCK % 4 == 0:
-        row1, row2, row3 = row0 | 1, row0 | 2, row0 | 3
-    else:
-        row1 = page_row(blocks.second, entry + 1, ENTRIES_PER_BLOCK)
-        row2 = page_row(blocks.third, entry + 2, ENTRIES_PER_BLOCK)
-        row3 = page_row(blocks.fourth, entry + 3, ENTRIES_PER_BLOCK)
-    store_quarter(list_ptr, rows_ptr, entry, row0, quads.first >= floor, place0, HAS_ROWS)
-    store_quarter(list_ptr, rows_ptr, entry + 1, row1, quads.second >= floor, place1, HAS_ROWS)
-    store_quarter(list_ptr, rows_ptr, entry + 2, row2, quads.third >= floor, place2, HAS_ROWS)
-    store_quarter(list_ptr, rows_ptr, entry + 3, row3, quads.fourth >= floor, place3, HAS_ROWS)
+    places = tl.tuple((place,))
+    for nth in tl.static_range(3):
+        places = places + (places[nth] + tl.where(quads[nth] >= floor, 1, 0),)
+    rows = tl.tuple((page_row(blocks[0], entry, ENTRIES_PER_BLOCK),))
+    for nth in tl.static_range(1, 4):
+        if ENTRIES_PER_BLOCK % 4 == 0:
+            rows = rows + (rows[0] | nth,)
+        else:
+            rows = rows + (page_row(blocks[nth], entry + nth, ENTRIES_PER_BLOCK),)
+    for nth in tl.static_range(4):
+        listed, is_best = entry + nth, quads[nth] >= floor
+        tl.store(list_ptr + places[nth], listed, mask=is_best)
+        if HAS_ROWS:
+            tl.store(rows_ptr + places[nth], rows[nth], mask=is_best)
     return total
 
 
@@ -442,35 +421,25 @@ def load_members(level_ptr, list_ptr, num_listed, end, WIDTH: tl.constexpr,
     is_listed = (lane < num_listed)[:, None]
     bits = tl.load(level_ptr + at, mask=is_listed & (at // VECTOR * VECTOR < end), other=NAN_BITS)
     bits = bits_before(bits, at, end, VECTOR)
-    return tl.reshape(bits, (WIDTH,)), split_quads(tl.reshape(at, (WIDTH,)), WIDTH).first
+    return tl.reshape(bits, (WIDTH,)), split_quads(tl.reshape(at, (WIDTH,)), WIDTH)[0]
 
 
 @triton.jit
 def load_blocks(pages, entry, end, ENTRIES_PER_BLOCK: tl.constexpr):
     """Load the blocks of each quad's four entries; one is enough where no block ends in a quad."""
-    block0 = tl.load(pages + entry // ENTRIES_PER_BLOCK, mask=entry < end, other=-1)
-    if ENTRIES_PER_BLOCK % 4 == 0:
-        return Quads(block0, block0, block0, block0)
-    else:
-        last = entry + 3
-        block1 = tl.load(pages + (entry + 1) // ENTRIES_PER_BLOCK, mask=entry + 1 < end, other=-1)
-        block2 = tl.load(pages + (entry + 2) // ENTRIES_PER_BLOCK, mask=entry + 2 < end, other=-1)
-        block3 = tl.load(pages + last // ENTRIES_PER_BLOCK, mask=last < end, other=-1)
-        return Quads(block0, block1, block2, block3)
-
-
-@triton.jit
-def store_tops(tops_ptr, keys, chunk, num_tops, SIZE: tl.constexpr):
-    """Store the bits of the tops of a chunk of scores; return the tops' keys, `[SIZE]`."""
-    tops = tl.max(tl.reshape(keys, (SIZE, GROUP_SIZE)), axis=1)
-    at = chunk * SIZE + tl.arange(0, SIZE)
-    tl.store(tops_ptr + at, key_bits(tops), mask=at < num_tops)
-    return tops
+    block = tl.load(pages + entry // ENTRIES_PER_BLOCK, mask=entry < end, other=-1)
+    blocks = tl.tuple((block,))
+    for nth in tl.static_range(1, 4):
+        if ENTRIES_PER_BLOCK % 4 != 0:
+            at = entry + nth
+            block = tl.load(pages + at // ENTRIES_PER_BLOCK, mask=at < end, other=-1)
+        blocks = blocks + (block,)
+    return blocks
 
 
 @triton.jit(
     do_not_specialize=["scores_vectors", "tops_vectors", "first_token", "topk", "num_padded"],
-    do_not_specialize_on_alignment=["positions_ptr", "request_ids_ptr", "request_slots_ptr"],
+    do_not_specialize_on_alignment=PLAN_PTRS,
 )
 def _group_kernel(
     scores_ptr, scores_vectors, tops_ptr, tops_vectors, first_token, topk, num_padded,
@@ -490,9 +459,11 @@ def _group_kernel(
         scores_ptr += row * scores_vectors * VECTOR + first
         tops_ptr += row * tops_vectors * VECTOR
         keys = order_keys(load_bits(scores_ptr, count - first, CHUNK, VECTOR))
-        for level in tl.static_range(LEVELS):
+        for _ in tl.static_range(LEVELS):
             num_padded = num_padded // GROUP_SIZE
-            keys = store_tops(tops_ptr, keys, chunk, num_padded, CHUNK // GROUP_SIZE ** (level + 1))
+            keys = tl.max(tl.reshape(keys, (keys.shape[0] // GROUP_SIZE, GROUP_SIZE)), axis=1)
+            at = chunk * keys.shape[0] + tl.arange(0, keys.shape[0])
+            tl.store(tops_ptr + at, key_bits(keys), mask=at < num_padded)
             tops_ptr += num_padded
 
 
@@ -501,9 +472,7 @@ def _group_kernel(
         "scores_vectors", "tops_vectors", "first_token", "topk", "num_padded", "max_entries",
         "table_stride",
     ],
-    do_not_specialize_on_alignment=[
-        "positions_ptr", "request_ids_ptr", "request_slots_ptr", "block_table_ptr",
-    ],
+    do_not_specialize_on_alignment=PLAN_PTRS,
 )  # fmt: skip
 def _topk_kernel(
     entry_idx_ptr, rows_ptr, counts_ptr, scores_ptr, scores_vectors, tops_ptr, tops_vectors,
@@ -538,7 +507,7 @@ def _topk_kernel(
         first, last, deviation = first_pivots(scores, count, topk, SHAPE)
         for level in tl.static_range(LEVELS):
             low = find_threshold(scores, first, last, count, topk, SHAPE)
-            unused = Quads(entry, entry, entry, entry)
+            unused = (entry, entry, entry, entry)
             # Until the last level, the token's entry_idx lists groups.
             num_listed = store_best(entries_ptr, rows_ptr, scores, entry, unused, low, topk, SHAPE,
                                     ENTRIES_PER_BLOCK, False)  # fmt: skip
@@ -580,14 +549,12 @@ def choose_best(
     scores: Tensor,
     group_tops: Tensor,
     tokens: TokenMap,
+    layout: LayerLayout,
+    part: range,
     *,
-    first_token: int,
-    num_tokens: int,
     max_entries: int,
-    ratio: int,
-    entries_per_block: int,
 ) -> None:
-    """Write the selection of num_tokens tokens from first_token on.
+    """Write the selection of the tokens `part`.
 
     Args:
         chosen: The selection of all tokens.
@@ -604,22 +571,22 @@ def choose_best(
     shared: dict[str, Any] = {
         "scores_ptr": scores.view(chosen.entry_idx.dtype), "scores_vectors": strides[0] // vector,
         "tops_ptr": group_tops, "tops_vectors": strides[1] // vector,
-        "first_token": first_token, "topk": topk,
+        "first_token": part.start, "topk": topk,
         "num_padded": padded_entries(max_entries, levels=levels),
         "positions_ptr": tokens.positions,
         "request_ids_ptr": tokens.request_ids, "request_slots_ptr": tokens.request_slots,
-        "RATIO": ratio, "LEVELS": levels, "VECTOR": vector, "launch_pdl": True,
+        "RATIO": layout.ratio, "LEVELS": levels, "VECTOR": vector, "launch_pdl": True,
     }  # fmt: skip
     if levels:
         group = find_launch(GroupLaunch, "top-k groups", device)
-        grid = (num_tokens, -(-max_entries // group.scores))
+        grid = (len(part), -(-max_entries // group.scores))
         _group_kernel[grid](**shared, CHUNK=group.scores, num_warps=group.num_warps)
     num_warps = find_launch(TopkLaunch, "top-k", device, width).num_warps
-    _topk_kernel[(num_tokens,)](
+    _topk_kernel[(len(part),)](
         **shared, entry_idx_ptr=chosen.entry_idx, rows_ptr=chosen.rows, counts_ptr=chosen.counts,
         max_entries=max_entries,
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
-        ENTRIES_PER_BLOCK=entries_per_block, WIDTH=width,
+        ENTRIES_PER_BLOCK=layout.entries_per_block, WIDTH=width,
         BLOCK_K=next_power_of_two(topk), WARPS=num_warps, num_warps=num_warps,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from dsv4.tools.bench.attend_case import DIM, AttendCase, attend, attend_case, c
 from dsv4.tools.bench.attend_prefill import bench_prefill
 from dsv4.tools.bench.environment import environment, require_cuda
 from dsv4.tools.bench.external.comparison import report_comparison, try_load
-from dsv4.tools.bench.external.flashmla import FlashMLACalls
+from dsv4.tools.bench.external.flashmla import decode_calls, rotate_back
 from dsv4.tools.bench.external.flashmla_prefill import load_flash_mla_prefill
 from dsv4.tools.bench.requests import fill_rows, manager_for, open_requests, plan_tokens
 from dsv4.tools.console import track
@@ -67,29 +67,27 @@ def _measure_steps(decode: SparseDecode | None) -> Iterator[dict[str, Any]]:
     for shape in SHAPES:
         manager, slots = _filled_manager(shape)
         for batch in shape.batches:
-            case = _step_case(shape, manager, slots[:batch])
-            _check_output(case)
+            case = attend_case(
+                shape.name, manager, plan_tokens(manager, slots[:batch]),
+                num_entries=shape.num_entries, is_selected=shape.ratio == 4,
+            )  # fmt: skip
+            for batch_invariant in (False, True):
+                check_result(case, attend(case, 0, batch_invariant=batch_invariant), "the output")
             row = _measure(case, batch)
             if decode is not None:
-                row |= _measure_flashmla(case, flashmla_calls(case, decode), row)
+                row |= _measure_flashmla(case, decode, row)
             yield row
         del manager, case
 
 
-def flashmla_calls(case: AttendCase, decode: SparseDecode) -> FlashMLACalls:
-    """Make FlashMLA's calls of a case."""
-    return FlashMLACalls(
-        decode, case.handles, case.query, case.sinks, case.rows, max_entries=case.num_entries
-    )
-
-
 def _measure_flashmla(
-    case: AttendCase, calls: FlashMLACalls, ours: dict[str, Any]
+    case: AttendCase, decode: SparseDecode, ours: dict[str, Any]
 ) -> dict[str, Any]:
-    check_result(case, calls.result(0), "FlashMLA's output")
-    rotating = timing.time_rotating(calls.run, len(case.handles))
+    run = decode_calls(decode, case)
+    check_result(case, rotate_back(run(0), case, is_workspace=False), "FlashMLA's output")
+    rotating = timing.time_rotating(run, len(case.handles))
     return {
-        "flashmla_warm_us": timing.time_warm(calls.run),
+        "flashmla_warm_us": timing.time_warm(run),
         "flashmla_us": rotating,
         "ratio": ours["rotating_us"] / rotating,
     }
@@ -127,17 +125,3 @@ def _filled_manager(shape: AttendShape) -> tuple[KVCacheManager, list[int]]:
         fill_rows(memory.window.ring)
         fill_rows(memory.entries)
     return manager, slots
-
-
-def _step_case(shape: AttendShape, manager: KVCacheManager, slots: list[int]) -> AttendCase:
-    """Plan one more token of each request."""
-    plan = plan_tokens(manager, slots)
-    return attend_case(
-        shape.name, manager, plan, num_entries=shape.num_entries, is_selected=shape.ratio == 4
-    )
-
-
-def _check_output(case: AttendCase) -> None:
-    """Refuse to time kernels whose error against the reference exceeds their precision."""
-    for batch_invariant in (False, True):
-        check_result(case, attend(case, 0, batch_invariant=batch_invariant), "the output")

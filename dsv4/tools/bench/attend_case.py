@@ -11,6 +11,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.kernels.backends import load_backend
 from dsv4.kernels.contracts import AttentionResult
+from dsv4.kernels.layer_memory import existing
 from dsv4.kernels.reference import addressing
 from dsv4.tools.bench.requests import acquire_layers
 
@@ -51,8 +52,7 @@ def attend_case(
 
 def _select_rows(handle: LayerCacheHandle, count: int) -> Tensor:
     """Draw rows of `count` distinct visible entries per query, ascending, one from each stretch."""
-    entries, tokens = handle.memory.entries, handle.tokens
-    assert entries is not None, handle.layer
+    entries, tokens = existing(handle.memory.entries), handle.tokens
     visible = addressing.visible_entries(tokens.positions.long(), handle.layer.ratio)
     edges = torch.arange(count + 1, device=visible.device) * visible[:, None] // count
     starts, widths = edges[:, :-1], edges.diff(dim=1)

@@ -12,7 +12,8 @@ from dsv4.config import CacheConfig
 from dsv4.kernels.reference import addressing
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result
-from dsv4.tools.bench.external.flashmla_prefill import FlashMLAPrefill, SparsePrefill
+from dsv4.tools.bench.external.flashmla import rotate_back
+from dsv4.tools.bench.external.flashmla_prefill import SparsePrefill, prefill_inputs
 from dsv4.tools.bench.requests import fill_rows, manager_for, open_requests, plan_tokens
 from dsv4.tools.console import track
 
@@ -30,10 +31,7 @@ class PrefillShape(NamedTuple):
     target_tflops: float
 
 
-SHAPES = (
-    PrefillShape("Flash CSA", 4, 512, 300.0),
-    PrefillShape("Flash HCA", 128, 0, 350.0),
-)
+SHAPES = (PrefillShape("Flash CSA", 4, 512, 300.0), PrefillShape("Flash HCA", 128, 0, 350.0))
 
 
 def bench_prefill(flashmla: SparsePrefill | None, *, device: str) -> list[dict[str, Any]]:
@@ -55,12 +53,10 @@ def _measure(shape: PrefillShape, flashmla: SparsePrefill | None, device: str) -
     }  # fmt: skip
     if flashmla is None:
         return row
-    calls = FlashMLAPrefill(
-        flashmla, case.handles[0], case.query, case.sinks, case.rows[0],
-        max_entries=case.num_entries,
-    )  # fmt: skip
-    check_result(case, calls.result(), "FlashMLA's output of a chunk", queries=checked)
-    flashmla_us = timing.replay_time(calls.run, num_replays=NUM_REPLAYS)
+    inputs = prefill_inputs(case)
+    result = rotate_back(flashmla(inputs), case, is_workspace=True)
+    check_result(case, result, "FlashMLA's output of a chunk", queries=checked)
+    flashmla_us = timing.replay_time(lambda: flashmla(inputs), num_replays=NUM_REPLAYS)
     return row | {
         "flashmla_us": flashmla_us,
         "flashmla_tflops": num_flops / flashmla_us / 1e6,

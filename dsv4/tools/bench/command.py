@@ -78,8 +78,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench", required=True)
     for name, bench in BENCHES.items():
         command = commands.add_parser(name, help=bench.help)
-        for option in _options(bench):
-            _add_option(command, option)
+        for flag, parameter, default, text in _options(bench):
+            if isinstance(default, bool):
+                command.add_argument(flag, dest=parameter, action="store_true", help=text)
+                continue
+            command.add_argument(
+                flag, dest=parameter, type=positive, default=default, help=text,
+                metavar=flag.removeprefix("--").upper(),
+            )  # fmt: skip
         if bench.external is not None:
             command.add_argument(
                 "--peers", metavar="PATH",
@@ -93,17 +99,6 @@ def _options(bench: Bench) -> tuple[Option, ...]:
         return bench.options
     compare = Option("--compare", "compare", False, f"time {bench.external} beside ours")
     return (*bench.options, compare)
-
-
-def _add_option(command: argparse.ArgumentParser, option: Option) -> None:
-    flag, parameter, default, text = option
-    if isinstance(default, bool):
-        command.add_argument(flag, dest=parameter, action="store_true", help=text)
-    else:
-        command.add_argument(
-            flag, dest=parameter, type=positive, default=default, help=text,
-            metavar=flag.removeprefix("--").upper(),
-        )  # fmt: skip
 
 
 def use_external_folder(options: argparse.Namespace) -> None:

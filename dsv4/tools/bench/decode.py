@@ -6,7 +6,7 @@ step a large fill flushes the L2 and keeps the GPU busy until the graph is launc
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,6 @@ from dsv4.cache.memory.capacity import Capacity
 from dsv4.config import CacheConfig
 from dsv4.kernels.backends import load_backend
 from dsv4.kernels.contracts import AttentionResult, LayerProjections, LayerWeights, Selection
-from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.testing import model_weights, move_to, random_projections
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.attend_case import is_close
@@ -59,7 +58,9 @@ def bench_decode() -> list[dict[str, Any]]:
 
 def _measure(length: int, batch: int) -> dict[str, Any]:
     config = CacheConfig.v4_flash()
-    case = decode_case(config, length, batch, device="cuda", free_bytes=_free_bytes())
+    torch.cuda.empty_cache()
+    free_bytes = torch.cuda.mem_get_info()[0] - SPARE_BYTES
+    case = decode_case(config, length, batch, device="cuda", free_bytes=free_bytes)
     row: dict[str, Any] = {
         "tokens": length,
         "batch": batch,
@@ -71,12 +72,6 @@ def _measure(length: int, batch: int) -> dict[str, Any]:
     del case
     torch.cuda.empty_cache()
     return row
-
-
-def _free_bytes() -> int:
-    torch.cuda.empty_cache()
-    free: int = torch.cuda.mem_get_info()[0]
-    return free - SPARE_BYTES
 
 
 def decode_case(
@@ -108,8 +103,13 @@ def decode_case(
 def fill_storages(manager: KVCacheManager) -> None:
     """Fill all slots and blocks with random rows and tails."""
     for memory in manager.device_memory.memories:
-        _fill_slots(memory)
-        _fill_blocks(memory)
+        fill_rows(memory.window.ring)
+        for tail in (memory.tail, memory.index_tail):
+            if tail is not None:
+                tail.normal_()
+        for pages in (memory.entries, memory.index_keys):
+            if pages is not None:
+                fill_rows(pages, min(DISTINCT_BLOCKS * pages.rows_per_page, count_rows(pages)))
     _copy_blocks(manager.paged.storage)
 
 
@@ -122,19 +122,6 @@ def decode_inputs(config: CacheConfig, batch: int, device: str) -> list[LayerPro
         for kind in {layer.attention_type for layer in config.schedule}
     }
     return [by_kind[layer.attention_type] for layer in config.schedule]
-
-
-def _fill_slots(memory: LayerMemory) -> None:
-    fill_rows(memory.window.ring)
-    for tail in (memory.tail, memory.index_tail):
-        if tail is not None:
-            tail.normal_()
-
-
-def _fill_blocks(memory: LayerMemory) -> None:
-    for pages in (memory.entries, memory.index_keys):
-        if pages is not None:
-            fill_rows(pages, min(DISTINCT_BLOCKS * pages.rows_per_page, count_rows(pages)))
 
 
 def _copy_blocks(storage: Tensor) -> None:
@@ -197,10 +184,11 @@ def _time_parts(case: DecodeCase) -> dict[str, float]:
         for handle, selection in zip(handles, selections, strict=True):
             _attend(handle, case, selection)
 
-    parts: dict[str, Callable[[], None]] = {
-        "write_us": write, "index_us": select, "attention_us": attend
-    }  # fmt: skip
-    return {name: timing.replay_time(part) for name, part in parts.items()}
+    return {
+        "write_us": timing.replay_time(write),
+        "index_us": timing.replay_time(select),
+        "attention_us": timing.replay_time(attend),
+    }
 
 
 def _select(handle: LayerCacheHandle, case: DecodeCase) -> Selection | None:

@@ -1,6 +1,7 @@
 """`dsv4 bench gather`: dense rows of one layer, by graph replay."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,45 +31,46 @@ WINDOW_BATCH, WINDOW_TOKENS = 256, 200
 LISTED = ((32, 512), (128, 512), (256, 512), (32, 8192))
 RECORD_BYTES, DENSE_BYTES, INDEX_BYTES = 576 + 8, 1024, 8  # fp8 rows of V4's width
 
-Gather = Callable[[Backend, LayerCacheHandle, Tensor | None], Gathered]
-
 
 class _Case(NamedTuple):
-    """A gather of every layer, with a list of rows for each layer, or None."""
+    """A gather of a layer, by backend and layer index; list_bytes name one of its rows."""
 
     name: str
-    gather: Gather
-    handles: list[LayerCacheHandle]
-    rows: list[Tensor | None]
+    gather: Callable[[Backend, int], Gathered]
     num_rows: int
+    list_bytes: int = 0
 
 
 def bench_gather() -> dict[str, Any]:
     """Time gathers, one layer warm and 8 layers rotating."""
     require_cuda("gather")
     handles = compressed_handles(num_layers=NUM_LAYERS)
-    cases = (*_compressed_cases(handles), _window_case(_window_handles()))
+    cases = [
+        *(_listed_case(handles, shape) for shape in LISTED),
+        _all_case(handles),
+        _window_case(),
+    ]
     rows = [_measure(case) for case in track(cases, "gathers", total=len(cases))]
     return {"bench": "gather", "rows": rows, "environment": environment()}
 
 
 def _measure(case: _Case) -> dict[str, Any]:
-    _check_values(case)
-    backend = load_backend("triton")
-    layers = list(zip(case.handles, case.rows, strict=True))
+    backends = load_backend("triton"), load_backend("reference")
+    if not are_same(*(case.gather(backend, NUM_LAYERS - 1) for backend in backends)):
+        raise RuntimeError(f"{case.name}: the values differ from the reference's; nothing is timed")
+    gather = partial(case.gather, backends[0])
 
     def gather_layers() -> None:
-        outputs = [case.gather(backend, *layer) for layer in layers]
+        outputs = [gather(layer_idx) for layer_idx in range(NUM_LAYERS)]
         del outputs  # only now, so that no layer writes into another's output
 
-    num_bytes = case.num_rows * (RECORD_BYTES + DENSE_BYTES)
-    num_bytes += case.num_rows * INDEX_BYTES if case.rows[0] is not None else 0
-    rotating = timing.replay_time(gather_layers) / len(layers)
+    num_bytes = case.num_rows * (RECORD_BYTES + DENSE_BYTES + case.list_bytes)
+    rotating = timing.replay_time(gather_layers) / NUM_LAYERS
     return {
         "gather": case.name,
         "num_rows": case.num_rows,
         "bytes": num_bytes,
-        "warm_us": timing.time_warm(lambda idx: case.gather(backend, *layers[idx])),
+        "warm_us": timing.time_warm(gather),
         "rotating_us": rotating,
         "tb_per_s": num_bytes / rotating / 1e6,
         "share_of_copy": num_bytes / rotating * 1e6 / timing.COPY_BANDWIDTH,
@@ -82,13 +84,6 @@ def compressed_handles(*, num_layers: int) -> list[LayerCacheHandle]:
     return _last_step(manager, NUM_REQUESTS, REQUEST_TOKENS)
 
 
-def _window_handles() -> list[LayerCacheHandle]:
-    """Plan a decode step of SWA layers, for a large batch."""
-    config = CacheConfig.v4_flash(compress_ratios=(0,) * NUM_LAYERS, num_query_heads=1)
-    manager = manager_for(config, WINDOW_BATCH, WINDOW_TOKENS, device=DEVICE)
-    return _last_step(manager, WINDOW_BATCH, WINDOW_TOKENS)
-
-
 def _last_step(manager: KVCacheManager, num_requests: int, length: int) -> list[LayerCacheHandle]:
     """Plan the step that takes requests to a length, on random bytes."""
     manager.paged.storage.random_(0, FINITE_BYTES)
@@ -97,51 +92,43 @@ def _last_step(manager: KVCacheManager, num_requests: int, length: int) -> list[
     return acquire_layers(manager, plan_tokens(manager, slots))
 
 
-def _compressed_cases(handles: list[LayerCacheHandle]) -> list[_Case]:
-    cases = []
-    for shape in LISTED:
-        rows: list[Tensor | None] = [random_rows(shape) for _ in handles]
-        name = f"{shape[0]} x {shape[1]} listed rows"
-        cases.append(_Case(name, _gather_listed, handles, rows, shape[0] * shape[1]))
-    name = f"all entries of {NUM_REQUESTS} requests of {REQUEST_TOKENS} tokens"
-    cases.append(_Case(name, _gather_all, handles, [None] * len(handles), NUM_POOL_ROWS))
-    return cases
-
-
 def random_rows(shape: tuple[int, int]) -> Tensor:
     """Draw flat rows of a layer of `compressed_handles`."""
     return torch.randint(NUM_POOL_ROWS, shape, device=DEVICE)
 
 
-def _window_case(handles: list[LayerCacheHandle]) -> _Case:
-    num_rows = WINDOW_BATCH * handles[0].window.window
-    name = f"windows of {WINDOW_BATCH} requests"
-    return _Case(name, _gather_window, handles, [None] * len(handles), num_rows)
+def _listed_case(handles: list[LayerCacheHandle], shape: tuple[int, int]) -> _Case:
+    rows = [random_rows(shape) for _ in handles]
+
+    def gather(backend: Backend, layer_idx: int) -> Gathered:
+        return backend.gather_compressed_kv(handles[layer_idx].memory, rows[layer_idx])
+
+    name = f"{shape[0]} x {shape[1]} listed rows"
+    return _Case(name, gather, shape[0] * shape[1], INDEX_BYTES)
 
 
-def _gather_listed(backend: Backend, handle: LayerCacheHandle, rows: Tensor | None) -> Gathered:
-    assert rows is not None, "these rows are listed"
-    return backend.gather_compressed_kv(handle.memory, rows)
+def _all_case(handles: list[LayerCacheHandle]) -> _Case:
+    def gather(backend: Backend, layer_idx: int) -> Gathered:
+        handle = handles[layer_idx]
+        return backend.gather_all_compressed_kv(
+            handle.memory, handle.tokens, max_entries=REQUEST_TOKENS // 4
+        )
+
+    name = f"all entries of {NUM_REQUESTS} requests of {REQUEST_TOKENS} tokens"
+    return _Case(name, gather, NUM_POOL_ROWS)
 
 
-def _gather_all(backend: Backend, handle: LayerCacheHandle, _: Tensor | None) -> Gathered:
-    return backend.gather_all_compressed_kv(
-        handle.memory, handle.tokens, max_entries=REQUEST_TOKENS // 4
-    )
+def _window_case() -> _Case:
+    """Gather the windows of SWA layers, for a large batch."""
+    config = CacheConfig.v4_flash(compress_ratios=(0,) * NUM_LAYERS, num_query_heads=1)
+    manager = manager_for(config, WINDOW_BATCH, WINDOW_TOKENS, device=DEVICE)
+    handles = _last_step(manager, WINDOW_BATCH, WINDOW_TOKENS)
 
+    def gather(backend: Backend, layer_idx: int) -> Gathered:
+        return backend.gather_swa_kv(handles[layer_idx].memory, handles[layer_idx].tokens)
 
-def _gather_window(backend: Backend, handle: LayerCacheHandle, _: Tensor | None) -> Gathered:
-    return backend.gather_swa_kv(handle.memory, handle.tokens)
-
-
-def _check_values(case: _Case) -> None:
-    """Refuse to time kernels whose values differ from the reference's."""
-    expected, got = (
-        case.gather(load_backend(name), case.handles[-1], case.rows[-1])
-        for name in ("reference", "triton")
-    )
-    if not are_same(got, expected):
-        raise RuntimeError(f"{case.name}: the values differ from the reference's; nothing is timed")
+    num_rows = WINDOW_BATCH * config.sliding_window
+    return _Case(f"windows of {WINDOW_BATCH} requests", gather, num_rows)
 
 
 def are_same(got: Gathered, expected: Gathered) -> bool:

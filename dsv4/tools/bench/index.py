@@ -13,10 +13,10 @@ from dsv4.formats import IndexFormatName
 from dsv4.kernels.contracts import Selection
 from dsv4.kernels.external.find import PagedLogits, load_deep_gemm
 from dsv4.kernels.index_scratch import IndexScratch
+from dsv4.kernels.layer_memory import existing
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.environment import environment, require_cuda
 from dsv4.tools.bench.external.comparison import report_comparison, try_load
-from dsv4.tools.bench.external.deepgemm import DeepGEMMCalls
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import SGLangQuery, SGLangTopk
 from dsv4.tools.bench.requests import (
@@ -84,7 +84,8 @@ def _measure_steps(
             check_scores(case)
             row = _measure("query", name, case, prepare_queries)
             if sglang is not None and name == "fp8":
-                row |= _compare(row, _sglang_query(case, sglang))
+                calls = SGLangQuery(sglang, case.handles[0], case.query, case.head_weights)
+                row |= _compare(row, calls)
             yield row
             row = _measure("score", name, case, score_entries)
             if logits is not None:
@@ -98,7 +99,9 @@ def _measure_steps(
         case = index_case("fp8", num_entries, batch)
         row = _measure_topk(case)
         if sglang is not None:
-            row |= _compare(row, _sglang_topk(case, sglang))
+            scores = case.scratch.scores
+            topk = SGLangTopk(sglang, case.handles[0], scores, num_entries=num_entries)
+            row |= _compare(row, topk)
         yield row
         del case
 
@@ -123,8 +126,13 @@ def index_case(
     )
     slots = open_requests(manager, batch, length - step_tokens)
     handles = acquire_layers(manager, plan_tokens(manager, slots, step_tokens))
-    for handle in handles:
-        _fill_keys(handle)
+    for handle in handles:  # random codes, and scales of about 1
+        keys = existing(handle.memory.index_keys)
+        keys.data.random_(0, FINITE_BYTES)
+        if keys.format.name == "fp8":
+            keys.field("scale").fill_(1.0)
+        else:
+            keys.scales.random_(125, 130)
     shape = (batch * step_tokens, config.index_num_heads, config.index_head_dim)
     query = torch.randn(shape, dtype=torch.bfloat16, device=device)
     head_weights = torch.randn(shape[:2], dtype=torch.bfloat16, device=device)
@@ -138,34 +146,30 @@ def index_case(
 
 def measure_prefill(name: IndexFormatName) -> dict[str, Any]:
     """Time a chunk of CHUNK_TOKENS queries: its scores alone, and the whole index."""
+    from dsv4.kernels.triton import indexer
+
     case = index_case(name, CHUNK_ENTRIES, 1, step_tokens=CHUNK_TOKENS)
     check_scores(case)
     handle = case.handles[0]
     counts = (handle.positions.long() + 1) // RATIO
     num_flops = 2 * int(counts.sum()) * case.query[0].numel()
-    score_us = timing.replay_time(lambda: score_chunk(case, handle), num_replays=5)
-    select_us = timing.replay_time(lambda: select_entries(case, handle), num_replays=5)
+
+    def score() -> None:
+        for first in range(0, len(case.query), case.scratch.num_rows):
+            score_entries(case, handle, first_token=first)
+
+    def select() -> None:
+        indexer.select_entries(
+            case.query, case.head_weights, handle.memory, handle.tokens,
+            max_entries=case.num_entries,
+        )  # fmt: skip
+
+    score_us, select_us = (timing.replay_time(run, num_replays=5) for run in (score, select))
     return {
         "format": name, "tokens": CHUNK_TOKENS, "entries": CHUNK_ENTRIES,
         "score_us": score_us, "score_tflops": num_flops / score_us / 1e6,
         "select_us": select_us, "select_tflops": num_flops / select_us / 1e6,
     }  # fmt: skip
-
-
-def score_chunk(case: IndexCase, handle: LayerCacheHandle) -> None:
-    """Score every entry for every token, as many tokens at a time as the workspace holds."""
-    for first in range(0, len(case.query), case.scratch.num_rows):
-        score_entries(case, handle, first_token=first)
-
-
-def select_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
-    """Run all steps of the index."""
-    from dsv4.kernels.triton import indexer
-
-    indexer.select_entries(
-        case.query, case.head_weights, handle.memory, handle.tokens,
-        max_entries=case.num_entries,
-    )  # fmt: skip
 
 
 def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
@@ -174,7 +178,7 @@ def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
 
     indexer.prepare_queries(
         case.query, case.head_weights, case.scratch, handle.memory, handle.tokens,
-        first_token=0, num_tokens=case.scratch.num_rows,
+        range(case.scratch.num_rows),
     )  # fmt: skip
 
 
@@ -182,35 +186,11 @@ def score_entries(case: IndexCase, handle: LayerCacheHandle, *, first_token: int
     """Score every entry of a layer for as many tokens as the workspace holds."""
     from dsv4.kernels.triton import indexer
 
-    num_tokens = min(case.scratch.num_rows, len(case.query) - first_token)
+    part = range(len(case.query))[first_token : first_token + case.scratch.num_rows]
     indexer.score_entries(
-        case.scratch, handle.memory, handle.tokens,
-        first_token=first_token, num_tokens=num_tokens, num_heads=case.query.shape[1],
-        max_entries=case.num_entries,
+        case.scratch, handle.memory, handle.tokens, part,
+        num_heads=case.query.shape[1], max_entries=case.num_entries,
     )  # fmt: skip
-
-
-def choose_best(case: IndexCase, chosen: Selection) -> None:
-    """Choose the best entries by the workspace's scores."""
-    from dsv4.kernels.triton import topk
-
-    handle = case.handles[0]
-    topk.choose_best(
-        chosen, case.scratch.scores, case.scratch.group_tops, handle.tokens,
-        first_token=0, num_tokens=len(case.query), max_entries=case.num_entries, ratio=RATIO,
-        entries_per_block=handle.memory.layout.entries_per_block,
-    )  # fmt: skip
-
-
-def _fill_keys(handle: LayerCacheHandle) -> None:
-    """Fill the keys with random codes, and with scales of about 1."""
-    keys = handle.memory.index_keys
-    assert keys is not None, handle.layer
-    keys.data.random_(0, FINITE_BYTES)
-    if keys.format.name == "fp8":
-        keys.field("scale").fill_(1.0)
-    else:
-        keys.scales.random_(125, 130)
 
 
 def _measure(
@@ -231,27 +211,27 @@ def _measure(
     return _row(step, name, case, times, num_bytes)
 
 
-def deepgemm_calls(case: IndexCase, logits: PagedLogits) -> DeepGEMMCalls:
-    """Make DeepGEMM's calls of a case, with its queries prepared."""
-    prepare_queries(case, case.handles[0])
-    return DeepGEMMCalls(
-        logits, case.handles, case.scratch, case.query, max_entries=case.num_entries
-    )
-
-
 def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
-    """Microseconds of DeepGEMM's scores, layers rotating."""
-    calls = deepgemm_calls(case, logits)
-    check_scores(case, lambda: calls.run(len(case.handles) - 1))
-    return timing.time_rotating(calls.run, NUM_LAYERS, num_turns=NUM_TURNS)
+    """Microseconds of DeepGEMM's scores, layers rotating; queries and schedule are made before."""
+    from dsv4.kernels.external import deepgemm
 
+    prepare_queries(case, case.handles[0])
+    if logits.set_overlap is not None:
+        logits.set_overlap(True)  # programmatic dependent launch, as vLLM has it
+    inputs = [
+        deepgemm.score_inputs(
+            case.scratch, handle.memory, handle.tokens, range(len(case.query)),
+            num_heads=case.query.shape[1], max_entries=case.num_entries,
+        )
+        for handle in case.handles
+    ]  # fmt: skip
+    schedule = logits.make_schedule(inputs[0].lengths)
 
-def _sglang_query(case: IndexCase, kernels: SGLangKernels) -> SGLangQuery:
-    return SGLangQuery(kernels, case.handles[0], case.query, case.head_weights)
+    def score(layer_idx: int) -> Tensor:
+        return logits.score(*inputs[layer_idx], schedule, case.num_entries)
 
-
-def _sglang_topk(case: IndexCase, kernels: SGLangKernels) -> SGLangTopk:
-    return SGLangTopk(kernels, case.handles[0], case.scratch.scores, num_entries=case.num_entries)
+    check_scores(case, lambda: score(len(inputs) - 1))
+    return timing.time_rotating(score, NUM_LAYERS, num_turns=NUM_TURNS)
 
 
 def _compare(row: dict[str, Any], calls: SGLangQuery | SGLangTopk) -> dict[str, float]:
@@ -263,17 +243,23 @@ def _compare(row: dict[str, Any], calls: SGLangQuery | SGLangTopk) -> dict[str, 
 
 def _measure_topk(case: IndexCase) -> dict[str, Any]:
     """Time top-k of normal scores; the mean over several draws."""
-    from dsv4.kernels.triton import indexer
+    from dsv4.kernels.triton import indexer, topk
 
-    chosen = indexer.empty_selection(
-        len(case.query), case.handles[0].config.index_topk, case.query.device
-    )
+    handle, scratch, tokens = case.handles[0], case.scratch, range(len(case.query))
+    chosen = indexer.empty_selection(len(tokens), handle.config.index_topk, case.query.device)
+
+    def choose(_layer_idx: int) -> None:
+        topk.choose_best(
+            chosen, scratch.scores, scratch.group_tops, handle.tokens, handle.memory.layout,
+            tokens, max_entries=case.num_entries,
+        )  # fmt: skip
+
     times = []
     for _ in range(NUM_DRAWS):
         case.scratch.scores.normal_()
-        choose_best(case, chosen)
+        choose(0)
         _check_chosen(case, chosen)
-        times.append(timing.time_warm(lambda _: choose_best(case, chosen)))
+        times.append(timing.time_warm(choose))
     num_bytes = len(case.query) * case.num_entries * 4
     return _row("top-k", "fp32", case, [statistics.mean(times)] * 2, num_bytes)
 
@@ -306,8 +292,7 @@ def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> No
     if run is None:
         score_entries(case, handle)
     scores = case.scratch.scores if run is None else run()
-    keys = handle.memory.index_keys
-    assert keys is not None, handle.layer
+    keys = existing(handle.memory.index_keys)
     first = slice(0, 1)
     count = (int(handle.positions[0]) + 1) // RATIO
     newest = slice(count - 1024, count)

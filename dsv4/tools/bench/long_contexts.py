@@ -7,7 +7,6 @@ depend on the values.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dsv4.integrations.transformers import PagedCache
 from dsv4.tools.bench.decode import fill_storages
@@ -37,13 +36,6 @@ def fill_transformers(model: Any, cache: Any, batch: int, context: int) -> None:
         layer.cumulative_length += num_skipped
         for name, entries in getattr(layer, "compressed_kv", {}).items():
             num_new = num_skipped // layer.compress_rate
-            layer.compressed_kv[name] = _extend(entries, num_new)
+            new = torch.randn_like(entries[:, :1].expand(-1, num_new, -1))
+            layer.compressed_kv[name] = torch.cat((entries, new), dim=1)
             layer.entry_count[name] += num_new
-
-
-def _extend(entries: Tensor, num_new: int) -> Tensor:
-    """Append random entries to `[batch, entries, dim]`."""
-    new = torch.randn(
-        entries.shape[0], num_new, entries.shape[2], dtype=entries.dtype, device=entries.device
-    )
-    return torch.cat((entries, new), dim=1)

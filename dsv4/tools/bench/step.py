@@ -16,7 +16,7 @@ from dsv4.kernels.contracts import LayerProjections
 from dsv4.testing import model_weights, move_to, take_rows
 from dsv4.tools.bench.decode import bench_decode, decode_inputs
 from dsv4.tools.bench.environment import environment, require_cuda
-from dsv4.tools.bench.requests import acquire_layers, extend
+from dsv4.tools.bench.requests import acquire_layers, extend, manager_for
 from dsv4.tools.bench.timing import summarize
 from dsv4.tools.console import working
 
@@ -75,14 +75,7 @@ def _time_host(num_requests: int, num_steps: int) -> dict[str, Any]:
 def _filled(config: CacheConfig, num_requests: int, num_steps: int) -> KVCacheManager:
     """Make a manager with requests of 1, 2, 3, ... tokens, and room for all steps."""
     longest = LONGEST_START + NUM_WARMUP_STEPS + num_steps
-    manager = KVCacheManager(
-        config,
-        max_requests=num_requests,
-        num_blocks=num_requests * -(-longest // config.block_tokens),
-        device=DEVICE,
-        backend="triton",
-        max_request_tokens=longest,
-    )
+    manager = manager_for(config, num_requests, longest, device=DEVICE, backend="triton")
     for idx in range(num_requests):
         extend(manager, manager.open_request(), idx % LONGEST_START + 1)
     return manager

@@ -44,12 +44,7 @@ def replay_time(step: Callable[[], object], *, num_replays: int = 20) -> float:
 
 def time_warm(run: Callable[[int], object]) -> float:
     """Microseconds of layer 0, repeated; its rows stay in the L2."""
-
-    def step() -> None:
-        for _ in range(REPEATS):
-            run(0)
-
-    return replay_time(step) / REPEATS
+    return time_rotating(run, 1, num_turns=REPEATS)
 
 
 def time_rotating(run: Callable[[int], object], num_layers: int, *, num_turns: int = 1) -> float:

@@ -8,8 +8,7 @@ runs the whole model as `generate` does: one token a row, then a wait for the de
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -47,8 +46,7 @@ NUM_WARMUP_STEPS = 5
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Sizes of a measurement.
 
     Attributes:
@@ -62,8 +60,7 @@ class Sizes:
     num_steps: int = 30
 
 
-@dataclass(frozen=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Median times of the whole step, and of all its attention modules together."""
 
     step_us: float
@@ -130,7 +127,9 @@ def _measure_decode(
 ) -> dict[str, Any]:
     runs: dict[str, Callable[[], StepTimes]] = {
         "this": lambda: _time_paged(model, batch, context, sizes),
-        "transformers": lambda: _time_transformers(model, batch, context, sizes),
+        "transformers": lambda: _time_steps(
+            model, _filled_dynamic_cache(model, batch, context), batch, sizes
+        ),
         "free": lambda: _time_free_steps(model, batch, sizes),
     }
     if model.device.type == "cuda":
@@ -169,10 +168,16 @@ def _run_all(
 
 def _measure_memory(model: Any, context: int, errors: list[str]) -> dict[str, Any]:
     """Count the bytes of one row: those that last from step to step, and the workspaces."""
-    runs = {
-        "this": lambda: _paged_bytes(model, context),
-        "transformers": lambda: _transformers_bytes(model, context),
-    }
+
+    def count_this() -> dict[str, int]:
+        with _attached(model, 1, context) as cache:
+            return {name: size.allocated for name, size in cache.memory().items()}
+
+    def count_transformers() -> dict[str, int]:
+        cache = _filled_dynamic_cache(model, 1, context)
+        return transformers_cache_bytes(cache, model.config.layer_types)
+
+    runs = {"this": count_this, "transformers": count_transformers}
     sizes = _run_all(runs, f"memory, {context:,} tokens", errors)
     row: dict[str, Any] = {"context": context, **sizes}
     if "this" in sizes:
@@ -185,26 +190,12 @@ def _measure_memory(model: Any, context: int, errors: list[str]) -> dict[str, An
     return row
 
 
-def _paged_bytes(model: Any, context: int) -> dict[str, int]:
-    with _attached(model, 1, context) as cache:
-        return {name: size.allocated for name, size in cache.memory().items()}
-
-
-def _transformers_bytes(model: Any, context: int) -> dict[str, int]:
-    cache = _filled_dynamic_cache(model, 1, context)
-    return transformers_cache_bytes(cache, model.config.layer_types)
-
-
 def _time_paged(model: Any, batch: int, context: int, sizes: Sizes, **choices: Any) -> StepTimes:
     """Time this cache, launch by launch or with graphs of the attention modules."""
     num_tokens = context + 2 * (NUM_WARMUP_STEPS + sizes.num_steps)
     with _attached(model, batch, num_tokens, **choices) as cache:
         fill_paged(cache, batch, context)
         return _time_steps(model, cache, batch, sizes)
-
-
-def _time_transformers(model: Any, batch: int, context: int, sizes: Sizes) -> StepTimes:
-    return _time_steps(model, _filled_dynamic_cache(model, batch, context), batch, sizes)
 
 
 def _filled_dynamic_cache(model: Any, batch: int, context: int) -> DynamicCache:

@@ -10,6 +10,8 @@ close. Only one of 128 tokens closes an HCA window, so by frequency the slow ste
 Chunks are timed on one request from its start, gathers on listed rows.
 """
 
+import itertools
+import math
 import multiprocessing
 import os
 import sys
@@ -28,7 +30,7 @@ from dsv4.kernels.triton.launch import (
     LaunchStep,
     Steps,
     architecture,
-    device_steps,
+    architecture_steps,
     format_table,
     launch_fields,
     pick,
@@ -67,13 +69,13 @@ def bench_tune(*, is_written: bool = False) -> dict[str, Any]:
     """Tune every work; `is_written` updates the committed table in place."""
     require_cuda("tune")
     device = torch.device("cuda", torch.cuda.current_device())
-    present = device_steps(device)
+    name = architecture(device)
+    present = architecture_steps(name)
     trials = [
         Trial(work, launch) for work in TUNED_WORKS for launch in candidates(work, present[work])
     ]
     problems = _problems(trials)
     choices = _choose_all(usable_launches(trials, problems), present)
-    name = architecture(device)
     chosen = {
         work: [step_fields(step) for step in steps] for work, steps in chosen_steps(choices).items()
     }
@@ -177,17 +179,14 @@ def _choose_all(
 
 def _times(cases: Sequence[Case], launches: Sequence[AnyLaunch]) -> dict[AnyLaunch, float]:
     """Weighted microseconds per layer: the quickest of several rounds, launches alternating."""
-    rounds = [
-        {launch: _weighted_time(cases, launch) for launch in launches} for _ in range(NUM_ROUNDS)
-    ]
-    return {launch: min(times[launch] for times in rounds) for launch in launches}
-
-
-def _weighted_time(cases: Sequence[Case], launch: AnyLaunch) -> float:
-    return sum(
-        case.weight * timing.replay_time(partial(case.run, launch)) / case.num_layers
-        for case in cases
-    )
+    times = dict.fromkeys(launches, math.inf)
+    for _, launch in itertools.product(range(NUM_ROUNDS), launches):
+        time = sum(
+            case.weight * timing.replay_time(partial(case.run, launch)) / case.num_layers
+            for case in cases
+        )
+        times[launch] = min(times[launch], time)
+    return times
 
 
 def _listed(choice: Choice) -> dict[str, Any]:

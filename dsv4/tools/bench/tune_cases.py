@@ -180,20 +180,15 @@ def _gather_case(num_rows: int, *, num_layers: int) -> Case:
 
 def _has_same_bytes(work: str, launch: AnyLaunch, device: str) -> bool:
     if isinstance(launch, GatherLaunch):
-        return _gathers_same_values(launch)
+        memory = compressed_handles(num_layers=1)[0].memory
+        rows = random_rows((NUM_REQUESTS, 61))
+        rows[:, ::3] = -1
+        expected = reference.gather_compressed_kv(memory, rows)
+        return are_same(gather.gather_compressed_kv(memory, rows, launch=launch), expected)
     assert isinstance(launch, Launch), launch
     layer, kind = WRITES[work]
     config = write_config(layer, drafts_per_step=STEP_TOKENS.get(kind, 1) - 1)
     return _stores_same_bytes(config, launch, *CHECKED_LENGTHS[kind], device=device)
-
-
-def _gathers_same_values(launch: GatherLaunch) -> bool:
-    memory = compressed_handles(num_layers=1)[0].memory
-    rows = random_rows((NUM_REQUESTS, 61))
-    rows[:, ::3] = -1
-    expected = reference.gather_compressed_kv(memory, rows)
-    got = gather.gather_compressed_kv(memory, rows, launch=launch)
-    return are_same(got, expected)
 
 
 def _stores_same_bytes(

@@ -64,21 +64,26 @@ def _step_row(
         "type": kind.name,
         "closing": is_closing,
         "batch": batch,
-        "warm_us": _time(kind, batch, is_closing=is_closing, num_layers=1),
-        "rotating_us": _time(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS),
+        "warm_us": _time(_step_case(kind, batch, is_closing, num_layers=1)),
+        "rotating_us": _time(_step_case(kind, batch, is_closing, num_layers=NUM_LAYERS)),
         "floor_us": timing.floor_us(_bytes_moved(kind, batch, is_closing=is_closing)),
     }
     if sglang is not None:
-        time = _time_sglang(sglang, kind, batch, is_closing=is_closing)
+        case = _step_case(kind, batch, is_closing, num_layers=NUM_LAYERS)
+        frequencies = complex_frequencies(case.handles[0].rope)
+        layers = [SGLangLayer(sglang, *layer, frequencies) for layer in zip(*case, strict=True)]
+        time = timing.time_rotating(lambda layer_idx: layers[layer_idx].run(), NUM_LAYERS)
         row |= {"sglang_us": time, "ratio": row["rotating_us"] / time}
     return row
 
 
 def _prefill_row(kind: AttentionType) -> dict[str, Any]:
+    """Time a chunk's writes from position 0, layers rotating."""
+    config = write_config(kind, num_layers=NUM_PREFILL_LAYERS)
     return {
         "type": kind.name,
         "tokens": PREFILL_TOKENS,
-        "us": _time_prefill(kind),
+        "us": _time(write_case(config, [0], [PREFILL_TOKENS])),
         "floor_us": timing.floor_us(_prefill_bytes(kind)),
     }
 
@@ -129,49 +134,28 @@ def write_case(
     )
 
 
-def _time(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> float:
-    """Median microseconds per layer over replays of a captured step."""
-    case = _step_case(kind, batch, is_closing=is_closing, num_layers=num_layers)
+def _time(case: WriteCase) -> float:
+    """Median microseconds per layer over replays: one layer warm, or several rotating."""
     layers = list(zip(*case, strict=True))
 
     def write(layer_idx: int) -> None:
         write_layer(*layers[layer_idx])
 
-    if num_layers == 1:
+    if len(layers) == 1:
         return timing.time_warm(write)
-    return timing.time_rotating(write, num_layers)
+    return timing.time_rotating(write, len(layers))
 
 
-def _step_case(kind: AttentionType, batch: int, *, is_closing: bool, num_layers: int) -> WriteCase:
+def _step_case(kind: AttentionType, batch: int, is_closing: bool, *, num_layers: int) -> WriteCase:
     length = 255 if is_closing else 253
     config = write_config(kind, num_layers=num_layers)
     return write_case(config, [length] * batch, [length + 1] * batch)
 
 
-def _time_sglang(
-    kernels: SGLangKernels, kind: AttentionType, batch: int, *, is_closing: bool
-) -> float:
-    """Median microseconds per layer of SGLang's kernels, layers rotating."""
-    case = _step_case(kind, batch, is_closing=is_closing, num_layers=NUM_LAYERS)
-    frequencies = complex_frequencies(case.handles[0].rope)
-    layers = [SGLangLayer(kernels, *layer, frequencies) for layer in zip(*case, strict=True)]
-    return timing.time_rotating(lambda layer_idx: layers[layer_idx].run(), NUM_LAYERS)
-
-
-def _time_prefill(kind: AttentionType) -> float:
-    """Median microseconds per layer of a chunk's writes from position 0, layers rotating."""
-    config = write_config(kind, num_layers=NUM_PREFILL_LAYERS)
-    case = write_case(config, [0], [PREFILL_TOKENS])
-    layers = list(zip(*case, strict=True))
-    return timing.time_rotating(lambda layer_idx: write_layer(*layers[layer_idx]), len(layers))
-
-
 def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:
     """Write a layer without the handle's checks, which allow one write a forward."""
-    ops.write_layer(
-        LayerWrites.of(inputs, weights), handle.memory, handle.tokens,
-        backend=handle.backend,
-    )  # fmt: skip
+    writes = LayerWrites.of(inputs, weights)
+    ops.write_layer(writes, handle.memory, handle.tokens, backend=handle.backend)
 
 
 def _bytes_moved(kind: AttentionType, batch: int, *, is_closing: bool) -> int:

@@ -4,11 +4,13 @@ They are ordered by their cost: first those that store the same values, then oth
 smaller load, then more hardware.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dsv4.formats import BYTE_ALIGN, INDEX_FORMATS, KV_FORMATS, index_row, kv_row
+from dsv4.config import CacheConfig
+from dsv4.formats import BYTE_ALIGN, INDEX_FORMATS, KV_FORMATS
 from dsv4.tools.planner.memory_plan import MemoryPlan, largest
 
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -85,13 +87,9 @@ def _drafts(plan: MemoryPlan) -> Iterator[Change]:
 
 
 def _index_format(plan: MemoryPlan) -> Iterator[Change]:
-    config = plan.config
-    for name in _smaller(
-        INDEX_FORMATS, lambda name: index_row(name, head_dim=config.index_head_dim).row_bytes,
-        than=config.index_row.row_bytes,
-    ):  # fmt: skip
+    for name in _smaller(plan.config, "index_format"):
         changed = _with_config(plan, index_format=name, index_global_scale=None)
-        yield Change(f"index keys in {name} instead of {config.index_format}", changed)
+        yield Change(f"index keys in {name} instead of {plan.config.index_format}", changed)
 
 
 def _tails(plan: MemoryPlan) -> Iterator[Change]:
@@ -100,25 +98,28 @@ def _tails(plan: MemoryPlan) -> Iterator[Change]:
 
 
 def _kv_format(plan: MemoryPlan) -> Iterator[Change]:
-    config = plan.config
-    for name in _smaller(
-        KV_FORMATS,
-        lambda name: kv_row(name, head_dim=config.head_dim, rope_dim=config.rope_dim).row_bytes,
-        than=config.kv_row.row_bytes,
-    ):
+    for name in _smaller(plan.config, "kv_format"):
         changed = _with_config(plan, kv_format=name)
-        yield Change(f"KV rows in {name} instead of {config.kv_format}", changed)
+        yield Change(f"KV rows in {name} instead of {plan.config.kv_format}", changed)
 
 
-def _smaller(names: tuple[Any, ...], row_bytes: Callable[[Any], int], *, than: int) -> list[Any]:
-    """List the formats with smaller rows, largest first; skip those that the widths rule out."""
-    sizes = {}
-    for name in names:
-        try:
-            sizes[name] = row_bytes(name)
-        except ValueError:
-            continue
-    return sorted((n for n in sizes if sizes[n] < than), key=lambda n: -sizes[n])
+def _smaller(config: CacheConfig, field: str) -> list[str]:
+    """List the formats with smaller rows than the present one, largest first."""
+    sizes = row_bytes(config, field)
+    smaller = [name for name in sizes if sizes[name] < sizes[getattr(config, field)]]
+    return sorted(smaller, key=lambda name: -sizes[name])
+
+
+def row_bytes(config: CacheConfig, field: str) -> dict[str, int]:
+    """Return the bytes of a row in each `kv_format` or `index_format` that the widths allow."""
+    sizes: dict[str, int] = {}
+    for name in KV_FORMATS if field == "kv_format" else INDEX_FORMATS:
+        changes: dict[str, Any] = {field: name, "index_global_scale": None}
+        with suppress(ValueError):
+            changed = replace(config, **changes)
+            row = changed.kv_row if field == "kv_format" else changed.index_row
+            sizes[name] = row.row_bytes
+    return sizes
 
 
 def _loads(plan: MemoryPlan) -> Iterator[Change]:

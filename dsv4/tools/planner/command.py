@@ -17,26 +17,12 @@ from dsv4.tools.planner.memory_plan import MemoryPlan
 from dsv4.tools.planner.sizes import format_bytes, parse_bytes, parse_tokens
 
 PRESETS = {"v4-flash": CacheConfig.v4_flash, "v4-pro": CacheConfig.v4_pro}
+# Components whose label is not their name with spaces.
 LABELS = {
-    "csa_entries": "CSA entries",
-    "index_keys": "index keys",
-    "hca_entries": "HCA entries",
-    "block_padding": "block padding",
-    "window": "window",
-    "csa_tails": "CSA tails",
-    "index_tails": "index tails",
-    "hca_tails": "HCA tails",
-    "slot_padding": "slot padding",
-    "block_table": "block table",
-    "plan_buffers": "plan buffers",
-    "pooling_scratch": "pooling scratch",
-    "index_scratch": "index scratch",
-    "attention_partials": "attention parts",
-    "window_workspace": "window workspace",
-    "rope_tables": "RoPE tables",
-    "index_global_scale": "index scale",
-    "checkpoints": "checkpoints",
-}
+    "csa_entries": "CSA entries", "hca_entries": "HCA entries", "csa_tails": "CSA tails",
+    "hca_tails": "HCA tails", "attention_partials": "attention parts",
+    "rope_tables": "RoPE tables", "index_global_scale": "index scale",
+}  # fmt: skip
 # Choices that are valid for a model of any width.
 _ANY_WIDTH: dict[str, Any] = {"kv_format": "bf16", "index_format": "bf16", "block_tokens": 128}
 TP_NOTE = (
@@ -47,62 +33,35 @@ TP_NOTE = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dsv4 plan`."""
-    tokens, size = _argument(parse_tokens), _argument(parse_bytes)
-    parser.add_argument(
-        "--model", required=True, metavar="v4-flash|v4-pro|PATH",
-        help="a preset, or a transformers config.json or its folder",
-    )  # fmt: skip
-    parser.add_argument(
-        "--context", required=True, type=tokens, metavar="TOKENS",
-        help="tokens of each request: 1M, 128k, 4096 (k = 1024, M = 1024k)",
-    )  # fmt: skip
-    parser.add_argument("--requests", type=positive, default=1, help="requests open at once")
-    parser.add_argument(
-        "--gpu", required=True, metavar="NAME|SIZE",
-        help=f"{', '.join(GPU_BYTES)}, or a size such as 80GiB or 141GB",
-    )  # fmt: skip
-    parser.add_argument(
-        "--weights", type=size, default=0, metavar="SIZE", help="weights of the whole model"
-    )
-    parser.add_argument(
-        "--reserve", type=size, default=0, metavar="SIZE",
-        help="other memory of each GPU: activations, the CUDA context",
-    )  # fmt: skip
-    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
-    parser.add_argument(
-        "--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys"
-    )
-    parser.add_argument(
-        "--tails",
-        choices=tuple(TAIL_DTYPES),
-        default="float32",
-        help="dtype of the compression tails",
-    )
-    parser.add_argument("--block-tokens", type=positive, default=256, metavar="N")
-    parser.add_argument("--page-align", type=positive, default=576, metavar="N")
-    parser.add_argument(
-        "--drafts", type=_argument(_whole), default=0, metavar="N",
-        help="the most tokens of a step that may be rejected",
-    )  # fmt: skip
-    parser.add_argument(
-        "--chunk", type=tokens, default=8192, metavar="TOKENS", help="tokens of one forward"
-    )
-    parser.add_argument(
-        "--checkpoints", type=_argument(_whole), default=0, metavar="N",
-        help="block boundaries that the prefix cache can resume at",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mtp", action=argparse.BooleanOptionalAction, default=None,
-        help="count the MTP layers (the default if the model has any)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw memory over context length, .png or .svg"
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write an interactive page that needs no network"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add, tokens, size = parser.add_argument, _argument(parse_tokens), _argument(parse_bytes)
+    add("--model", required=True, metavar="v4-flash|v4-pro|PATH",
+        help="a preset, or a transformers config.json or its folder")  # fmt: skip
+    add("--context", required=True, type=tokens, metavar="TOKENS",
+        help="tokens of each request: 1M, 128k, 4096 (k = 1024, M = 1024k)")  # fmt: skip
+    add("--requests", type=positive, default=1, help="requests open at once")
+    add("--gpu", required=True, metavar="NAME|SIZE",
+        help=f"{', '.join(GPU_BYTES)}, or a size such as 80GiB or 141GB")  # fmt: skip
+    add("--weights", type=size, default=0, metavar="SIZE", help="weights of the whole model")
+    add("--reserve", type=size, default=0, metavar="SIZE",
+        help="other memory of each GPU: activations, the CUDA context")  # fmt: skip
+    add("--tp", type=positive, default=1, help="tensor-parallel ranks")
+    add("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
+    add("--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys")
+    add("--tails", choices=tuple(TAIL_DTYPES), default="float32",
+        help="dtype of the compression tails")  # fmt: skip
+    add("--block-tokens", type=positive, default=256, metavar="N")
+    add("--page-align", type=positive, default=576, metavar="N")
+    add("--drafts", type=_argument(_whole), default=0, metavar="N",
+        help="the most tokens of a step that may be rejected")  # fmt: skip
+    add("--chunk", type=tokens, default=8192, metavar="TOKENS", help="tokens of one forward")
+    add("--checkpoints", type=_argument(_whole), default=0, metavar="N",
+        help="block boundaries that the prefix cache can resume at")  # fmt: skip
+    add("--mtp", action=argparse.BooleanOptionalAction, default=None,
+        help="count the MTP layers (the default if the model has any)")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE", help="draw memory over context length, .png or .svg")
+    add("--html", type=Path, metavar="FILE",
+        help="write an interactive page that needs no network")  # fmt: skip
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def positive(text: str) -> int:
@@ -267,7 +226,7 @@ def _component_table(plan: MemoryPlan) -> Table:
         table.add_row(heading, *_cells(total, spec), format_bytes(of_all), style="bold")
         for name, row in rows.items():
             of_all = plan.memory[name].allocated
-            label = LABELS.get(name, name)
+            label = LABELS.get(name, name.replace("_", " "))
             table.add_row(f"  {label}", *_cells(row, spec), format_bytes(of_all))
         table.add_section()
 

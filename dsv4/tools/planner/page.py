@@ -13,7 +13,7 @@ from typing import Any
 
 from dsv4.cache.memory.capacity import HEAD_BLOCK, SPLIT_PROGRAMS, Capacity
 from dsv4.config import TAIL_DTYPES, CacheConfig
-from dsv4.formats import BYTE_ALIGN, INDEX_FORMATS, KV_FORMATS
+from dsv4.formats import BYTE_ALIGN
 from dsv4.kernels.index_scratch import (
     GROUP,
     MIN_HEADS,
@@ -22,6 +22,7 @@ from dsv4.kernels.index_scratch import (
     SCRATCH_LIMIT,
     WHOLE_ENTRIES,
 )
+from dsv4.tools.planner.changes import row_bytes
 from dsv4.tools.planner.gpus import GPU_BYTES
 from dsv4.tools.planner.memory_plan import MemoryPlan
 from dsv4.tools.planner.plot import COLORS, component_groups
@@ -50,16 +51,29 @@ def write_page(
     Args:
         model, gpu: Names of the plan's model and GPU, as the user gave them.
         models: Models to choose from, by name, with their MTP layers.
-        labels: Names of components for reading.
+        labels: Names of components for reading, where spaces for underscores are not enough.
     """
     check_page(path)
     data = {
         "models": {name: _model(config) for name, config in models.items()},
         "gpus": GPU_BYTES,
         "tails": {name: dtype.itemsize for name, dtype in TAIL_DTYPES.items()},
-        "constants": _constants(),
-        "groups": _groups(plan),
-        "labels": {name: labels.get(name, name) for name in plan.memory},
+        "constants": {
+            "scratchLimit": SCRATCH_LIMIT,
+            "wholeEntries": WHOLE_ENTRIES,
+            "narrowEntries": NARROW_ENTRIES,
+            "group": GROUP,
+            "minHeads": MIN_HEADS,
+            "queryBytes": QUERY_BYTES,
+            "headBlock": HEAD_BLOCK,
+            "splitPrograms": SPLIT_PROGRAMS,
+            "byteAlign": BYTE_ALIGN,
+        },
+        "groups": [
+            {"name": name, "color": COLORS[name], "components": components}
+            for name, components in component_groups(plan).items()
+        ],
+        "labels": {name: labels.get(name, name.replace("_", " ")) for name in plan.memory},
         "choice": _choice(plan, model=model, gpu=gpu),
     }
     path.write_text(_fill(json.dumps(data)), encoding="utf-8")
@@ -79,20 +93,6 @@ def _fill(data: str) -> str:
     return page
 
 
-def _constants() -> dict[str, Any]:
-    return {
-        "scratchLimit": SCRATCH_LIMIT,
-        "wholeEntries": WHOLE_ENTRIES,
-        "narrowEntries": NARROW_ENTRIES,
-        "group": GROUP,
-        "minHeads": MIN_HEADS,
-        "queryBytes": QUERY_BYTES,
-        "headBlock": HEAD_BLOCK,
-        "splitPrograms": SPLIT_PROGRAMS,
-        "byteAlign": BYTE_ALIGN,
-    }
-
-
 def _model(config: CacheConfig) -> dict[str, Any]:
     num_main = config.num_layers - config.num_mtp_layers
     main = replace(config, compress_ratios=config.compress_ratios[:num_main], num_mtp_layers=0)
@@ -105,26 +105,12 @@ def _model(config: CacheConfig) -> dict[str, Any]:
         "indexDim": config.index_head_dim,
         "topk": config.index_topk,
         "maxPosition": config.max_position,
-        "kvRows": _row_bytes(config, "kv_format", KV_FORMATS),
-        "indexRows": _row_bytes(config, "index_format", INDEX_FORMATS),
+        "kvRows": row_bytes(config, "kv_format"),
+        "indexRows": row_bytes(config, "index_format"),
         "hasMtp": config.num_mtp_layers > 0,
         "withMtp": _layers(config),
         "withoutMtp": _layers(main),
     }
-
-
-def _row_bytes(config: CacheConfig, field: str, names: tuple[str, ...]) -> dict[str, int]:
-    """Return the bytes of a row in each format that the model's widths allow."""
-    sizes = {}
-    for name in names:
-        changes: dict[str, Any] = {field: name, "index_global_scale": None}
-        try:
-            changed = replace(config, **changes)
-        except ValueError:
-            continue
-        row = changed.kv_row if field == "kv_format" else changed.index_row
-        sizes[name] = row.row_bytes
-    return sizes
 
 
 def _layers(config: CacheConfig) -> dict[str, int]:
@@ -132,13 +118,6 @@ def _layers(config: CacheConfig) -> dict[str, int]:
     capacity = Capacity(config, 1, 0, 1, 1)
     kinds = {name.lower(): counts[name] for name in ("SWA", "CSA", "HCA")}
     return {**kinds, "ropeTables": len(capacity.rope_bases)}
-
-
-def _groups(plan: MemoryPlan) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "color": COLORS[name], "components": components}
-        for name, components in component_groups(plan).items()
-    ]
 
 
 def _choice(plan: MemoryPlan, *, model: str, gpu: str) -> dict[str, Any]:

@@ -55,21 +55,6 @@ DECODE = gl.constexpr("""
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; prefetch.global.L2 [$1 + 64]; mov.u32 $0, 0;")
 
 
-class SourceSpec(NamedTuple):
-    """Constants of the rows that a launch reads.
-
-    ENTRIES is their source beside the window: "listed", "all" or "none". ENTRY_ROWS are the
-    entries of a page.
-    """
-
-    WINDOW: gl.constexpr
-    RING_ROWS: gl.constexpr
-    HAS_CHUNKS: gl.constexpr
-    ENTRIES: gl.constexpr
-    RATIO: gl.constexpr
-    ENTRY_ROWS: gl.constexpr
-
-
 class Tiles(NamedTuple):
     """The tiles of a work item (`hopper.program`), from first to end by step."""
 
@@ -92,7 +77,11 @@ class Stages(NamedTuple):
 
 
 class RowSource(NamedTuple):
-    """Sources of a token's rows: a ring or the workspace, a list of rows, a block table."""
+    """Sources of a token's rows: a ring or the workspace, a list of rows, a block table.
+
+    Rows are relative to window_ptr and entries_ptr. scales_offset is from the window's data to its
+    scales.
+    """
 
     position: gl.tensor
     window_start: gl.tensor
@@ -101,11 +90,6 @@ class RowSource(NamedTuple):
     list_ptr: gl.tensor
     list_stride: gl.tensor
     table_ptr: gl.tensor
-
-
-class RowBases(NamedTuple):
-    """Pointers that rows are relative to. scales_offset is from the window's data to its scales."""
-
     window_ptr: gl.tensor
     scales_offset: gl.tensor
     entries_ptr: gl.tensor
@@ -152,9 +136,9 @@ def find_rows(tile, end, source, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def row_pointers(tile, rows, bases, SPEC: gl.constexpr):
+def row_pointers(tile, rows, source, SPEC: gl.constexpr):
     """Pointers to the data, in words, and to the scales of a tile's rows, `[TILE]`."""
-    base_ptr, scales_offset = bases.window_ptr, bases.scales_offset
+    base_ptr, scales_offset = source.window_ptr, source.scales_offset
     start, row = gl.zeros_like(rows).to(gl.int64), rows.to(gl.int64)
     if SPEC.ENTRIES != "none":
         is_window = tile < SPEC.WINDOW // TILE
@@ -164,9 +148,9 @@ def row_pointers(tile, rows, bases, SPEC: gl.constexpr):
         else:
             entry = tile * TILE - SPEC.WINDOW + gl.arange(0, TILE, layout=ROWS)
             page, entry_row = rows, entry % SPEC.ENTRY_ROWS
-        start = gl.where(is_window, start, page.to(gl.int64) * bases.entries_stride)
+        start = gl.where(is_window, start, page.to(gl.int64) * source.entries_stride)
         row = gl.where(is_window, row, entry_row.to(gl.int64))
-        base_ptr = gl.where(is_window, base_ptr, bases.entries_ptr)
+        base_ptr = gl.where(is_window, base_ptr, source.entries_ptr)
         scales_offset = gl.where(is_window, scales_offset, SPEC.ENTRY_ROWS * DATA_BYTES)
     data_ptr = base_ptr + (start + row * DATA_BYTES)
     scale_ptr = base_ptr + scales_offset + (start + row * SCALE_BYTES)
@@ -230,7 +214,7 @@ def load_tile(data_ptr, scale_ptr, is_present):
 
 
 @gluon.jit
-def decode_tiles(tiles, count, memory, source, bases, SPEC: gl.constexpr, STAGES: gl.constexpr,
+def decode_tiles(tiles, count, memory, source, SPEC: gl.constexpr, STAGES: gl.constexpr,
                  IS_EARLY: gl.constexpr):  # fmt: skip
     """Decode the tiles of a work item into the stages in turn; return the tiles counted so far.
 
@@ -240,14 +224,14 @@ def decode_tiles(tiles, count, memory, source, bases, SPEC: gl.constexpr, STAGES
     IS_LISTED: gl.constexpr = SPEC.ENTRIES == "listed"
     first, end, step = tiles.first, tiles.end, tiles.step
     rows = find_rows(first, end, source, SPEC)
-    data_ptr, scale_ptr = row_pointers(first, rows, bases, SPEC)
+    data_ptr, scale_ptr = row_pointers(first, rows, source, SPEC)
     codes, rotated, scales = load_tile(data_ptr, scale_ptr, rows >= 0)
     next_rows = find_rows(first + step, end, source, SPEC)
     for tile in range(first, end, step):
         stage = count % STAGES
         is_present = rows >= 0
         if IS_EARLY or IS_LISTED:
-            data_ptr, scale_ptr = row_pointers(tile + step, gl.maximum(next_rows, 0), bases, SPEC)
+            data_ptr, scale_ptr = row_pointers(tile + step, gl.maximum(next_rows, 0), source, SPEC)
             after_next = find_rows(tile + 2 * step, end, source, SPEC)
         next_codes, next_rotated, next_scales = codes, rotated, scales
         if IS_EARLY:
@@ -264,7 +248,7 @@ def decode_tiles(tiles, count, memory, source, bases, SPEC: gl.constexpr, STAGES
         fence_async_shared()  # it waits for loads too, so late loads come after it
         if not IS_EARLY:
             if not IS_LISTED:
-                data_ptr, scale_ptr = row_pointers(tile + step, next_rows, bases, SPEC)
+                data_ptr, scale_ptr = row_pointers(tile + step, next_rows, source, SPEC)
             next_codes, next_rotated, next_scales = load_tile(data_ptr, scale_ptr, next_rows >= 0)
             if not IS_LISTED:
                 after_next = find_rows(tile + 2 * step, end, source, SPEC)

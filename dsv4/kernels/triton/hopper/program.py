@@ -15,7 +15,6 @@ from dsv4.kernels.triton.hopper.decode import (
     OPERAND,
     TILE,
     VECTOR,
-    RowBases,
     RowSource,
     Stages,
     Tiles,
@@ -30,15 +29,6 @@ class Tokens(NamedTuple):
     positions_ptr: gl.tensor
     request_ids_ptr: gl.tensor
     request_slots_ptr: gl.tensor
-
-
-class Splits(NamedTuple):
-    """The tiles of a token's splits; see `kernels.triton.attention.Splits`."""
-
-    num_splits: gl.tensor
-    split_step: gl.tensor
-    tile_step: gl.tensor
-    tiles_per_split: gl.tensor
 
 
 class WindowPtrs(NamedTuple):
@@ -155,7 +145,7 @@ def find_work(work, tokens, splits, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr
 
 @gluon.jit
 def place_rows(token, window, entries, SPEC: gl.constexpr):
-    """Find the source of a token's rows, and the pointers that they are relative to."""
+    """Find the sources of a token's rows."""
     window_ptr = window.ring_ptr + token.slot * window.ring_stride
     window_scales = window.ring_scales_ptr.to(gl.int64) - window.ring_ptr.to(gl.int64)
     window_start = gl.to_tensor(0)
@@ -168,11 +158,9 @@ def place_rows(token, window, entries, SPEC: gl.constexpr):
         workspace_scales = window.workspace_scales_ptr.to(gl.int64)
         workspace_scales -= window.workspace_ptr.to(gl.int64)
         window_scales = gl.where(in_workspace, workspace_scales, window_scales)
-    row_source = RowSource(
+    return RowSource(
         token.position, window_start, in_workspace, token.num_rows,
         entries.rows_ptr + token.token_idx.to(gl.int64) * entries.rows_stride, entries.row_stride,
         entries.block_table_ptr + token.slot * entries.table_stride,
+        window_ptr, window_scales.to(gl.int32), entries.entries_ptr, entries.entries_stride,
     )  # fmt: skip
-    bases = RowBases(window_ptr, window_scales.to(gl.int32), entries.entries_ptr,
-                     entries.entries_stride)  # fmt: skip
-    return row_source, bases

@@ -5,12 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from dsv4.kernels.triton.hopper.decode import (
-    CHANNEL_QUARTER,
-    DIM,
-    ROPE,
-    SIDE_QUARTERS,
-)
+from dsv4.kernels.triton.hopper.decode import CHANNEL_QUARTER, DIM, ROPE, SIDE_QUARTERS
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)

@@ -4,58 +4,37 @@ Lists of rows, padded queries and schedules are made beforehand and are not time
 include that work, since our kernels find rows and split their work themselves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from dsv4.cache.handle import LayerCacheHandle
 from dsv4.kernels.contracts import AttentionResult
 from dsv4.kernels.external.find import Decoded, SparseDecode
+from dsv4.tools.bench.attend_case import AttendCase
 
 
-class FlashMLACalls:
-    """FlashMLA's decode of a step, ready to be repeated, layer by layer."""
-
-    def __init__(
-        self,
-        decode: SparseDecode,
-        handles: Sequence[LayerCacheHandle],
-        query: Tensor,
-        sinks: Tensor,
-        rows: Sequence[Tensor | None],
-        *,
-        max_entries: int,
-    ) -> None:
-        from dsv4.kernels.external import flashmla
-
-        self._decode, self._handles, self._query = decode, handles, query
-        padded = flashmla.padded_query(query), flashmla.padded_sinks(sinks, query.shape[1])
-        self._inputs = [
-            flashmla.decode_inputs(
-                *padded, handle.memory, layer_rows, handle.tokens,
-                first_token=0, max_entries=max_entries, is_workspace=False,
-            )
-            for handle, layer_rows in zip(handles, rows, strict=True)
-        ]  # fmt: skip
-        self._schedule = decode(self._inputs[0], None).schedule
-
-    def run(self, layer_idx: int) -> Decoded:
-        """Decode a layer, without the kernels around FlashMLA's."""
-        return self._decode(self._inputs[layer_idx], self._schedule)
-
-    def result(self, layer_idx: int) -> AttentionResult:
-        """Decode a layer and rotate the output back, as our own kernel does."""
-        handle = self._handles[layer_idx]
-        return rotate_back(self.run(layer_idx), handle, self._query, is_workspace=False)
-
-
-def rotate_back(
-    decoded: Decoded, handle: LayerCacheHandle, query: Tensor, *, is_workspace: bool
-) -> AttentionResult:
-    """Rotate FlashMLA's output of all tokens back."""
+def decode_calls(decode: SparseDecode, case: AttendCase) -> Callable[[int], Decoded]:
+    """Return a function that decodes a layer, without the kernels around FlashMLA's."""
     from dsv4.kernels.external import flashmla
 
+    query = flashmla.padded_query(case.query)
+    sinks = flashmla.padded_sinks(case.sinks, case.query.shape[1])
+    inputs = [
+        flashmla.decode_inputs(
+            query, sinks, handle.memory, rows, handle.tokens,
+            first_token=0, max_entries=case.num_entries, is_workspace=False,
+        )
+        for handle, rows in zip(case.handles, case.rows, strict=True)
+    ]  # fmt: skip
+    schedule = decode(inputs[0], None).schedule
+    return lambda layer_idx: decode(inputs[layer_idx], schedule)
+
+
+def rotate_back(decoded: Decoded, case: AttendCase, *, is_workspace: bool) -> AttentionResult:
+    """Rotate FlashMLA's output of the first layer back, as our own kernel does."""
+    from dsv4.kernels.external import flashmla
+
+    handle, query = case.handles[0], case.query
     result = AttentionResult(
         torch.empty_like(query),
         torch.empty(query.shape[:2], dtype=torch.float32, device=query.device),

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.formats import PagedRows
-from dsv4.kernels.contracts import AttentionResult
 from dsv4.kernels.external import find
 from dsv4.kernels.external.find import LISTED_AT_ONCE, SOFTMAX_SCALE, VALUE_DIM, Decoded
+from dsv4.kernels.layer_memory import existing
 from dsv4.kernels.reference.addressing import visible_entries, window_positions
 from dsv4.kernels.reference.append import workspace_rows
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
-from dsv4.tools.bench.external.flashmla import rotate_back
+from dsv4.tools.bench.attend_case import AttendCase
 from dsv4.tools.bench.requests import count_rows
 
 
@@ -43,11 +42,7 @@ SparsePrefill = Callable[[PrefillInputs], Decoded]
 
 @cache
 def load_flash_mla_prefill() -> SparsePrefill:
-    """Load FlashMLA's sparse prefill on dense BF16 rows, from vLLM alone.
-
-    Raises:
-        ImportError: It is not installed; says why.
-    """
+    """Load FlashMLA's sparse prefill on dense BF16 rows, from vLLM alone, or say why not."""
     find.add_environment_folder()
     operator = find.vllm_operator("sparse_prefill_fwd")
 
@@ -61,43 +56,18 @@ def load_flash_mla_prefill() -> SparsePrefill:
     return run
 
 
-class FlashMLAPrefill:
-    """FlashMLA's prefill of a chunk on a dense copy of a layer's rows, ready to be repeated.
+def prefill_inputs(case: AttendCase) -> PrefillInputs:
+    """Copy all rows of the window workspace, then all entries, and list those of each query.
 
-    The forward holds this chunk alone, and the query has 64 or 128 heads.
+    The forward holds one chunk alone, and the query has 64 or 128 heads.
     """
-
-    def __init__(
-        self,
-        prefill: SparsePrefill,
-        handle: LayerCacheHandle,
-        query: Tensor,
-        sinks: Tensor,
-        selected_rows: Tensor | None,
-        *,
-        max_entries: int,
-    ) -> None:
-        self._prefill, self._handle = prefill, handle
-        rows, counts = _list_dense_rows(handle, selected_rows, max_entries)
-        self._inputs = PrefillInputs(query, sinks, _copy_rows(handle), rows, counts)
-
-    def run(self) -> Decoded:
-        """Attend the chunk, without the kernels around FlashMLA's."""
-        return self._prefill(self._inputs)
-
-    def result(self) -> AttentionResult:
-        """Attend the chunk and rotate the output back, as our own kernel does."""
-        return rotate_back(self.run(), self._handle, self._inputs.query, is_workspace=True)
-
-
-def _copy_rows(handle: LayerCacheHandle) -> Tensor:
-    """Copy all rows of the window workspace, then all entries: `[num_rows, 1, dim]` BF16."""
-    device = handle.positions.device
+    (handle,), (selected_rows,) = case.handles, case.rows
     copies = [
-        gather_rows(pages, torch.arange(count_rows(pages), device=device)).bfloat16()
-        for pages in (handle.window.workspace, _entries(handle))
+        gather_rows(pages, torch.arange(count_rows(pages), device=case.query.device)).bfloat16()
+        for pages in (handle.window.workspace, existing(handle.memory.entries))
     ]
-    return torch.cat(copies)[:, None]
+    rows, counts = _list_dense_rows(handle, selected_rows, case.num_entries)
+    return PrefillInputs(case.query, case.sinks, torch.cat(copies)[:, None], rows, counts)
 
 
 def _list_dense_rows(
@@ -110,7 +80,11 @@ def _list_dense_rows(
     entry_rows, counts = selected_rows, None
     if entry_rows is None:
         entry_rows = visible_entry_rows(
-            _entries(handle), tokens, slice(None), ratio=ratio, max_entries=max_entries
+            existing(handle.memory.entries),
+            tokens,
+            slice(None),
+            ratio=ratio,
+            max_entries=max_entries,
         )
         counts = (window + visible_entries(positions, ratio)).int()
     num_window_rows = count_rows(handle.window.workspace)
@@ -118,9 +92,3 @@ def _list_dense_rows(
     listed = torch.cat((window_rows, dense_rows), dim=1).int()
     padding = -listed.shape[1] % LISTED_AT_ONCE
     return torch.nn.functional.pad(listed, (0, padding), value=-1)[:, None], counts
-
-
-def _entries(handle: LayerCacheHandle) -> PagedRows:
-    entries = handle.memory.entries
-    assert entries is not None, handle.layer
-    return entries

@@ -53,11 +53,7 @@ class SGLangKernels(NamedTuple):
 
 @cache
 def load_sglang() -> SGLangKernels:
-    """Load SGLang's kernels; each is compiled on its first call.
-
-    Raises:
-        ImportError: They are not installed; says what to install.
-    """
+    """Load SGLang's kernels, or raise an ImportError that says what to install."""
     environment = dict(os.environ)
     add_environment_folder()
     try:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
+from dsv4.kernels.layer_memory import existing
 from dsv4.kernels.reference.addressing import entry_rows
 from dsv4.kernels.reference.indexer import index_query, select_topk
 from dsv4.rope import RopeTable
@@ -81,8 +82,7 @@ class SGLangQuery:
 
     def check(self) -> None:
         """Refuse queries that differ from the reference's by more than two roundings."""
-        keys = self._handle.memory.index_keys
-        assert keys is not None, self._handle.layer
+        keys = existing(self._handle.memory.index_keys)
         codes, weights = self.run()
         ready = index_query(
             self._query, keys.format, self._handle.positions.long(), self._handle.rope,

@@ -15,7 +15,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.formats import PagedRows, RowFormat
-from dsv4.kernels.contracts import CompressorWeights, LayerProjections, LayerWeights
+from dsv4.kernels.contracts import LayerProjections, LayerWeights
 from dsv4.kernels.reference.addressing import entry_rows, ring_rows
 from dsv4.kernels.reference.gather import gather_rows
 from dsv4.testing import join_rows, model_projections, model_weights, move_to, take_rows
@@ -69,7 +69,13 @@ class SGLangLayer:
             if projected is not None and learned is not None:
                 projections = torch.cat((projected.kv, projected.gate), dim=1).float()
                 pages = self._pages(row, page_rows, align)
-                self._compressors.append(self._compressor(projections, learned, pages))
+                num_pages = len(self._slots) * RING_ROWS[self._ratio] // self._ratio
+                shape = (num_pages, self._ratio, projections.shape[1])
+                state = torch.randn(shape, device=projections.device)
+                norm_weight = learned.norm_weight.float()
+                # Rows of the previous window, then of this one.
+                bias = torch.cat(learned.position_bias.float().split(len(norm_weight), dim=1))
+                self._compressors.append(_Compressor(state, projections, bias, norm_weight, pages))
 
     @property
     def stored(self) -> list[tuple[PagedRows, Tensor]]:
@@ -101,21 +107,10 @@ class SGLangLayer:
             last = torch.arange(len(rows), device=ring.device)[-num_rows:]
             ring[last % num_rows] = rows[last]
 
-    def _pages(self, row: RowFormat | None, page_rows: int, align: int) -> PagedRows:
-        assert row is not None
+    def _pages(self, row: RowFormat, page_rows: int, align: int) -> PagedRows:
         shape = (len(self._slots), row.page_bytes(page_rows, align=align))
         storage = torch.zeros(shape, dtype=torch.uint8, device=self._slots.device)
         return row.pages(storage, offset=0, rows_per_page=page_rows)
-
-    def _compressor(
-        self, projections: Tensor, learned: CompressorWeights, pages: PagedRows
-    ) -> _Compressor:
-        num_pages = len(self._slots) * RING_ROWS[self._ratio] // self._ratio
-        state = torch.randn(num_pages, self._ratio, projections.shape[1], device=projections.device)
-        dim = learned.norm_weight.shape[0]
-        # Rows of the previous window, then of this one.
-        bias = torch.cat(learned.position_bias.float().split(dim, dim=1))
-        return _Compressor(state, projections, bias, learned.norm_weight.float(), pages)
 
 
 def check_sglang(kernels: SGLangKernels, config: CacheConfig, *, device: str = "cuda") -> None:
