@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,10 +21,17 @@ from dsv4.formats import (
     index_row,
     kv_row,
 )
-from dsv4.layer_schedule import LayerSpec, build_schedule
+from dsv4.layer_schedule import AttentionType, LayerSpec, build_schedule
 
 TailDtypeName = Literal["float32", "bfloat16"]
 TAIL_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Far above any model, and low enough that sizes made of them stay exact and quick to compute.
+MAX_POSITION = 2**31 - 1  # positions are int32
+MAX_LAYERS = 4096
+MAX_WIDTH = 2**20
+MAX_DRAFTS = 256
+# Fields that change reads, not stored bytes.
+_READ_FIELDS = {"num_query_heads", "index_num_heads", "index_topk", "max_position"}
 _LEGACY_RATE_KEYS = {4: "compress_rate_csa", 128: "compress_rate_hca"}
 LAYER_TYPE_NAMES = {
     "sliding_attention": 0,
@@ -38,14 +45,14 @@ def _make_floats(config: object, *names: str, above: float = 0.0) -> None:
     for name in names:
         value = getattr(config, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not above < value < math.inf:
+        if not is_number or not above < value <= sys.float_info.max:
             raise ValueError(f"Invalid {name}: expected a number above {above:g}, got {value!r}")
         object.__setattr__(config, name, float(value))
 
 
-def _make_ints(config: object, *names: str, at_least: int) -> None:
+def _make_ints(config: object, *names: str, at_least: int, at_most: int) -> None:
     for name in names:
-        value = check_int(name, getattr(config, name), at_least=at_least)
+        value = check_int(name, getattr(config, name), at_least=at_least, at_most=at_most)
         object.__setattr__(config, name, value)
 
 
@@ -60,7 +67,7 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         _make_floats(self, "factor", "beta_fast", "beta_slow")
-        _make_ints(self, "original_max_position", at_least=1)
+        _make_ints(self, "original_max_position", at_least=1, at_most=MAX_POSITION)
 
 
 @dataclass(frozen=True)
@@ -106,11 +113,8 @@ class CacheConfig:
     drafts_per_step: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))
-        if not self.compress_ratios:
-            raise ValueError("Invalid compress_ratios: expected at least one layer, got none")
+        _make_ratios(self)
         _check_numbers(self)
-        _ = self.schedule  # refuses unknown ratios
         _check_widths(self)
         _check_choices(self)
         _ = self.kv_row, self.index_row  # refuse unknown formats
@@ -152,18 +156,16 @@ class CacheConfig:
     def stored_fields(self) -> dict[str, Any]:
         """The fields that give the stored bytes their meaning, as JSON can hold them."""
         fields = dataclasses.asdict(self)
-        for name in ("num_query_heads", "index_num_heads", "index_topk", "max_position"):
-            del fields[name]  # it changes reads, not stored bytes
-        return fields
+        return {name: value for name, value in fields.items() if name not in _READ_FIELDS}
 
     @classmethod
     def from_stored_fields(cls, fields: Mapping[str, Any]) -> "CacheConfig":
         """Build a config that stores the same bytes as the one with these `stored_fields`."""
         if not isinstance(fields, Mapping):
             raise ValueError(f"Invalid config: expected a mapping, got {type(fields).__name__}")
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = {field.name for field in dataclasses.fields(cls)} - _READ_FIELDS
         if not {"compress_ratios"} <= set(fields) <= known:
-            raise ValueError(f"Invalid config: expected fields of CacheConfig, got {list(fields)}")
+            raise ValueError(f"Invalid config: expected stored fields, got {list(fields)}")
         yarn = fields.get("yarn")
         return cls(**{**fields, "yarn": None if yarn is None else YarnScaling(**yarn)})
 
@@ -260,17 +262,29 @@ class CacheConfig:
         return cls(**fields)
 
 
+def _make_ratios(config: CacheConfig) -> None:
+    try:
+        ratios = tuple(config.compress_ratios)
+    except TypeError:
+        got = type(config.compress_ratios).__name__
+        raise ValueError(f"Invalid compress_ratios: expected a sequence, got {got}") from None
+    if not 1 <= len(ratios) <= MAX_LAYERS:
+        raise ValueError(
+            f"Invalid compress_ratios: expected 1 to {MAX_LAYERS} layers, got {len(ratios)}"
+        )
+    known = tuple(AttentionType.from_ratio(ratio).ratio for ratio in ratios)
+    object.__setattr__(config, "compress_ratios", known)
+
+
 def _check_numbers(config: CacheConfig) -> None:
     _make_ints(
         config, "num_query_heads", "head_dim", "rope_dim", "sliding_window", "index_num_heads",
-        "index_head_dim", "index_topk", "max_position", "block_tokens", "page_align", at_least=1,
+        "index_head_dim", "index_topk", "block_tokens", "page_align", at_least=1,
+        at_most=MAX_WIDTH,
     )  # fmt: skip
-    _make_ints(config, "num_mtp_layers", "drafts_per_step", at_least=0)
-    if config.num_mtp_layers > config.num_layers:
-        raise ValueError(
-            f"Invalid num_mtp_layers: expected at most {config.num_layers} (all layers), "
-            f"got {config.num_mtp_layers}"
-        )
+    _make_ints(config, "max_position", at_least=1, at_most=MAX_POSITION)
+    _make_ints(config, "drafts_per_step", at_least=0, at_most=MAX_DRAFTS)
+    _make_ints(config, "num_mtp_layers", at_least=0, at_most=config.num_layers)
     _make_floats(config, "rms_norm_eps")
     _make_floats(config, "rope_theta", "compress_rope_theta", above=1.0)
     if config.index_global_scale is not None:
