@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -343,7 +343,7 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
             raise ValueError(f"Invalid config path: expected a config.json, found none at {path}")
         try:
             loaded = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"Invalid config.json: expected JSON in {path}: {error}") from error
         if not isinstance(loaded, dict):
             raise ValueError(
@@ -368,6 +368,21 @@ def _required(raw: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def _listed(raw: Mapping[str, Any], key: str) -> Sequence[Any]:
+    value = raw[key]
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"Invalid {key}: expected a list, got {type(value).__name__}")
+    return value
+
+
+def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return an object of a model config; an empty one if it is missing."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"Invalid {key}: expected an object, got {type(value).__name__}")
+    return value or {}
+
+
 def has_mtp_layers(config: Any) -> bool:
     """Tell whether a model config, in any form that `CacheConfig.from_hf` takes, has MTP layers."""
     return bool(_listed_ratios(_as_mapping(config))[1])
@@ -385,11 +400,13 @@ def _ratios(raw: Mapping[str, Any], *, include_mtp: bool) -> tuple[tuple[int, ..
 
 def _listed_ratios(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Return the ratios of the main layers, and those of the MTP layers."""
-    num_hidden = _required(raw, "num_hidden_layers")
+    num_hidden = check_int(
+        "num_hidden_layers", _required(raw, "num_hidden_layers"), at_least=1, at_most=MAX_LAYERS
+    )
     if raw.get("layer_types") is not None:
-        listed = [_layer_type_ratio(name, raw) for name in raw["layer_types"]]
+        listed = [_layer_type_ratio(name, raw) for name in _listed(raw, "layer_types")]
     elif raw.get("compress_ratios") is not None:
-        listed = list(raw["compress_ratios"])
+        listed = list(_listed(raw, "compress_ratios"))
     else:
         raise ValueError(
             "Invalid model config: expected 'layer_types' or 'compress_ratios', found neither"
@@ -399,34 +416,42 @@ def _listed_ratios(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
             f"Invalid layer schedule: expected at least {num_hidden} layers "
             f"(num_hidden_layers), got {len(listed)}"
         )
-    mtp = listed[num_hidden:] or [0] * (raw.get("num_nextn_predict_layers") or 0)
-    return listed[:num_hidden], mtp
+    num_mtp = check_int(
+        "num_nextn_predict_layers", raw.get("num_nextn_predict_layers") or 0, at_least=0,
+        at_most=MAX_LAYERS,
+    )  # fmt: skip
+    return listed[:num_hidden], listed[num_hidden:] or [0] * num_mtp
 
 
 def _layer_type_ratio(name: str, raw: Mapping[str, Any]) -> int:
-    if name not in LAYER_TYPE_NAMES:
+    if not isinstance(name, str) or name not in LAYER_TYPE_NAMES:
         raise ValueError(
             f"Unknown layer type: expected one of {', '.join(LAYER_TYPE_NAMES)}, got {name!r}"
         )
     ratio = LAYER_TYPE_NAMES[name]
-    rate = (raw.get("compress_rates") or {}).get(name, ratio)
+    rate = _section(raw, "compress_rates").get(name, ratio)
     rate = raw.get(_LEGACY_RATE_KEYS.get(ratio, ""), rate)
     if ratio and rate != ratio:
         raise ValueError(f"Unknown compression ratio of {name}: expected {ratio}, got {rate}")
     return ratio
 
 
-def _rope_dim(raw: Mapping[str, Any], head_dim: int) -> int:
+def _rope_dim(raw: Mapping[str, Any], head_dim: Any) -> Any:
     if raw.get("qk_rope_head_dim") is not None:
-        return int(raw["qk_rope_head_dim"])
-    return int(head_dim * _required(raw, "partial_rotary_factor"))
+        return raw["qk_rope_head_dim"]
+    factor = _required(raw, "partial_rotary_factor")
+    if not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise ValueError(
+            f"Invalid partial_rotary_factor: expected a number above 0 and up to 1, got {factor!r}"
+        )
+    return int(check_int("head_dim", head_dim, at_least=1, at_most=MAX_WIDTH) * factor)
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, float, YarnScaling | None]:
     """Return theta of SWA layers, theta of compressed layers, and their YaRN."""
-    parameters = raw.get("rope_parameters") or {}
+    parameters = _section(raw, "rope_parameters")
     if "main" in parameters and "compress" in parameters:
-        main, compress = parameters["main"], parameters["compress"]
+        main, compress = (_section(parameters, key) for key in ("main", "compress"))
         if main.get("rope_type", "default") != "default":
             raise ValueError(
                 f"Invalid RoPE of SWA layers: expected 'default', got {main['rope_type']!r}"
@@ -434,7 +459,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, float, YarnScaling | None]:
         theta, compress_theta = _required(main, "rope_theta"), _required(compress, "rope_theta")
     else:
         theta, compress_theta = _required(raw, "rope_theta"), _required(raw, "compress_rope_theta")
-        compress = raw.get("rope_scaling") or parameters
+        compress = _section(raw, "rope_scaling") or parameters
     rope_type = compress.get("rope_type", compress.get("type", "default"))
     if rope_type == "default":
         return theta, compress_theta, None

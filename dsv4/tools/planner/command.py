@@ -37,6 +37,8 @@ LABELS = {
     "index_global_scale": "index scale",
     "checkpoints": "checkpoints",
 }
+MAX_NUMBER = 2**20  # of an option that counts things
+MAX_DIGITS, MAX_SHOWN = 18, 40
 # Choices that are valid for a model of any width.
 _ANY_WIDTH: dict[str, Any] = {"kv_format": "bf16", "index_format": "bf16", "block_tokens": 128}
 TP_NOTE = (
@@ -107,15 +109,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """Parse an option that is a whole number above 0."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    value = int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else 0
+    if not 1 <= value <= MAX_NUMBER:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from 1 to {MAX_NUMBER:,}, got {text[:MAX_SHOWN]!r}"
+        )
     return value
 
 
 def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"expected a whole number, got {text!r}")
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
+        raise ValueError(f"expected a whole number, got {text[:MAX_SHOWN]!r}")
     return int(text)
 
 
