@@ -11,6 +11,7 @@ from rich.table import Table
 from dsv4.cache.memory.capacity import ComponentBytes
 from dsv4.config import TAIL_DTYPES, CacheConfig, has_mtp_layers
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.tools.outputs import add_force
 from dsv4.tools.planner.changes import Change, find_changes
 from dsv4.tools.planner.gpus import GPU_BYTES, parse_gpu
 from dsv4.tools.planner.memory_plan import MemoryPlan
@@ -104,6 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write an interactive page that needs no network"
     )
+    add_force(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
