@@ -31,3 +31,9 @@ def check_bool(name: str, value: Any) -> None:
     """Refuse an argument that is neither True nor False."""
     if not isinstance(value, bool):
         raise ValueError(f"Invalid {name}: expected True or False, got {value!r}")
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Refuse an argument of another type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"Invalid {name}: expected a {kind.__name__}, got {type(value).__name__}")
