@@ -51,7 +51,7 @@ def check_one_or_more(
     name: str, values: Any, *, at_least: int | None = None, at_most: int | None = None
 ) -> NDArray[np.int64]:
     """Return one integer, or several, as one axis; refuse all others."""
-    if isinstance(values, list | tuple) or getattr(values, "ndim", 0):
+    if isinstance(values, list | tuple) or getattr(values, "ndim", 0) > 0:
         return check_ints(name, values, at_least=at_least, at_most=at_most)
     if at_least is not None:
         return np.array([check_int(name, values, at_least=at_least, at_most=at_most)])
@@ -84,6 +84,12 @@ def check_bool(name: str, value: Any) -> None:
     """Refuse an argument that is neither True nor False."""
     if not isinstance(value, bool):
         raise ValueError(f"Invalid {name}: expected True or False, got {value!r}")
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Refuse an argument of another type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"Invalid {name}: expected a {kind.__name__}, got {type(value).__name__}")
 
 
 class NotCopyable:

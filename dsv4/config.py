@@ -3,8 +3,8 @@
 import dataclasses
 import hashlib
 import json
-import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +21,17 @@ from dsv4.formats import (
     index_row,
     kv_row,
 )
-from dsv4.layer_schedule import LayerSpec, build_schedule
+from dsv4.layer_schedule import AttentionType, LayerSpec, build_schedule
 
 TailDtypeName = Literal["float32", "bfloat16"]
 TAIL_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Far above any model, and low enough that sizes made of them stay exact and quick to compute.
+MAX_POSITION = 2**31 - 1  # positions are int32
+MAX_LAYERS = 4096
+MAX_WIDTH = 2**20
+MAX_DRAFTS = 256
+# Fields that change reads, not stored bytes.
+_READ_FIELDS = {"num_query_heads", "index_num_heads", "index_topk", "max_position"}
 _LEGACY_RATE_KEYS = {4: "compress_rate_csa", 128: "compress_rate_hca"}
 LAYER_TYPE_NAMES = {
     "sliding_attention": 0,
@@ -38,14 +45,14 @@ def _make_floats(config: object, *names: str, above: float = 0.0) -> None:
     for name in names:
         value = getattr(config, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not above < value < math.inf:
+        if not is_number or not above < value <= sys.float_info.max:
             raise ValueError(f"Invalid {name}: expected a number above {above:g}, got {value!r}")
         object.__setattr__(config, name, float(value))
 
 
-def _make_ints(config: object, *names: str, at_least: int) -> None:
+def _make_ints(config: object, *names: str, at_least: int, at_most: int) -> None:
     for name in names:
-        value = check_int(name, getattr(config, name), at_least=at_least)
+        value = check_int(name, getattr(config, name), at_least=at_least, at_most=at_most)
         object.__setattr__(config, name, value)
 
 
@@ -60,7 +67,7 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         _make_floats(self, "factor", "beta_fast", "beta_slow")
-        _make_ints(self, "original_max_position", at_least=1)
+        _make_ints(self, "original_max_position", at_least=1, at_most=MAX_POSITION)
 
 
 @dataclass(frozen=True)
@@ -106,11 +113,8 @@ class CacheConfig:
     drafts_per_step: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))
-        if not self.compress_ratios:
-            raise ValueError("Invalid compress_ratios: expected at least one layer, got none")
+        _make_ratios(self)
         _check_numbers(self)
-        _ = self.schedule  # refuses unknown ratios
         _check_widths(self)
         _check_choices(self)
         _ = self.kv_row, self.index_row  # refuse unknown formats
@@ -152,18 +156,16 @@ class CacheConfig:
     def stored_fields(self) -> dict[str, Any]:
         """The fields that give the stored bytes their meaning, as JSON can hold them."""
         fields = dataclasses.asdict(self)
-        for name in ("num_query_heads", "index_num_heads", "index_topk", "max_position"):
-            del fields[name]  # it changes reads, not stored bytes
-        return fields
+        return {name: value for name, value in fields.items() if name not in _READ_FIELDS}
 
     @classmethod
     def from_stored_fields(cls, fields: Mapping[str, Any]) -> "CacheConfig":
         """Build a config that stores the same bytes as the one with these `stored_fields`."""
         if not isinstance(fields, Mapping):
             raise ValueError(f"Invalid config: expected a mapping, got {type(fields).__name__}")
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = {field.name for field in dataclasses.fields(cls)} - _READ_FIELDS
         if not {"compress_ratios"} <= set(fields) <= known:
-            raise ValueError(f"Invalid config: expected fields of CacheConfig, got {list(fields)}")
+            raise ValueError(f"Invalid config: expected stored fields, got {list(fields)}")
         yarn = fields.get("yarn")
         return cls(**{**fields, "yarn": None if yarn is None else YarnScaling(**yarn)})
 
@@ -260,17 +262,29 @@ class CacheConfig:
         return cls(**fields)
 
 
+def _make_ratios(config: CacheConfig) -> None:
+    try:
+        ratios = tuple(config.compress_ratios)
+    except TypeError:
+        got = type(config.compress_ratios).__name__
+        raise ValueError(f"Invalid compress_ratios: expected a sequence, got {got}") from None
+    if not 1 <= len(ratios) <= MAX_LAYERS:
+        raise ValueError(
+            f"Invalid compress_ratios: expected 1 to {MAX_LAYERS} layers, got {len(ratios)}"
+        )
+    known = tuple(AttentionType.from_ratio(ratio).ratio for ratio in ratios)
+    object.__setattr__(config, "compress_ratios", known)
+
+
 def _check_numbers(config: CacheConfig) -> None:
     _make_ints(
         config, "num_query_heads", "head_dim", "rope_dim", "sliding_window", "index_num_heads",
-        "index_head_dim", "index_topk", "max_position", "block_tokens", "page_align", at_least=1,
+        "index_head_dim", "index_topk", "block_tokens", "page_align", at_least=1,
+        at_most=MAX_WIDTH,
     )  # fmt: skip
-    _make_ints(config, "num_mtp_layers", "drafts_per_step", at_least=0)
-    if config.num_mtp_layers > config.num_layers:
-        raise ValueError(
-            f"Invalid num_mtp_layers: expected at most {config.num_layers} (all layers), "
-            f"got {config.num_mtp_layers}"
-        )
+    _make_ints(config, "max_position", at_least=1, at_most=MAX_POSITION)
+    _make_ints(config, "drafts_per_step", at_least=0, at_most=MAX_DRAFTS)
+    _make_ints(config, "num_mtp_layers", at_least=0, at_most=config.num_layers)
     _make_floats(config, "rms_norm_eps")
     _make_floats(config, "rope_theta", "compress_rope_theta", above=1.0)
     if config.index_global_scale is not None:
@@ -329,7 +343,7 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
             raise ValueError(f"Invalid config path: expected a config.json, found none at {path}")
         try:
             loaded = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"Invalid config.json: expected JSON in {path}: {error}") from error
         if not isinstance(loaded, dict):
             raise ValueError(
@@ -354,6 +368,21 @@ def _required(raw: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def _listed(raw: Mapping[str, Any], key: str) -> Sequence[Any]:
+    value = raw[key]
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"Invalid {key}: expected a list, got {type(value).__name__}")
+    return value
+
+
+def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return an object of a model config; an empty one if it is missing."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"Invalid {key}: expected an object, got {type(value).__name__}")
+    return value or {}
+
+
 def has_mtp_layers(config: Any) -> bool:
     """Tell whether a model config, in any form that `CacheConfig.from_hf` takes, has MTP layers."""
     return bool(_listed_ratios(_as_mapping(config))[1])
@@ -371,11 +400,13 @@ def _ratios(raw: Mapping[str, Any], *, include_mtp: bool) -> tuple[tuple[int, ..
 
 def _listed_ratios(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Return the ratios of the main layers, and those of the MTP layers."""
-    num_hidden = _required(raw, "num_hidden_layers")
+    num_hidden = check_int(
+        "num_hidden_layers", _required(raw, "num_hidden_layers"), at_least=1, at_most=MAX_LAYERS
+    )
     if raw.get("layer_types") is not None:
-        listed = [_layer_type_ratio(name, raw) for name in raw["layer_types"]]
+        listed = [_layer_type_ratio(name, raw) for name in _listed(raw, "layer_types")]
     elif raw.get("compress_ratios") is not None:
-        listed = list(raw["compress_ratios"])
+        listed = list(_listed(raw, "compress_ratios"))
     else:
         raise ValueError(
             "Invalid model config: expected 'layer_types' or 'compress_ratios', found neither"
@@ -385,34 +416,42 @@ def _listed_ratios(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
             f"Invalid layer schedule: expected at least {num_hidden} layers "
             f"(num_hidden_layers), got {len(listed)}"
         )
-    mtp = listed[num_hidden:] or [0] * (raw.get("num_nextn_predict_layers") or 0)
-    return listed[:num_hidden], mtp
+    num_mtp = check_int(
+        "num_nextn_predict_layers", raw.get("num_nextn_predict_layers") or 0, at_least=0,
+        at_most=MAX_LAYERS,
+    )  # fmt: skip
+    return listed[:num_hidden], listed[num_hidden:] or [0] * num_mtp
 
 
 def _layer_type_ratio(name: str, raw: Mapping[str, Any]) -> int:
-    if name not in LAYER_TYPE_NAMES:
+    if not isinstance(name, str) or name not in LAYER_TYPE_NAMES:
         raise ValueError(
             f"Unknown layer type: expected one of {', '.join(LAYER_TYPE_NAMES)}, got {name!r}"
         )
     ratio = LAYER_TYPE_NAMES[name]
-    rate = (raw.get("compress_rates") or {}).get(name, ratio)
+    rate = _section(raw, "compress_rates").get(name, ratio)
     rate = raw.get(_LEGACY_RATE_KEYS.get(ratio, ""), rate)
     if ratio and rate != ratio:
         raise ValueError(f"Unknown compression ratio of {name}: expected {ratio}, got {rate}")
     return ratio
 
 
-def _rope_dim(raw: Mapping[str, Any], head_dim: int) -> int:
+def _rope_dim(raw: Mapping[str, Any], head_dim: Any) -> Any:
     if raw.get("qk_rope_head_dim") is not None:
-        return int(raw["qk_rope_head_dim"])
-    return int(head_dim * _required(raw, "partial_rotary_factor"))
+        return raw["qk_rope_head_dim"]
+    factor = _required(raw, "partial_rotary_factor")
+    if not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise ValueError(
+            f"Invalid partial_rotary_factor: expected a number above 0 and up to 1, got {factor!r}"
+        )
+    return int(check_int("head_dim", head_dim, at_least=1, at_most=MAX_WIDTH) * factor)
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, float, YarnScaling | None]:
     """Return theta of SWA layers, theta of compressed layers, and their YaRN."""
-    parameters = raw.get("rope_parameters") or {}
+    parameters = _section(raw, "rope_parameters")
     if "main" in parameters and "compress" in parameters:
-        main, compress = parameters["main"], parameters["compress"]
+        main, compress = (_section(parameters, key) for key in ("main", "compress"))
         if main.get("rope_type", "default") != "default":
             raise ValueError(
                 f"Invalid RoPE of SWA layers: expected 'default', got {main['rope_type']!r}"
@@ -420,7 +459,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, float, YarnScaling | None]:
         theta, compress_theta = _required(main, "rope_theta"), _required(compress, "rope_theta")
     else:
         theta, compress_theta = _required(raw, "rope_theta"), _required(raw, "compress_rope_theta")
-        compress = raw.get("rope_scaling") or parameters
+        compress = _section(raw, "rope_scaling") or parameters
     rope_type = compress.get("rope_type", compress.get("type", "default"))
     if rope_type == "default":
         return theta, compress_theta, None

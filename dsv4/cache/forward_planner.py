@@ -122,9 +122,7 @@ class ForwardPlanner:
             num_layer_writes=self._config.num_layer_writes,
         )
 
-    def count_blocks(
-        self, slots: Int64Array, before: Int64Array, after: Int64Array
-    ) -> BlockNeeds:
+    def count_blocks(self, slots: Int64Array, before: Int64Array, after: Int64Array) -> BlockNeeds:
         """Find the blocks that a forward of these requests takes."""
         books = self._books
         need, have = blocks_for(self._config, after), books.requests.num_blocks[slots]
@@ -134,9 +132,7 @@ class ForwardPlanner:
             copies = self._find_copies(slots, before, after, have)
         return BlockNeeds(grows, (need - have)[grows], copies)
 
-    def _check_rows(
-        self, slots: Int64Array, before: Int64Array, after: Int64Array
-    ) -> BoolArray:
+    def _check_rows(self, slots: Int64Array, before: Int64Array, after: Int64Array) -> BoolArray:
         """Refuse rows that contradict the requests; return which rows are real."""
         requests, max_requests = self._books.requests, self._capacity.max_requests
         check_ints("request_slots", slots, at_least=-1, at_most=max_requests - 1)

@@ -85,9 +85,7 @@ class LayerChecks(NamedTuple):
         self._check_compressor("", entries, self.config.head_dim, num_tokens)
         if index_kv is not None and index_gate is not None and index_weights is not None:
             index_keys = EntryInputs(index_kv, index_gate, index_weights)
-            self._check_compressor(
-                "index_", index_keys, self.config.index_head_dim, num_tokens
-            )
+            self._check_compressor("index_", index_keys, self.config.index_head_dim, num_tokens)
         return entries, index_keys
 
     def check_index_query(self, query: Tensor, head_weights: Tensor, num_tokens: int) -> None:

@@ -391,18 +391,23 @@ class KVCacheManager(NotCopyable):
     def save_request(self, slot: int, path: str | os.PathLike[str]) -> None:
         """Write a request to a safetensors file, whole or not at all; waits for the device."""
         slot = self._idle_slot(slot)
-        requests = self._requests
+        requests, prefix = self._requests, self._books.prefix
+        root, ids = "", None
+        if prefix is not None and slot in prefix.requests:
+            root = prefix.requests[slot].root.hex()
+            ids = torch.from_numpy(prefix.ids.read(slot).copy())
         saved = copy_request(
             self.device_memory.layout, self.state, self.paged, slot=slot,
             blocks=torch.from_numpy(requests.blocks_of(slot)).long(),
-            length=int(requests.lengths[slot]),
+            length=int(requests.lengths[slot]), prefix_root=root, token_ids=ids,
         )  # fmt: skip
         write_saved(path, saved, self.config)
 
     def load_request(self, path: str | os.PathLike[str]) -> int:
         """Open a request as `save_request` wrote it and return its slot.
 
-        It continues as the saved one would have, but cannot be truncated below its length.
+        It continues as the saved one would have, but cannot be truncated below its length. Its
+        known tokens and its salt, as a hash, are in the file.
 
         Raises:
             ValueError: The file is damaged, or of a cache whose bytes mean something else.
@@ -421,6 +426,9 @@ class KVCacheManager(NotCopyable):
             self._requests.fill_slot(
                 slot, blocks, length=saved.length, rollback_floor=saved.rollback_floor
             )
+            if self._books.prefix is not None and saved.prefix_root:
+                root, ids = bytes.fromhex(saved.prefix_root), saved.token_ids.numpy()
+                self._books.prefix.track(slot, root, ids, num_prompt_tokens=0)
             return slot
 
     def free_request(self, slot: int) -> None:

@@ -1,18 +1,13 @@
-"""`SavedRequest`: one request as a safetensors file.
+"""`SavedRequest`: one request as a file.
 
 The file has the layout of a slot and of blocks. It holds the rows that the request's length needs,
 and zeros elsewhere. A cache that would give the bytes another meaning refuses it.
 """
 
-import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,11 +18,16 @@ from dsv4.cache.memory.layout import CacheLayout, cache_layout
 from dsv4.cache.memory.paged_cache import LayerPages, PagedKVPool
 from dsv4.cache.memory.schema import build_schemas
 from dsv4.cache.memory.state_cache import LayerState, StateCachePool
-from dsv4.config import CacheConfig
+from dsv4.cache.prefix.prefix_tree import DIGEST_BYTES
+from dsv4.cache.tensor_file import FilePath, TensorFile
+from dsv4.config import MAX_POSITION, CacheConfig
 from dsv4.kernels.layer_memory import LayerLayout
 
-FORMAT = "dsv4-request-2"
-METADATA_KEY = "request"
+REQUEST_FILE = TensorFile("saved request", key="request", version="dsv4-request-3")
+
+
+def _no_ids() -> Tensor:
+    return torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,22 @@ class SavedRequest:
         rollback_floor: The shortest length, beside 0, that the stored rows allow.
         slot: `[slot_bytes]` uint8, its fixed state.
         blocks: `[num_blocks, block_bytes]` uint8, its blocks in order.
+        prefix_root: The start of its chain of hashes in hex, which stands for its salt; empty if
+            the prefix cache does not track it.
+        token_ids: `[n]` int32, the known ids from position 0 on. They can be fewer or more than
+            `length`.
     """
 
     length: int
     rollback_floor: int
     slot: Tensor
     blocks: Tensor
+    prefix_root: str = ""
+    token_ids: Tensor = field(default_factory=_no_ids)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {"slot": self.slot, "blocks": self.blocks}
+        return {"slot": self.slot, "blocks": self.blocks, "token_ids": self.token_ids}
 
 
 def copy_request(
@@ -59,11 +65,14 @@ def copy_request(
     slot: int,
     blocks: Tensor,
     length: int,
+    prefix_root: str = "",
+    token_ids: Tensor | None = None,
 ) -> SavedRequest:
     """Copy the rows that `length` tokens need, and none of an earlier request.
 
     Args:
         blocks: `[num_blocks]` int64, the request's blocks in order.
+        prefix_root, token_ids: As in `SavedRequest`.
     """
     cpu = torch.device("cpu")
     old_state, new_state = (StateCachePool(layout, max_requests=1, device=cpu) for _ in range(2))
@@ -76,11 +85,19 @@ def copy_request(
     for layer_idx, layer in enumerate(layout.layers):
         _copy_state(layer, old_state.layer(layer_idx), new_state.layer(layer_idx), length)
         _copy_entries(layer, old_paged.layer(layer_idx), new_paged.layer(layer_idx), length)
-    return SavedRequest(length, length, new_state.storage[0], new_paged.storage)
+    return SavedRequest(
+        length, length, new_state.storage[0], new_paged.storage, prefix_root,
+        _no_ids() if token_ids is None else token_ids,
+    )  # fmt: skip
+
+
+def first_window_position(window: int, length: int) -> int:
+    """Return the oldest token whose window row a file holds: the next sees `window - 1` before."""
+    return max(0, length - window + 1)
 
 
 def _copy_state(layer: LayerLayout, source: LayerState, target: LayerState, length: int) -> None:
-    rows = torch.arange(max(0, length - layer.window), length) % layer.ring_rows
+    rows = torch.arange(first_window_position(layer.window, length), length) % layer.ring_rows
     target.ring.data[0, rows] = source.ring.data[0, rows]
     target.ring.scales[0, rows] = source.ring.scales[0, rows]
     if not layer.ratio:
@@ -114,109 +131,38 @@ def _copy_entries(
             theirs[full : full + 1, :rest] = mine[full : full + 1, :rest]
 
 
-def write_saved(path: str | os.PathLike[str], saved: SavedRequest, config: CacheConfig) -> None:
+def write_saved(path: FilePath, saved: SavedRequest, config: CacheConfig) -> None:
     """Write a request to a file; a crash leaves the old file or none."""
-    from safetensors.torch import save_file
-
-    path = Path(path)
-    description = _describe(saved, config)
-    description["checksum"] = _checksum(description, saved.tensors)
-    # One key: safetensors writes several in any order.
-    metadata = {METADATA_KEY: json.dumps(description)}
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
-    try:
-        save_file(saved.tensors, name, metadata)
-        _sync(name)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
-    _sync(path.parent)
-
-
-def read_saved(
-    path: str | os.PathLike[str], config: CacheConfig, layout: CacheLayout
-) -> SavedRequest:
-    """Read a request of a cache with the same meaning; refuse anything else."""
-    with _open(path) as file:
-        description = _read_description(path, file.metadata() or {})
-        _check_meaning(path, description, config)
-        saved = _read_request(path, description, file)
-    _check_sizes(path, saved, config, layout)
-    return saved
-
-
-def read_any(path: str | os.PathLike[str]) -> tuple[CacheConfig, SavedRequest]:
-    """Read a request of any cache, with a config that gives its bytes their meaning."""
-    with _open(path) as file:
-        description = _read_description(path, file.metadata() or {})
-        config = _read_config(path, description)
-        _check_meaning(path, description, config)
-        saved = _read_request(path, description, file)
-    _check_sizes(path, saved, config, cache_layout(config, build_schemas(config)))
-    return config, saved
-
-
-@contextmanager
-def _open(path: str | os.PathLike[str]) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"No saved request at {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, UnicodeDecodeError) as error:
-        raise _refusal(path, f"expected a whole safetensors file, got: {error}") from None
-
-
-def _read_request(
-    path: str | os.PathLike[str], description: dict[str, str], file: Any
-) -> SavedRequest:
-    names = sorted(file.keys())
-    if names != ["blocks", "slot"]:
-        raise _refusal(path, f"expected the tensors blocks and slot, got {names}")
-    tensors = {name: file.get_tensor(name) for name in names}
-    checksum = description.pop("checksum")
-    if checksum != _checksum(description, tensors):
-        raise _refusal(path, "its contents do not match its checksum")
-    return SavedRequest(int(description["length"]), int(description["rollback_floor"]), **tensors)
-
-
-def _check_sizes(
-    path: str | os.PathLike[str], saved: SavedRequest, config: CacheConfig, layout: CacheLayout
-) -> None:
-    slot_bytes, block_bytes = layout.slots.num_bytes, layout.blocks.num_bytes
-    if saved.slot.shape != (slot_bytes,) or saved.blocks.shape[1:] != (block_bytes,):
-        raise _refusal(
-            path,
-            f"expected a slot of {slot_bytes} and blocks of {block_bytes} bytes, "
-            f"got {list(saved.slot.shape)} and {list(saved.blocks.shape)}",
-        )
-    num_blocks = int(blocks_for(config, np.array([saved.length]))[0])
-    if not 0 <= saved.rollback_floor <= saved.length or len(saved.blocks) != num_blocks:
-        raise _refusal(
-            path,
-            f"expected {num_blocks} blocks and a floor from 0 to {saved.length}, "
-            f"got {len(saved.blocks)} and {saved.rollback_floor}",
-        )
-
-
-def _describe(saved: SavedRequest, config: CacheConfig) -> dict[str, str]:
-    return {
+    description = {
         **_meaning(config),
         "length": str(saved.length),
         "rollback_floor": str(saved.rollback_floor),
+        "prefix_root": saved.prefix_root,
         "config": json.dumps(config.stored_fields),
     }
+    REQUEST_FILE.write(path, description, saved.tensors)
+
+
+def read_saved(path: FilePath, config: CacheConfig, layout: CacheLayout) -> SavedRequest:
+    """Read a request of a cache with the same meaning; refuse anything else."""
+    description, tensors = REQUEST_FILE.read(path)
+    _check_meaning(path, description, config)
+    _check_meaning(path, description, _read_config(path, description))
+    return _read_request(path, description, tensors, config, layout)
+
+
+def read_any(path: FilePath) -> tuple[CacheConfig, SavedRequest]:
+    """Read a request of any cache, with a config that gives its bytes their meaning."""
+    description, tensors = REQUEST_FILE.read(path)
+    config = _read_config(path, description)
+    _check_meaning(path, description, config)
+    layout = cache_layout(config, build_schemas(config))
+    return config, _read_request(path, description, tensors, config, layout)
 
 
 def _meaning(config: CacheConfig) -> dict[str, str]:
     """Name the choices that file and cache must share; the fingerprint covers these and more."""
     return {
-        "format": FORMAT,
         "kv_format": config.kv_format,
         "index_format": config.index_format,
         "tail_dtype": config.tail_dtype,
@@ -227,55 +173,87 @@ def _meaning(config: CacheConfig) -> dict[str, str]:
     }
 
 
-def _read_description(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> dict[str, str]:
-    try:
-        description = json.loads(metadata[METADATA_KEY])
-    except (KeyError, ValueError):
-        raise _refusal(path, f"expected metadata {METADATA_KEY!r} in JSON, found none") from None
-    if not isinstance(description, dict):
-        raise _refusal(path, f"expected metadata {METADATA_KEY!r} to be an object")
-    return description
-
-
-def _read_config(path: str | os.PathLike[str], description: Mapping[str, str]) -> CacheConfig:
+def _read_config(path: FilePath, description: Mapping[str, str]) -> CacheConfig:
     try:
         return CacheConfig.from_stored_fields(json.loads(description["config"]))
     except KeyError:
-        raise _refusal(path, "expected the metadata config, found none") from None
-    except (TypeError, ValueError) as error:
-        raise _refusal(path, f"expected a config of this version, got: {error}") from None
+        raise REQUEST_FILE.refusal(path, "expected the metadata config, found none") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        text = f"expected a config of this version, got: {error}"
+        raise REQUEST_FILE.refusal(path, text) from None
 
 
-def _check_meaning(
-    path: str | os.PathLike[str], description: Mapping[str, str], config: CacheConfig
-) -> None:
+def _check_meaning(path: FilePath, description: Mapping[str, str], config: CacheConfig) -> None:
     expected = _meaning(config)
-    missing = {*expected, "length", "rollback_floor", "checksum"} - set(description)
+    missing = {*expected, "length", "rollback_floor", "prefix_root", "config"} - set(description)
     if missing:
-        raise _refusal(path, f"expected the metadata {', '.join(sorted(missing))}, found none")
+        text = f"expected the metadata {', '.join(sorted(missing))}, found none"
+        raise REQUEST_FILE.refusal(path, text)
     for name, value in expected.items():
         if description[name] != value:
-            raise _refusal(
-                path, f"expected {name} {value}, as this cache has, got {description[name]}"
-            )
+            text = f"expected {name} {value}, as this cache has, got {description[name]}"
+            raise REQUEST_FILE.refusal(path, text)
 
 
-def _checksum(description: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(dict(description), sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _read_request(
+    path: FilePath,
+    description: Mapping[str, str],
+    tensors: dict[str, Tensor],
+    config: CacheConfig,
+    layout: CacheLayout,
+) -> SavedRequest:
+    names = ["blocks", "slot", "token_ids"]
+    if sorted(tensors) != names:
+        text = f"expected the tensors {', '.join(names)}, got {sorted(tensors)}"
+        raise REQUEST_FILE.refusal(path, text)
+    saved = SavedRequest(
+        _read_length(path, description, "length"),
+        _read_length(path, description, "rollback_floor"),
+        prefix_root=description["prefix_root"],
+        **tensors,
+    )
+    _check_rows(path, saved, config, layout)
+    _check_ids(path, saved)
+    return saved
 
 
-def _sync(path: str | os.PathLike[str]) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _read_length(path: FilePath, description: Mapping[str, str], name: str) -> int:
+    text = description[name]
+    if re.fullmatch("0|[1-9][0-9]{0,9}", text) and int(text) <= MAX_POSITION:
+        return int(text)
+    problem = f"expected {name} to be a whole number from 0 to {MAX_POSITION}, got {text}"
+    raise REQUEST_FILE.refusal(path, problem)
 
 
-def _refusal(path: str | os.PathLike[str], problem: str) -> ValueError:
-    return ValueError(f"Invalid saved request {os.fspath(path)}: {problem}")
+def _check_rows(
+    path: FilePath, saved: SavedRequest, config: CacheConfig, layout: CacheLayout
+) -> None:
+    for name, tensor in (("slot", saved.slot), ("blocks", saved.blocks)):
+        if tensor.dtype != torch.uint8:
+            text = f"expected {name} in torch.uint8, got {tensor.dtype}"
+            raise REQUEST_FILE.refusal(path, text)
+    slot_bytes, block_bytes = layout.slots.num_bytes, layout.blocks.num_bytes
+    shapes = saved.slot.shape, saved.blocks.shape[1:]
+    if shapes != ((slot_bytes,), (block_bytes,)):
+        raise REQUEST_FILE.refusal(
+            path,
+            f"expected a slot of {slot_bytes} and blocks of {block_bytes} bytes, "
+            f"got {list(saved.slot.shape)} and {list(saved.blocks.shape)}",
+        )
+    num_blocks = int(blocks_for(config, np.array([saved.length]))[0])
+    if saved.rollback_floor > saved.length or len(saved.blocks) != num_blocks:
+        raise REQUEST_FILE.refusal(
+            path,
+            f"expected {num_blocks} blocks and a floor from 0 to {saved.length}, "
+            f"got {len(saved.blocks)} and {saved.rollback_floor}",
+        )
+
+
+def _check_ids(path: FilePath, saved: SavedRequest) -> None:
+    ids, digits = saved.token_ids, 2 * DIGEST_BYTES
+    if not re.fullmatch(f"(?:[0-9a-f]{{{digits}}})?", saved.prefix_root):
+        text = f"expected prefix_root to be {digits} hex digits or empty, got {saved.prefix_root}"
+        raise REQUEST_FILE.refusal(path, text)
+    if ids.dtype != torch.int32 or ids.dim() != 1 or len(ids) > MAX_POSITION:
+        text = f"expected token_ids [n] int32, got {list(ids.shape)} {ids.dtype}"
+        raise REQUEST_FILE.refusal(path, text)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.layer_checks import INPUT_DTYPES
+from dsv4.checks import check_int, check_type
 from dsv4.config import LAYER_TYPE_NAMES, CacheConfig
 from dsv4.kernels.contracts import (
     CompressorInputs,
@@ -24,6 +25,9 @@ from dsv4.kernels.contracts import (
 from dsv4.layer_schedule import AttentionType, LayerSpec
 from dsv4.rope import RopeTable
 
+# The parts of a module that every type of layer has.
+PARTS = ("q_a_proj", "q_a_norm", "q_b_proj", "kv_proj", "kv_norm", "sinks", "o_a_proj", "o_b_proj",
+         "compressor")  # fmt: skip
 Rotation = Tensor  # cos + i sin at each token, [num_tokens, 1, rope_dim / 2]
 
 
@@ -37,6 +41,14 @@ class AttentionSubBlock:
     """
 
     def __init__(self, module: Any, config: CacheConfig, layer: LayerSpec) -> None:
+        check_type("config", config, CacheConfig)
+        check_type("layer", layer, LayerSpec)
+        missing = [name for name in PARTS if not hasattr(module, name)]
+        if missing:
+            raise TypeError(
+                f"Invalid module: expected {', '.join(PARTS)} as a DeepseekV4Attention has them, "
+                f"got a {type(module).__name__} without {', '.join(missing)}"
+            )
         needed = (
             layer.attention_type is not AttentionType.SWA,
             layer.attention_type is AttentionType.CSA,
@@ -53,12 +65,16 @@ class AttentionSubBlock:
     @classmethod
     def from_hf(cls, module: Any, config: CacheConfig, layer_idx: int) -> "AttentionSubBlock":
         """Wrap a transformers `DeepseekV4Attention`; its tensors are shared, not copied."""
-        if not 0 <= layer_idx < config.num_layers:
-            raise ValueError(
-                f"Invalid layer_idx: expected 0 to {config.num_layers - 1}, got {layer_idx}"
-            )
+        check_type("config", config, CacheConfig)
+        layer_idx = check_int("layer_idx", layer_idx, at_least=0, at_most=config.num_layers - 1)
         layer = config.schedule[layer_idx]
-        ratio = LAYER_TYPE_NAMES[module.layer_type]
+        name = getattr(module, "layer_type", None)
+        if name not in LAYER_TYPE_NAMES:
+            raise TypeError(
+                f"Invalid module: expected a layer_type, one of {', '.join(LAYER_TYPE_NAMES)}, "
+                f"got a {type(module).__name__} with {name!r}"
+            )
+        ratio = LAYER_TYPE_NAMES[name]
         if ratio != layer.ratio:
             raise ValueError(
                 f"Invalid module for layer {layer_idx}: expected {layer.attention_type.name}, "
@@ -83,6 +99,8 @@ class AttentionSubBlock:
         return attend(self.module, hidden, handle, learned_weights(self.module), rotation)
 
     def _check(self, hidden: Tensor, handle: LayerCacheHandle) -> None:
+        check_type("handle", handle, LayerCacheHandle)
+        check_type("hidden", hidden, Tensor)
         if handle.layer != self.layer or handle.config != self.config:
             raise ValueError(
                 f"Invalid handle: expected layer {self.layer.layer_idx} of this block's config, "
@@ -175,7 +193,10 @@ def _compressor_weights(compressor: Any) -> CompressorWeights:
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
-    """Call a projection in the dtype of its weight; some checkpoints keep single ones in fp32."""
-    dtype = module.weight.dtype
+    """Call a projection in the dtype of its weight; some checkpoints keep single ones in fp32.
+
+    A quantised one, or one whose weight is out of reach, takes `x` as it is.
+    """
+    dtype = getattr(getattr(module, "weight", None), "dtype", None)
     output: Tensor = module(x.to(dtype) if dtype in INPUT_DTYPES else x)
     return output

@@ -6,15 +6,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from rich.markup import escape
 from rich.table import Table
 
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.tools.bench import command as bench_command
-from dsv4.tools.console import make_console, track, working
+from dsv4.tools.console import make_console, printable, track, working
 from dsv4.tools.inspector import command as inspect_command
+from dsv4.tools.outputs import add_force, check_new
 from dsv4.tools.planner.command import (
     LABELS,
     add_options,
@@ -60,13 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _sentence(error: BaseException) -> str:
     """Join an error's text to one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return printable(" ".join(str(error).split())) or type(error).__name__
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dsv4", description="KV-cache runtime for DeepSeek-V4's hybrid attention"
-    )
+    parser = _Parser(prog="dsv4", description="KV-cache runtime for DeepSeek-V4's hybrid attention")
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -87,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--save", type=Path, metavar="FOLDER", help="save a request there, for dsv4 inspect"
     )
+    add_force(demo)
     demo.add_argument("--json", action="store_true", help="print one JSON object")
     demo.set_defaults(run=_demo)
 
@@ -118,6 +122,7 @@ def _plan(options: argparse.Namespace) -> int:
             check_plot(options.plot)
         if options.html is not None:
             check_page(options.html)
+        check_new([options.plot, options.html], force=options.force)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if options.plot is not None:
@@ -142,6 +147,7 @@ def _inspect(options: argparse.Namespace) -> int:
         path, against, recorded = inspect_command.find_files(options)
         if options.heatmap is not None:
             check_heatmap(options.heatmap)
+        check_new([options.heatmap], force=options.force)
     except ValueError as error:
         raise UsageError(str(error)) from error
     with working("reading"):
@@ -190,7 +196,7 @@ def _print_info(result: dict[str, Any]) -> None:
     backends.add_column("why not")
     for name, state in (result["backends"] | result["peers"]).items():
         answer = "yes" if state["available"] else "no"
-        backends.add_row(name, answer, escape(state["problem"] or ""))
+        backends.add_row(name, answer, state["problem"] or "")
     make_console().print(versions, devices, backends)
 
 
@@ -198,8 +204,13 @@ def _demo(options: argparse.Namespace) -> int:
     if options.prompt and options.model is None:
         raise UsageError("--prompt needs --model: a random model has no tokenizer")
     from dsv4.tools.demo.command import print_demo, run_command
-    from dsv4.tools.demo.kept_run import keep_run
+    from dsv4.tools.demo.kept_run import check_folder, keep_run
 
+    if options.save is not None:
+        try:
+            check_folder(options.save, force=options.force)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     result = run_command(options)
     if options.save is not None:
         keep_run(options.save, kv_format=options.kv, index_format=options.index, seed=options.seed)

@@ -2,14 +2,18 @@
 
 A terminal gets colours and progress bars, but neither with NO_COLOR. Files and pipes get no escape
 codes. Progress goes to stderr, so that results can be piped.
+
+Names and contents of files are text and nothing more: a console takes no markup, and drops
+characters that a terminal would act on.
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,13 +22,33 @@ from rich.progress import (
     SpinnerColumn,
     TimeElapsedColumn,
 )
+from rich.segment import Segment
 
 _Item = TypeVar("_Item")
+# Control characters but the end of a line, changes of direction, and bytes that are no text.
+_UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Drop the characters that a terminal would act on."""
+    return _UNPRINTABLE.sub("", text)
+
+
+class _PlainConsole(Console):
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            is_own = segment.control is not None
+            yield segment if is_own else Segment(printable(segment.text), segment.style)
 
 
 def make_console(*, stderr: bool = False) -> Console:
     """Make the console of stdout or stderr: plain text with NO_COLOR or without a terminal."""
-    return Console(stderr=stderr, force_terminal=False if os.environ.get("NO_COLOR") else None)
+    return _PlainConsole(
+        stderr=stderr, markup=False, emoji=False,
+        force_terminal=False if os.environ.get("NO_COLOR") else None,
+    )  # fmt: skip
 
 
 def track(items: Iterable[_Item], what: str, *, total: int) -> Iterator[_Item]:

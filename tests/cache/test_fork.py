@@ -7,7 +7,7 @@ import torch
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.cache.memory import device_memory
 from dsv4.cache.memory.staging import Staging
-from dsv4.errors import NoFreeSlotError, OutOfBlocksError, LiveForwardError
+from dsv4.errors import LiveForwardError, NoFreeSlotError, OutOfBlocksError
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 
 DRAFTS = 3

@@ -74,9 +74,7 @@ def lose_a_reference(manager):
 
 
 def lose_a_checkpoint(manager):
-    manager._books.checkpoints.release(
-        np.array(manager._books.prefix.tree.owned_checkpoints()[:1])
-    )
+    manager._books.checkpoints.release(np.array(manager._books.prefix.tree.owned_checkpoints()[:1]))
 
 
 def publish_another_block(manager):

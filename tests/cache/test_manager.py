@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
-from dsv4.errors import IntegrityError, NoFreeSlotError, LiveForwardError
+from dsv4.errors import IntegrityError, LiveForwardError, NoFreeSlotError
 from dsv4.kernels import reference
 from dsv4.kernels.backends import BACKENDS, default_backend
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward

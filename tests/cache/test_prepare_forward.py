@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.cache.memory.capacity import blocks_for
-from dsv4.errors import OutOfBlocksError, LiveForwardError
+from dsv4.errors import LiveForwardError, OutOfBlocksError
 from tests.handles import finish
 
 WINDOW = 128

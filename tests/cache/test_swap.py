@@ -6,7 +6,7 @@ import torch
 from dsv4 import CacheConfig, prepare_forward
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.cache.memory.host_memory import _runs
-from dsv4.errors import NoFreeSlotError, OutOfBlocksError, LiveForwardError
+from dsv4.errors import LiveForwardError, NoFreeSlotError, OutOfBlocksError
 from tests.cache.test_prefix_cache import (
     GPU,
     IDS,

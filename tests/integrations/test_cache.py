@@ -197,7 +197,9 @@ def test_a_failed_forward_leaves_the_cache_as_it_was(model, cache):
 def test_a_refused_forward_changes_nothing(model):
     text, other = prompts(10, 500, 300)
     with poisoned(model, max_requests=2, num_blocks=3, max_forward_tokens=400) as cache:
-        with pytest.raises(OutOfBlocksError, match="4 needed, 3 of 3 free"):  # in parts: looked ahead
+        with pytest.raises(
+            OutOfBlocksError, match="4 needed, 3 of 3 free"
+        ):  # in parts: looked ahead
             feed(model, cache, [text, other])
         with pytest.raises(ValueError, match=r"at most 2 \(max_requests\), got 3"):
             feed(model, cache, [text, text, text])

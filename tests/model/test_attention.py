@@ -167,12 +167,106 @@ def test_quantised_linears(model, recorded, layer_idx):
     assert torch.equal(*outputs)
 
 
+class Fp8Linear(torch.nn.Module):
+    """A linear of FP8 weights with a scale, plain or grouped, whose forward applies the scale."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features = linear.in_features
+        self.n_groups = getattr(linear, "n_groups", None)
+        scale = linear.weight.detach().abs().amax() / 448
+        self.weight = (linear.weight.detach() / scale).to(torch.float8_e4m3fn)
+        self.weight_scale_inv = scale
+
+    @property
+    def scaled(self):
+        return self.weight.float() * self.weight_scale_inv
+
+    def forward(self, x):
+        if self.n_groups is None:
+            return torch.nn.functional.linear(x, self.scaled)
+        weight = self.scaled.unflatten(0, (self.n_groups, -1))
+        return torch.einsum("tgi,goi->tgo", x, weight)
+
+
+class Hidden(torch.nn.Module):
+    """A linear whose weight is out of reach, as some quantised ones are."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features = linear.in_features
+        self.n_groups = getattr(linear, "n_groups", None)
+        self.parts = [linear]
+
+    def forward(self, x):
+        return self.parts[0](x)
+
+
+def replace_linears(module, build) -> list[str]:
+    """Replace every linear, the grouped one too; return their names."""
+    names = [n for n, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        setattr(module.get_submodule(parent), last, build(module.get_submodule(name)))
+    return names
+
+
+def outputs_of(attention, config, layer_idx, hidden):
+    manager = KVCacheManager(config, max_requests=1, num_blocks=4)
+    block = AttentionSubBlock.from_hf(attention, config, layer_idx)
+    plan = prepare_forward(manager, [manager.open_request()], [0], [len(hidden)])
+    return block(hidden, manager.acquire(layer_idx, plan))
+
+
+@pytest.mark.parametrize("layer_idx", [0, 1, 2], ids=["SWA", "CSA", "HCA"])
+def test_every_linear_is_called(model, recorded, layer_idx):
+    """Outputs follow a module's scale, and need no weight."""
+    config, hidden = exact_config(model), recorded[0][layer_idx].hidden[:150]
+    plain = copy.deepcopy(model.model.layers[layer_idx].self_attn)
+    quantised = copy.deepcopy(plain)
+    names = replace_linears(quantised, Fp8Linear)
+    assert "o_a_proj" in names and len(names) >= 5
+    for name in names:
+        plain.get_submodule(name).weight.data = quantised.get_submodule(name).scaled
+    expected = outputs_of(plain, config, layer_idx, hidden)
+    got = outputs_of(quantised, config, layer_idx, hidden)
+    assert (got - expected).abs().max() <= 5e-6 * expected.abs().max()
+    replace_linears(plain, Hidden)
+    assert torch.equal(outputs_of(plain, config, layer_idx, hidden), expected)
+
+
+@pytest.mark.parametrize("layer_idx", [-1, 4, True, 1.0, "1", None], ids=repr)
+def test_layer_indices_that_are_none(model, layer_idx):
+    attention = model.model.layers[1].self_attn
+    with pytest.raises(ValueError, match="Invalid layer_idx: expected an integer from 0 to 3"):
+        AttentionSubBlock.from_hf(attention, exact_config(model), layer_idx)
+
+
+def test_arguments_of_other_types(model):
+    attention, config = model.model.layers[1].self_attn, exact_config(model)
+    with pytest.raises(TypeError, match="Invalid config: expected a CacheConfig, got Deepseek"):
+        AttentionSubBlock.from_hf(attention, model.config, 1)
+    with pytest.raises(TypeError, match=r"Invalid module: expected a layer_type, .* got a Linear"):
+        AttentionSubBlock.from_hf(torch.nn.Linear(2, 2), config, 1)
+    with pytest.raises(TypeError, match="Invalid layer: expected a LayerSpec, got int"):
+        AttentionSubBlock(attention, config, 1)
+    with pytest.raises(TypeError, match=r"Invalid module: expected .*, compressor .* got a Linear"):
+        AttentionSubBlock(torch.nn.Linear(2, 2), config, config.schedule[1])
+    block = AttentionSubBlock.from_hf(attention, config, 1)
+    with pytest.raises(TypeError, match="Invalid handle: expected a LayerCacheHandle, got int"):
+        block(torch.zeros(5, 64), 3)
+    manager = KVCacheManager(config, max_requests=1, num_blocks=4)
+    plan = prepare_forward(manager, [manager.open_request()], [0], [5])
+    with pytest.raises(TypeError, match="Invalid hidden: expected a Tensor, got list"):
+        block([1.0], manager.acquire(1, plan))
+
+
 def test_refusals(model):
     config = exact_config(model)
     attention = model.model.layers[0].self_attn
     with pytest.raises(ValueError, match="expected CSA, got SWA"):
         AttentionSubBlock.from_hf(attention, config, 1)
-    with pytest.raises(ValueError, match=r"expected 0 to 3, got 4"):
+    with pytest.raises(ValueError, match="expected an integer from 0 to 3, got 4"):
         AttentionSubBlock.from_hf(attention, config, 4)
     block = AttentionSubBlock.from_hf(attention, config, 0)
     manager = KVCacheManager(config, max_requests=1, num_blocks=4)

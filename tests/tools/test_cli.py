@@ -71,6 +71,10 @@ def test_demo_refusals(capsys, tmp_path):
     assert error.value.code == 2 and "--prompt needs --model" in capsys.readouterr().err
     assert main(["demo", "--model", str(tmp_path)]) == 1
     assert "expected a config.json" in capsys.readouterr().err
+    assert main(["demo", "--new-tokens", "1000000"]) == 1
+    assert "expected an integer from 1 to 65236 (the model's positions" in capsys.readouterr().err
+    assert main(["demo", "--seed", str(10**30)]) == 1
+    assert "Invalid seed: expected an integer from 0 to" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["demo", "--device", "cuda"]) == 1
         assert "--device cuda needs a CUDA device" in capsys.readouterr().err

@@ -8,10 +8,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from rich.table import Table
+from rich.text import Text
+from safetensors.torch import save_file
 
 from dsv4.tools.bench.command import BENCHES
 from dsv4.tools.cli import main
-from dsv4.tools.console import make_console, track, working
+from dsv4.tools.console import make_console, printable, track, working
+from dsv4.tools.demo.kept_run import keep_run
 
 PLAN = ["plan", "--model", "v4-flash", "--context", "1M", "--gpu", "h200"]
 COMMANDS = {
@@ -30,12 +35,12 @@ COMMANDS = {
 CALL = "import sys; from dsv4.tools.cli import main; sys.exit(main(sys.argv[1:]))"
 COUNT = (
     "import sys, time\n"
-    "from dsv4.tools.console import make_console, track, working\n"
+    "from dsv4.tools.console import make_console, printable, track, working\n"
     "with working('thinking'):\n"
     "    time.sleep(0.3)\n"
     "for number in track(range(3), 'counting', total=3):\n"
     "    time.sleep(0.15)\n"
-    "make_console().print('[bold red]done[/]')\n"
+    "make_console().print('done', style='bold red')\n"
 )
 
 
@@ -98,7 +103,7 @@ def test_no_color_on_a_terminal_for_a_command():
 def test_what_is_no_terminal_gets_no_progress(capsys):
     with working("thinking"):
         assert list(track(range(3), "counting", total=3)) == [0, 1, 2]
-    make_console().print("[bold red]done[/]")
+    make_console().print("done", style="bold red")
     captured = capsys.readouterr()
     assert captured.err == "" and captured.out == "done\n"
 
@@ -172,3 +177,111 @@ def test_json_is_all_that_is_printed(capsys):
     captured = capsys.readouterr()
     json.loads(captured.out)
     assert captured.err == ""
+
+
+HOSTILE = "a\x1b[31m\x1b]0;title\x07\x9b2J[bold]b[/bold][/nothing]:smile:\u202e\udc80"
+SHOWN = "a[31m]0;title2J[bold]b[/bold][/nothing]:smile:"
+
+
+def is_plain(text: str) -> bool:
+    return not set("\x1b\x07\x9b\u202e\udc80") & set(text)
+
+
+def test_text_from_outside_is_shown_as_it_is(capsys):
+    assert printable(f"{HOSTILE}\nnext") == f"{SHOWN}\nnext"
+    table = Table(title=HOSTILE)
+    table.add_column(HOSTILE, no_wrap=True)
+    table.add_row(HOSTILE)
+    table.add_row(Text(HOSTILE))
+    make_console().print(HOSTILE, table, soft_wrap=True)
+    out = capsys.readouterr().out
+    assert out.count(SHOWN) == 5 and is_plain(out)
+
+
+def test_a_terminal_gets_no_escapes_from_outside():
+    code = f"from dsv4.tools.console import make_console; make_console().print({HOSTILE!r})"
+    shown = run_on_terminal("-c", code)
+    assert "title" in shown and "\x1b]" not in shown and "\x9b" not in shown
+
+
+@pytest.fixture
+def hostile_folder(tmp_path):
+    """A model folder with a name that terminals and rich would take for commands."""
+    name = HOSTILE.replace("/", "|").replace("\udc80", "") + "$x_{$"
+    (tmp_path / name).mkdir()
+    config = {
+        "num_hidden_layers": 1, "compress_ratios": [4], "head_dim": 512, "qk_rope_head_dim": 64,
+        "num_attention_heads": 64, "sliding_window": 128, "index_n_heads": 64,
+        "index_head_dim": 128, "index_topk": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+        "compress_rope_theta": 160000, "max_position_embeddings": 65536,
+    }  # fmt: skip
+    (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return tmp_path / name
+
+
+def test_hostile_names_of_models_and_gpus(hostile_folder, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(hostile_folder.parent)
+    plan = ["plan", "--model", hostile_folder.name, "--context", "4k", "--gpu", "h200"]
+    assert main([*plan, "--plot", "a.png", "--html", "a.html"]) == 0
+    captured = capsys.readouterr()
+    assert "[bold]b" in captured.out and is_plain(captured.out + captured.err)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "--model", HOSTILE, "--context", "4k", "--gpu", "h200"],
+        ["plan", "--model", "v4-pro", "--context", HOSTILE, "--gpu", "h200"],
+        ["plan", "--model", "v4-pro", "--context", "4k", "--gpu", HOSTILE],
+        ["inspect", HOSTILE], ["info", HOSTILE], [HOSTILE], ["demo", "--kv", HOSTILE],
+        ["demo", "--model", HOSTILE], ["bench", "write", "--peers", HOSTILE],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:12],
+)  # fmt: skip
+def test_errors_are_plain_text(arguments, capsys):
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    captured = capsys.readouterr()
+    assert code in (1, 2) and captured.err and is_plain(captured.out + captured.err)
+
+
+def test_a_hostile_file_is_refused_in_plain_text(capsys, tmp_path):
+    path = tmp_path / "file"
+    for metadata in ({"request": HOSTILE[:-1]}, {"request": json.dumps({"format": HOSTILE})}):
+        save_file({"slot": torch.zeros(3)}, path, metadata)
+        assert main(["inspect", str(path)]) == 1
+        assert is_plain(capsys.readouterr().err)
+
+
+def outputs(tmp_path) -> dict[str, tuple[list[str], str]]:
+    """The commands that write a file, and the file."""
+    return {
+        "plot": ([*PLAN, "--plot", str(tmp_path / "a.png")], "a.png"),
+        "html": ([*PLAN, "--html", str(tmp_path / "a.html")], "a.html"),
+        "heatmap": (
+            ["inspect", str(tmp_path / "run"), "--heatmap", str(tmp_path / "h.png")], "h.png",
+        ),
+        "save": (
+            ["demo", "--save", str(tmp_path / "run"), "--new-tokens", "1"],
+            "run/request.safetensors",
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["plot", "html", "heatmap", "save"])
+def test_files_are_replaced_only_by_force(name, capsys, tmp_path):
+    if name in ("plot", "heatmap"):
+        pytest.importorskip("matplotlib")
+    keep_run(tmp_path / "run", kv_format="fp8", index_format="mxfp4", seed=0)
+    arguments, file = outputs(tmp_path)[name]
+    (tmp_path / file).write_text("mine")
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    message = capsys.readouterr().err
+    assert error.value.code == 2 and f"{file} exists: --force replaces it" in message
+    assert (tmp_path / file).read_text() == "mine"
+    assert main([*arguments, "--force"]) == 0
+    assert (tmp_path / file).read_bytes() != b"mine"

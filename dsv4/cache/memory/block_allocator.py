@@ -1,9 +1,10 @@
 """`BlockAllocator`: a free list and the number of owners of each block. Knows no tensor."""
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dsv4.cache.memory.journal import Journal
 from dsv4.cache.memory.arrays import IntArray, read_only
+from dsv4.cache.memory.journal import Journal
 from dsv4.checks import check_int, check_ints
 from dsv4.errors import IntegrityError, OutOfBlocksError
 
@@ -51,7 +52,7 @@ class BlockAllocator:
         self._num_free = rest
         return ids
 
-    def share(self, ids: IntArray) -> None:
+    def share(self, ids: NDArray[np.integer]) -> None:
         """Add an owner to each block; refused whole if any has none."""
         ids = self._checked(ids)
         if ids.size == 0:
@@ -66,7 +67,7 @@ class BlockAllocator:
         np.add.at(self._num_owners, ids, 1)
         self._num_shares += ids.size
 
-    def release(self, ids: IntArray) -> None:
+    def release(self, ids: NDArray[np.integer]) -> None:
         """Give up one ownership of each block; refused whole if any is not owned."""
         ids = np.sort(self._checked(ids))
         if ids.size == 0:
@@ -92,7 +93,7 @@ class BlockAllocator:
         self._num_free = end
         self._num_shares -= ids.size - freed.size
 
-    def _checked(self, ids: IntArray) -> IntArray:
+    def _checked(self, ids: NDArray[np.integer]) -> IntArray:
         array: IntArray = check_ints(
             "block ids", ids, at_least=0, at_most=self.num_blocks - 1
         ).astype(np.int32)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from dsv4.kernels.external.find import add_folder
 from dsv4.tools.bench import tables
 from dsv4.tools.bench.tables import Result, Shown
-from dsv4.tools.console import make_console
+from dsv4.tools.console import make_console, printable
 from dsv4.tools.planner.command import positive
 
 
@@ -122,6 +122,6 @@ def run_bench(options: argparse.Namespace) -> int:
         shown = bench.show(result)
         make_console().print(*shown.tables)
         for sentence in shown.sentences:
-            print(sentence)
+            print(printable(sentence))
     print(json.dumps(result))
     return int(bool(result.get("errors")))

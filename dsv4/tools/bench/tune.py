@@ -39,7 +39,7 @@ from dsv4.kernels.triton.launch import (
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.environment import environment, require_cuda
 from dsv4.tools.bench.tune_cases import CANDIDATES, Case, build_cases, problem_of, work_sizes
-from dsv4.tools.console import track
+from dsv4.tools.console import printable, track
 
 MARGIN = 0.02
 NUM_ROUNDS = 3
@@ -161,7 +161,8 @@ def _problems(trials: Sequence[Trial]) -> dict[Trial, str]:
             problem, trial = finished.result(), running[finished]
             if problem is not None:
                 problems[trial] = problem
-                print(f"skipped {trial.work}, {trial.launch}: {problem}", file=sys.stderr)
+                text = f"skipped {trial.work}, {trial.launch}: {problem}"
+                print(printable(text), file=sys.stderr)
     return problems
 
 

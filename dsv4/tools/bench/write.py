@@ -155,7 +155,7 @@ def _step_case(kind: AttentionType, batch: int, is_closing: bool, *, num_layers:
 def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:
     """Write a layer without the handle's checks, which allow one write a forward."""
     writes = LayerWrites.of(inputs, weights)
-    ops.write_layer(writes, handle.memory, handle.tokens, backend=handle.backend)
+    ops.write_layer(writes, handle.memory, handle.tokens, backend=handle.parts.backend)
 
 
 def _bytes_moved(kind: AttentionType, batch: int, *, is_closing: bool) -> int:

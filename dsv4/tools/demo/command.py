@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from dsv4.tools.console import make_console
 from dsv4.tools.demo.run import num_ticks, run_demo
 from dsv4.tools.demo.subject import Subject, load_subject, random_subject
 
@@ -20,7 +20,9 @@ SHOWN_CHARACTERS = 60
 def run_command(options: argparse.Namespace) -> dict[str, Any]:
     """Run the demo with the given options and a progress bar on stderr."""
     subject = _subject(options)
-    with Progress(console=Console(stderr=True), transient=True, disable=options.json) as progress:
+    with Progress(
+        console=make_console(stderr=True), transient=True, disable=options.json
+    ) as progress:
         task = progress.add_task("generating", total=num_ticks(subject, options.new_tokens))
         return run_demo(
             subject,
@@ -45,7 +47,7 @@ def print_demo(result: dict[str, Any], console: Console) -> None:
     """Print the result as tables."""
     formats = f"{result['kv_format']} rows, {result['index_format']} keys"
     console.print(
-        f"DeepSeek-V4 of transformers, {escape(result['model'])}, {result['dtype']} on "
+        f"DeepSeek-V4 of transformers, {result['model']}, {result['dtype']} on "
         f"{result['device']}: {result['new_tokens']} new tokens for each of "
         f"{len(result['prompts'])} prompts.\n"
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from dsv4.checks import check_int
 from dsv4.formats import IndexFormatName, KVFormatName
 from dsv4.integrations.transformers import PagedCache, attach
 from dsv4.tools.demo.subject import Subject
@@ -45,6 +46,7 @@ def run_demo(
         num_new: Tokens to generate for each prompt.
         tick: Called after every step of every run.
     """
+    _check_room(subject, num_new)
     _warm_up(subject)
     baseline = _run_alone(subject, num_new, tick)
     exact = _run_paged(subject, baseline["ids"], "fp32", "fp32", num_new, tick)
@@ -78,6 +80,14 @@ def run_demo(
         "ok": not subject.is_exact
         or (divergence == [None] * len(divergence) and max(exact_error) <= EXACT_TOLERANCE),
     }  # fmt: skip
+
+
+def _check_room(subject: Subject, num_new: int) -> None:
+    """Refuse more new tokens than the model has positions for."""
+    longest = max(len(prompt) for prompt in subject.prompts)
+    room = subject.model.config.max_position_embeddings - longest
+    limit = f"the model's positions, less a prompt of {longest}"
+    check_int("new tokens", num_new, at_least=1, at_most=room, limit=limit)
 
 
 def _warm_up(subject: Subject, **cache: PagedCache) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.checks import check_int
 from dsv4.model.random_hf import random_hf_model
 
 PROMPT_LENGTHS = (300, 130, 37, 5)
@@ -46,6 +47,7 @@ class Subject:
 
 def random_subject(*, seed: int, device: str) -> Subject:
     """Make a model of transformers' class with random weights, and random prompts."""
+    check_int("seed", seed, at_least=0, at_most=2**62)
     model = random_hf_model(seed=seed, **RANDOM_MODEL).to(device)
     generator = torch.Generator().manual_seed(seed + 1)
     vocabulary = model.config.vocab_size

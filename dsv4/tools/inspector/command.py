@@ -11,6 +11,7 @@ from rich.table import Table
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.inspector.report import RequestInspector, describe_selections
 from dsv4.tools.inspector.selections import RUN_FILES, LayerSelections, read_selections
+from dsv4.tools.outputs import add_force
 from dsv4.tools.planner.sizes import format_bytes
 
 TAIL_NAMES = {"float32": "fp32", "bfloat16": "bf16"}
@@ -35,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--heatmap", type=Path, metavar="FILE",
         help="draw which entries top-k chose over time, .png or .svg",
     )  # fmt: skip
+    add_force(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

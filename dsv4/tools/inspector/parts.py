@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.cache.memory.layout import cache_layout
 from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
-from dsv4.cache.saved_request import SavedRequest
+from dsv4.cache.saved_request import SavedRequest, first_window_position
 from dsv4.config import CacheConfig
 from dsv4.formats import PagedRows, RowFormat
 from dsv4.kernels.layer_memory import LayerLayout
@@ -112,7 +112,7 @@ def first_tail_position(schema: LayerCacheSchema, length: int) -> int:
 
 def _window(saved: SavedRequest, layout: LayerLayout) -> Part:
     rows = FormatRows(layout.cut_ring(saved.slot[None]))
-    first = max(0, saved.length - layout.window)
+    first = first_window_position(layout.window, saved.length)
     return Part("window", rows, first, saved.length - first, ring_rows=layout.ring_rows)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dsv4.cache.memory.schema import build_schemas
-from dsv4.cache.saved_request import SavedRequest, read_any
+from dsv4.cache.saved_request import SavedRequest, first_window_position, read_any
 from dsv4.config import CacheConfig
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.inspector.parts import Part, first_tail_position, layer_parts
@@ -128,7 +128,7 @@ def _fill(saved: SavedRequest, config: CacheConfig) -> float | None:
 
 def _window(config: CacheConfig, saved: SavedRequest) -> dict[str, Any]:
     ring_rows = config.sliding_window + config.drafts_per_step
-    first = max(0, saved.length - config.sliding_window)
+    first = first_window_position(config.sliding_window, saved.length)
     return {
         "rows": saved.length - first,
         "ring_rows": ring_rows,

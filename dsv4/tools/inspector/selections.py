@@ -1,26 +1,24 @@
 """`SelectionRecorder`: records the entries that top-k chooses for one request, in a file.
 
-The file is safetensors: for each CSA layer `layer.N.positions` `[tokens]` and `layer.N.entries`
+The file has for each CSA layer `layer.N.positions` `[tokens]` and `layer.N.entries`
 `[tokens, topk]`, both int32, padded with -1. Of a position that was rolled back and written again,
 the last choice is kept.
 """
 
-import json
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.tensor_file import FilePath, TensorFile
+from dsv4.checks import check_int
 from dsv4.kernels.contracts import Selection
+from dsv4.layer_schedule import AttentionType
 
-FORMAT = "dsv4-selections-1"
-METADATA_KEY = "selections"
+SELECTIONS_FILE = TensorFile("recorded selections", key="selections", version="dsv4-selections-2")
 
 
 class RunFiles(NamedTuple):
@@ -53,7 +51,7 @@ class SelectionRecorder:
     """
 
     def __init__(self, slot: int) -> None:
-        self.slot = slot
+        self.slot = check_int("slot", slot, at_least=0)
         self._steps: dict[int, list[LayerSelections]] = {}
 
     def watch(self, handle: LayerCacheHandle) -> LayerCacheHandle:
@@ -75,16 +73,14 @@ class SelectionRecorder:
         """Return the recorded selections, by layer."""
         return {idx: _in_order(steps) for idx, steps in sorted(self._steps.items())}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the recorded selections."""
-        from safetensors.torch import save_file
-
+    def save(self, path: FilePath) -> None:
+        """Save the recorded selections, whole or not at all."""
         tensors = {
             f"layer.{idx}.{name}": tensor
             for idx, layer in self.selections().items()
             for name, tensor in layer._asdict().items()
         }
-        save_file(tensors, path, {METADATA_KEY: json.dumps({"format": FORMAT})})
+        SELECTIONS_FILE.write(path, {}, tensors)
 
 
 @dataclass(eq=False)
@@ -111,46 +107,36 @@ def _in_order(steps: list[LayerSelections]) -> LayerSelections:
     return LayerSelections(positions[rows], entries[rows])
 
 
-def read_selections(path: str | os.PathLike[str]) -> dict[int, LayerSelections]:
+def read_selections(path: FilePath) -> dict[int, LayerSelections]:
     """Read a file of `SelectionRecorder.save`, by layer; refuse any other file."""
-    from safetensors import SafetensorError, safe_open
-
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"No recorded selections at {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            _check_metadata(path, file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, UnicodeDecodeError) as error:
-        raise _refusal(path, f"expected a whole safetensors file, got: {error}") from None
-    matches = [re.fullmatch(r"layer\.(\d+)\.positions", name) for name in tensors]
+    _, tensors = SELECTIONS_FILE.read(path)
+    matches = [re.fullmatch(r"layer\.([0-9]{1,9})\.positions", name) for name in tensors]
     layers = sorted(int(match[1]) for match in matches if match)
     expected = {f"layer.{idx}.{name}" for idx in layers for name in LayerSelections._fields}
     if set(tensors) != expected:
-        raise _refusal(path, f"expected positions and entries of layers, got {sorted(tensors)}")
+        text = f"expected positions and entries of layers, got {sorted(tensors)}"
+        raise SELECTIONS_FILE.refusal(path, text)
     return {idx: _layer(path, idx, tensors) for idx in layers}
 
 
-def _layer(path: str | os.PathLike[str], idx: int, tensors: dict[str, Tensor]) -> LayerSelections:
+def _layer(path: FilePath, idx: int, tensors: dict[str, Tensor]) -> LayerSelections:
     layer = LayerSelections(*(tensors[f"layer.{idx}.{name}"] for name in LayerSelections._fields))
-    shapes = layer.positions.dim(), layer.entries.dim()
-    if shapes != (1, 2) or len(layer.positions) != len(layer.entries):
-        raise _refusal(
+    positions, entries = layer
+    shapes = positions.dim(), entries.dim()
+    if shapes != (1, 2) or len(positions) != len(entries):
+        raise SELECTIONS_FILE.refusal(
             path,
             f"expected [tokens] and [tokens, topk] in layer {idx}, got "
-            f"{list(layer.positions.shape)} and {list(layer.entries.shape)}",
+            f"{list(positions.shape)} and {list(entries.shape)}",
         )
+    if (positions.dtype, entries.dtype) != (torch.int32, torch.int32):
+        text = f"expected int32 in layer {idx}, got {positions.dtype} and {entries.dtype}"
+        raise SELECTIONS_FILE.refusal(path, text)
+    if (positions.diff() <= 0).any() or (positions[:1] < 0).any():
+        text = f"expected ascending positions from 0 on in layer {idx}"
+        raise SELECTIONS_FILE.refusal(path, text)
+    visible = (positions.long() + 1) // AttentionType.CSA.ratio
+    if (entries < -1).any() or (entries >= visible[:, None]).any():
+        text = f"expected entries that their tokens see, or -1, in layer {idx}"
+        raise SELECTIONS_FILE.refusal(path, text)
     return layer
-
-
-def _check_metadata(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
-    try:
-        file_format = json.loads(metadata[METADATA_KEY])["format"]
-    except (KeyError, TypeError, ValueError):
-        raise _refusal(path, f"expected metadata {METADATA_KEY!r} in JSON, found none") from None
-    if file_format != FORMAT:
-        raise _refusal(path, f"expected the format {FORMAT}, got {file_format}")
-
-
-def _refusal(path: str | os.PathLike[str], problem: str) -> ValueError:
-    return ValueError(f"Invalid recorded selections {os.fspath(path)}: {problem}")

@@ -11,6 +11,7 @@ from rich.table import Table
 from dsv4.cache.memory.capacity import ComponentBytes
 from dsv4.config import TAIL_DTYPES, CacheConfig, has_mtp_layers
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.tools.outputs import add_force
 from dsv4.tools.planner.changes import Change, find_changes
 from dsv4.tools.planner.gpus import GPU_BYTES, parse_gpu
 from dsv4.tools.planner.memory_plan import MemoryPlan
@@ -23,6 +24,8 @@ LABELS = {
     "hca_tails": "HCA tails", "attention_partials": "attention parts",
     "rope_tables": "RoPE tables", "index_global_scale": "index scale",
 }  # fmt: skip
+MAX_NUMBER = 2**20  # of an option that counts things
+MAX_DIGITS, MAX_SHOWN = 18, 40
 # Choices that are valid for a model of any width.
 _ANY_WIDTH: dict[str, Any] = {"kv_format": "bf16", "index_format": "bf16", "block_tokens": 128}
 TP_NOTE = (
@@ -61,20 +64,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw memory over context length, .png or .svg")
     add("--html", type=Path, metavar="FILE",
         help="write an interactive page that needs no network")  # fmt: skip
+    add_force(parser)
     add("--json", action="store_true", help="print one JSON object")
 
 
 def positive(text: str) -> int:
     """Parse an option that is a whole number above 0."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    value = int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else 0
+    if not 1 <= value <= MAX_NUMBER:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from 1 to {MAX_NUMBER:,}, got {text[:MAX_SHOWN]!r}"
+        )
     return value
 
 
 def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"expected a whole number, got {text!r}")
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
+        raise ValueError(f"expected a whole number, got {text[:MAX_SHOWN]!r}")
     return int(text)
 
 

@@ -4,6 +4,7 @@ Every byte comes from `Capacity.memory()`, which also sizes a manager. Nothing h
 or rows again.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -13,11 +14,24 @@ import numpy as np
 
 from dsv4.cache.memory.capacity import Capacity, ComponentBytes, blocks_for
 from dsv4.checks import check_int
-from dsv4.config import CacheConfig
+from dsv4.config import MAX_POSITION, CacheConfig
+from dsv4.kernels.index_scratch import SCRATCH_LIMIT
 
 TOKEN_COMPONENTS = ("csa_entries", "index_keys", "hca_entries", "block_padding")
 SLOT_COMPONENTS = ("window", "csa_tails", "index_tails", "hca_tails", "slot_padding")
 REQUEST_COMPONENTS = (*SLOT_COMPONENTS, "block_table")
+MAX_BYTES = 2**53 - 1  # exact in the page's JavaScript too
+# The least and the most of each number of a plan.
+LIMITS = {
+    "num_requests": (1, 10**6),
+    "context_tokens": (1, MAX_POSITION),
+    "gpu_bytes": (1, MAX_BYTES),
+    "weights_bytes": (0, MAX_BYTES),
+    "reserved_bytes": (0, MAX_BYTES),
+    "num_ranks": (1, 10**6),
+    "max_forward_tokens": (1, 2**30),
+    "num_checkpoints": (0, 10**6),
+}
 
 
 @dataclass(frozen=True)
@@ -48,11 +62,8 @@ class MemoryPlan:
     num_checkpoints: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("gpu_bytes", 1), ("weights_bytes", 0), ("reserved_bytes", 0), ("num_ranks", 1),
-            ("num_requests", 1), ("context_tokens", 1),
-        ):  # fmt: skip
-            check_int(name, getattr(self, name), at_least=least)
+        for name, (least, most) in LIMITS.items():
+            check_int(name, getattr(self, name), at_least=least, at_most=most)
         if self.context_tokens > self.config.max_position:
             raise ValueError(
                 f"Invalid context_tokens: expected at most {self.config.max_position} "
@@ -141,7 +152,8 @@ class MemoryPlan:
     @cached_property
     def max_requests(self) -> int:
         """The most requests of the planned length that fit; 0 if not even one does."""
-        return largest(lambda number: replace(self, num_requests=number).fits)
+        most = LIMITS["num_requests"][1]
+        return largest(lambda number: replace(self, num_requests=number).fits, at_most=most)
 
     @cached_property
     def max_blocks(self) -> int | None:
@@ -173,24 +185,47 @@ class MemoryPlan:
             return replace(self, context_tokens=step * number).fits
 
         longest = largest(fits, at_most=limit // step)
-        later = range(longest + 1, min(longest + self._blocks_past_a_gap, limit // step) + 1)
-        return step * max(filter(fits, later), default=longest)
+        end = min(longest + self._blocks_past_a_gap(longest), limit // step)
+        start = longest + 1
+        while start <= end:
+            stop = self._end_of_equal_rows(start, end)
+            fitting = count_first(fits, range(start, stop + 1))
+            longest = start + fitting - 1 if fitting else longest
+            start = stop + 1
+        return step * longest
 
-    @property
-    def _blocks_past_a_gap(self) -> int:
-        """The most blocks between a context that does not fit and a longer one that does.
+    def _blocks_past_a_gap(self, longest: int) -> int:
+        """The most blocks from a context that does not fit to a longer one that does.
 
         The index's workspace holds a whole number of rows below a limit. With longer rows it can
-        hold one row fewer, and so be smaller.
+        hold one row fewer, and so be smaller by less than a row.
         """
-        longest = replace(
-            self.capacity, max_forward_tokens=1, max_request_tokens=self.config.max_position
-        )
-        row_bytes = longest.index_scratch_bytes
-        if not row_bytes:
-            return 0
         block = replace(self.capacity, num_blocks=self.num_requests).memory()
-        return 1 + row_bytes // sum(block[name].allocated for name in TOKEN_COMPONENTS)
+        block_bytes = sum(block[name].allocated for name in TOKEN_COMPONENTS)
+        gap = self.config.max_position // self.config.block_tokens - longest
+        while block_bytes and 1 + self._row_bytes(longest + gap) // block_bytes < gap:
+            gap = 1 + self._row_bytes(longest + gap) // block_bytes
+        return gap
+
+    def _end_of_equal_rows(self, start: int, end: int) -> int:
+        """The last number of blocks up to `end` whose workspace holds as many rows as `start`'s."""
+        num_rows = SCRATCH_LIMIT // (self._row_bytes(start) or 1)
+
+        def is_equal(number: int) -> bool:
+            return SCRATCH_LIMIT // (self._row_bytes(number) or 1) == num_rows
+
+        return start - 1 + count_first(is_equal, range(start, end + 1))
+
+    def _row_bytes(self, num_blocks: int) -> int:
+        """Bytes of a token in the index's workspace, at a context of so many blocks."""
+        tokens = min(num_blocks * self.config.block_tokens, self.config.max_position)
+        one = replace(self.capacity, max_forward_tokens=1, max_request_tokens=tokens)
+        return one.index_scratch_bytes
+
+
+def count_first(fits: Callable[[int], bool], numbers: range) -> int:
+    """Count the numbers before the first one that does not fit; all later ones do not either."""
+    return bisect_left(numbers, True, key=lambda number: not fits(number))
 
 
 def largest(fits: Callable[[int], bool], *, at_most: int | None = None) -> int:

@@ -165,6 +165,11 @@ function parseSize(text, units) {
   return value % scale ? null : Number(value / scale);
 }
 
+const LIMITED = {
+  requests: "requests", chunk: "tokens of one forward", drafts: "drafts", checkpoints: "checkpoints",
+  ranks: "ranks",
+};
+
 const parseTokens = (text) => parseSize(text, TOKEN_UNITS) || null;
 const parseBytes = (text) => (text.trim() === "0" ? 0 : parseSize(text, BYTE_UNITS));
 const parseWhole = (least) => (text) => (/^[0-9]+$/.test(text) && +text >= least ? +text : null);
@@ -202,8 +207,11 @@ function readChoice() {
   if (layers.hca && choice.block % 128) {
     problems.push("expected blocks of a multiple of 128 tokens for this model");
   }
-  if (choice.requests > 1e6 || choice.chunk > 2 ** 30 || choice.drafts > 1e6 || choice.checkpoints > 1e6) {
-    problems.push("expected at most 1,000,000 requests, drafts and checkpoints, and 1024M tokens of one forward");
+  for (const [id, most] of Object.entries(data.limits)) {
+    if (choice[id] > most) {
+      at(id).setAttribute("aria-invalid", true);
+      problems.push(`expected at most ${whole(most)} ${LIMITED[id]}`);
+    }
   }
   choice.gpuBytes = choice.gpu === "other" ? choice.size : data.gpus[choice.gpu];
   choice.layers = layers;
@@ -376,7 +384,7 @@ function drawAnswer(result, choice) {
     : `${asked}: it does not fit, ${bytes(-result.free)} missing.`;
   at("verdict").className = isFit ? "fits" : "misses";
   const budget = choice.gpuBytes - result.weights - choice.reserve;
-  const maxRequests = largest((requests) => plan({ ...choice, requests }).free >= 0);
+  const maxRequests = largest((requests) => plan({ ...choice, requests }).free >= 0, data.limits.requests);
   at("max-requests").textContent = whole(maxRequests);
   at("max-context").textContent = whole(maxContext(choice));
   const hasBlocks = choice.layers.csa + choice.layers.hca > 0;

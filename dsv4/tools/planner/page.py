@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.cache.memory.capacity import HEAD_BLOCK, SPLIT_PROGRAMS, Capacity
-from dsv4.config import TAIL_DTYPES, CacheConfig
+from dsv4.config import MAX_DRAFTS, TAIL_DTYPES, CacheConfig
 from dsv4.formats import BYTE_ALIGN
 from dsv4.kernels.index_scratch import (
     GROUP,
@@ -24,7 +24,7 @@ from dsv4.kernels.index_scratch import (
 )
 from dsv4.tools.planner.changes import row_bytes
 from dsv4.tools.planner.gpus import GPU_BYTES
-from dsv4.tools.planner.memory_plan import MemoryPlan
+from dsv4.tools.planner.memory_plan import LIMITS, MemoryPlan
 from dsv4.tools.planner.plot import COLORS, component_groups
 from dsv4.tools.planner.sizes import short_bytes, short_tokens
 
@@ -69,6 +69,7 @@ def write_page(
             "splitPrograms": SPLIT_PROGRAMS,
             "byteAlign": BYTE_ALIGN,
         },
+        "limits": _limits(),
         "groups": [
             {"name": name, "color": COLORS[name], "components": components}
             for name, components in component_groups(plan).items()
@@ -91,6 +92,15 @@ def _fill(data: str) -> str:
     for name, text in sections.items():
         page = page.replace(f"/*{name}*/", text.rstrip("\n"))
     return page
+
+
+def _limits() -> dict[str, int]:
+    """Return the most of each control that has a limit of its own."""
+    names = {
+        "requests": "num_requests", "ranks": "num_ranks", "chunk": "max_forward_tokens",
+        "checkpoints": "num_checkpoints",
+    }  # fmt: skip
+    return {control: LIMITS[name][1] for control, name in names.items()} | {"drafts": MAX_DRAFTS}
 
 
 def _model(config: CacheConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from dsv4.tools.console import printable
 from dsv4.tools.pictures import check_picture
 from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, MemoryPlan
 
@@ -84,7 +85,7 @@ def plot_plan(plan: MemoryPlan, path: Path, *, title: str) -> None:
     axes.set_xticks([contexts[-1] * eighth // 8 for eighth in range(9)])
     axes.set_xlabel("tokens of each request")
     axes.set_ylabel("GiB on one GPU")
-    axes.set_title(title, fontsize=11)
+    axes.set_title(printable(title), fontsize=11, parse_math=False)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=150)

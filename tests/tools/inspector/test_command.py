@@ -44,7 +44,7 @@ def test_a_demo_run(run, capsys, tmp_path):
     out = " ".join(captured.out.split())
     for text in (
         "300 tokens; fp8 rows, mxfp4 index keys", "Blocks: 2 of 256 tokens",
-        "Window: positions 172 to 299", "44 of 128 rows in use", "Rows by layer",
+        "Window: positions 173 to 299", "44 of 128 rows in use", "Rows by layer",
         "satu-", "rms", "index keys mxfp4 75", "What top-k chose", "Every value is finite.",
     ):  # fmt: skip
         assert text in out, text
@@ -138,7 +138,7 @@ def test_files_of_something_else(run, capsys, tmp_path):
 
 def test_selections_of_another_model(run, capsys, tmp_path):
     recorder = SelectionRecorder(0)
-    recorder.record(2, torch.arange(3), torch.zeros(3, 8))
+    recorder.record(2, torch.arange(3, 6), torch.zeros(3, 8))
     recorder.save(tmp_path / "other")
     message = fails(capsys, run, "--selections", tmp_path / "other")
     assert "expected layers of [1, 3], the CSA layers of the request, got [2]" in message

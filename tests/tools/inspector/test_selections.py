@@ -13,7 +13,12 @@ from dsv4.testing import Row, join_rows, model_projections, model_weights, run_f
 from dsv4.tools.inspector import heatmap, report
 from dsv4.tools.inspector.heatmap import check_heatmap, draw_heatmap, map_choices
 from dsv4.tools.inspector.report import describe_selections
-from dsv4.tools.inspector.selections import LayerSelections, SelectionRecorder, read_selections
+from dsv4.tools.inspector.selections import (
+    SELECTIONS_FILE,
+    LayerSelections,
+    SelectionRecorder,
+    read_selections,
+)
 
 CONFIG = CacheConfig.tiny(drafts_per_step=3)
 WEIGHTS = model_weights(CONFIG, seed=0)
@@ -95,25 +100,71 @@ def test_a_file_of_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "metadata", "match"),
+    ("metadata", "match"),
     [
-        ({"a": (2,)}, None, "expected metadata 'selections' in JSON, found none"),
-        ({"a": (2,)}, "[]", "expected metadata 'selections' in JSON, found none"),
-        ({"a": (2,)}, '{"format": "x"}', "expected the format dsv4-selections-1, got x"),
-        ({"a": (2,)}, '{"format": "dsv4-selections-1"}', "expected positions and entries of"),
-        (
-            {"layer.1.positions": (2,), "layer.1.entries": (3, 4)},
-            '{"format": "dsv4-selections-1"}',
-            r"expected \[tokens\] and \[tokens, topk\] in layer 1, got \[2\] and \[3, 4\]",
-        ),
+        (None, "expected metadata 'selections' in JSON, found none"),
+        ("[]", "expected metadata 'selections' to be an object"),
+        ('{"format": "x"}', "expected the format dsv4-selections-2, got x"),
+        ('{"format": "dsv4-selections-1"}', "expected the format dsv4-selections-2, got"),
+        ('{"format": "dsv4-selections-2"}', "its contents do not match its checksum"),
     ],
 )
-def test_other_files_are_refused(tmp_path, tensors, metadata, match):
+def test_other_files_are_refused(tmp_path, metadata, match):
     path = tmp_path / "file"
-    made = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in tensors.items()}
-    save_file(made, path, None if metadata is None else {"selections": metadata})
+    save_file(
+        {"a": torch.zeros(2, dtype=torch.int32)},
+        path,
+        None if metadata is None else {"selections": metadata},
+    )
     with pytest.raises(ValueError, match=f"Invalid recorded selections .*: {match}"):
         read_selections(path)
+
+
+def int32(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("positions", "entries", "match"),
+    [
+        ([4, 5], [[0]] * 3, r"expected \[tokens\] and \[tokens, topk\] in layer 1, got \[2\] and"),
+        ([-5, 4], [[-1], [0]], "expected ascending positions from 0 on in layer 1"),
+        ([5, 4], [[0], [0]], "expected ascending positions from 0 on in layer 1"),
+        ([4, 4], [[0], [0]], "expected ascending positions from 0 on in layer 1"),
+        ([4, 5], [[-2], [0]], "expected entries that their tokens see, or -1, in layer 1"),
+        ([2, 5], [[0], [0]], "expected entries that their tokens see, or -1, in layer 1"),
+        ([4, 5], [[0], [2**31 - 1]], "expected entries that their tokens see, or -1, in layer 1"),
+        (None, [[0]], "expected positions and entries of layers"),
+    ],
+)
+def test_selections_that_cannot_be(tmp_path, positions, entries, match):
+    tensors = {"layer.1.entries": int32(entries)}
+    if positions is not None:
+        tensors["layer.1.positions"] = int32(positions)
+    SELECTIONS_FILE.write(tmp_path / "file", {}, tensors)
+    with pytest.raises(ValueError, match=f"Invalid recorded selections .*: {match}"):
+        read_selections(tmp_path / "file")
+
+
+def test_selections_of_another_dtype(tmp_path):
+    tensors = {"layer.1.positions": int32([4]), "layer.1.entries": int32([[0]]).to(torch.uint8)}
+    SELECTIONS_FILE.write(tmp_path / "file", {}, tensors)
+    with pytest.raises(ValueError, match=r"expected int32 in layer 1, got .* and torch\.uint8"):
+        read_selections(tmp_path / "file")
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    _, recorder, _ = run_watched()
+    path = tmp_path / "selections.safetensors"
+    recorder.save(path)
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for place in (header, header + 5, len(whole) - 1, header - 40):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="Invalid recorded selections"):
+            read_selections(path)
 
 
 def test_files_that_are_none(tmp_path):

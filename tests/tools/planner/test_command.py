@@ -1,6 +1,7 @@
 """`dsv4 plan`: tables, JSON, refusals."""
 
 import json
+import signal
 import sys
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_config_of_transformers(capsys, tmp_path, is_folder):
         (["--context", "2M"], "expected at most 1048576 (max_position), got 2097152"),
         (["--gpu", "80"], "expected a size such as 80GiB or 141GB, or one of a100"),
         (["--weights", "80"], "expected a size such as 80GiB or 141GB, got '80'"),
-        (["--requests", "0"], "expected a whole number above 0, got '0'"),
+        (["--requests", "0"], "expected a whole number from 1 to 1,048,576, got '0'"),
         (["--drafts", "-1"], "expected a whole number, got '-1'"),
         (["--drafts", "x"], "expected a whole number, got 'x'"),
         (["--block-tokens", "100"], "expected a multiple of the largest ratio (128), got 100"),
@@ -146,3 +147,92 @@ def test_plot(capsys, tmp_path):
 def test_plain_text_where_there_is_no_terminal(capsys):
     assert main(FLASH) == 0
     assert "\x1b" not in capsys.readouterr().out
+
+
+ABSURD = [str(10**6), str(10**9), str(10**18), "9" * 400, "-1", "0"]
+
+
+@pytest.fixture
+def ten_seconds():
+    """Fail a test that takes longer; some of these plans once took hours."""
+
+    def fail(*_):
+        raise TimeoutError("ten seconds are over")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(10)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def planned_or_refused(*arguments: str) -> None:
+    """Run a plan: it ends with 0, or with 2 for bad usage."""
+    try:
+        assert main([*arguments, "--json"]) == 0
+    except SystemExit as error:
+        assert error.code == 2
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["context", "requests", "gpu", "weights", "reserve", "tp", "block-tokens", "page-align",
+     "drafts", "chunk", "checkpoints"],
+)  # fmt: skip
+def test_absurd_options(option, ten_seconds):
+    unit = "GB" if option in ("gpu", "weights", "reserve") else ""
+    for number in ABSURD:
+        planned_or_refused(*FLASH, "--requests", "500", f"--{option}={number}{unit}")
+
+
+def test_a_million_drafts_are_refused(capsys, ten_seconds):
+    with pytest.raises(SystemExit):
+        main([*FLASH, "--requests", "500", "--drafts", "1000000"])
+    assert "drafts_per_step: expected an integer from 0 to 256, got 1000000" in (
+        capsys.readouterr().err
+    )
+
+
+OTHER_KEYS = ["num_nextn_predict_layers", "layer_types", "rope_parameters", "rope_scaling",
+              "partial_rotary_factor"]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [*HF_CONFIG, *OTHER_KEYS])
+def test_absurd_configs(key, tmp_path, ten_seconds):
+    values = [
+        10**6,
+        10**9,
+        10**18,
+        10**400,
+        -1,
+        0,
+        2.5,
+        float("inf"),
+        "x",
+        [],
+        {},
+        [10**9],
+        {"a": 1},
+    ]
+    for value in values:
+        changed = {**HF_CONFIG, key: value}
+        if key == "num_nextn_predict_layers":
+            changed["compress_ratios"] = [0, 4, 128]
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        planned_or_refused("plan", "--model", str(tmp_path), "--context", "4k", "--gpu", "1GB")
+
+
+def test_a_small_model_of_a_long_context(tmp_path, ten_seconds):
+    """Its longest context was once searched block by block."""
+    small = {"compress_ratios": [4], "num_hidden_layers": 1, "head_dim": 32, "index_head_dim": 32,
+             "qk_rope_head_dim": 16, "max_position_embeddings": 2**31 - 1}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | small))
+    assert main(["plan", "--model", str(tmp_path), "--context", "4k", "--gpu", "1GB", "--kv",
+                 "bf16"]) == 0  # fmt: skip
+
+
+def test_a_config_of_deep_json(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", str(tmp_path), "--context", "4k", "--gpu", "1GB"])
+    assert "Invalid config.json: expected JSON" in capsys.readouterr().err

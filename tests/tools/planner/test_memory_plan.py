@@ -213,17 +213,23 @@ def test_largest(number):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"gpu_bytes": 0}, "Invalid gpu_bytes: expected an integer >= 1, got 0"),
-        ({"weights_bytes": -1}, "Invalid weights_bytes: expected an integer >= 0, got -1"),
-        ({"reserved_bytes": 0.5}, "Invalid reserved_bytes: expected an integer >= 0, got 0.5"),
-        ({"num_ranks": 0}, "Invalid num_ranks: expected an integer >= 1, got 0"),
-        ({"num_requests": 0}, "Invalid num_requests: expected an integer >= 1, got 0"),
-        ({"context_tokens": 0}, "Invalid context_tokens: expected an integer >= 1, got 0"),
+        ({"gpu_bytes": 0}, "Invalid gpu_bytes: expected an integer from 1 to .*, got 0"),
+        ({"weights_bytes": -1}, "Invalid weights_bytes: expected an integer from 0 to .*, got -1"),
+        (
+            {"reserved_bytes": 0.5},
+            "Invalid reserved_bytes: expected an integer from 0 to .*, got 0.5",
+        ),
+        ({"num_ranks": 0}, "Invalid num_ranks: expected an integer from 1 to .*, got 0"),
+        ({"num_requests": 0}, "Invalid num_requests: expected an integer from 1 to .*, got 0"),
+        ({"context_tokens": 0}, "Invalid context_tokens: expected an integer from 1 to .*, got 0"),
         (
             {"context_tokens": 65537},
             r"Invalid context_tokens: expected at most 65536 .*, got 65537",
         ),
-        ({"max_forward_tokens": 0}, "Invalid max_forward_tokens: expected an integer >= 1, got 0"),
+        (
+            {"max_forward_tokens": 0},
+            "Invalid max_forward_tokens: expected an integer from 1 to .*, got 0",
+        ),
     ],
 )
 def test_refusals(changes, match):

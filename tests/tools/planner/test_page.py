@@ -253,6 +253,7 @@ def test_moves_with_keys_and_clicks(driver, tmp_path):
         ("requests", "2000000", "expected at most 1,000,000 requests"),
         ("weights", "80", "expected a size of the weights such as 160GB"),
         ("drafts", "-1", "expected a whole number of drafts"),
+        ("drafts", "257", "expected at most 256 drafts"),
     ],
 )
 def test_says_what_it_expects(page, field, text, message):
