@@ -221,7 +221,7 @@ def read_of(manager) -> SavedRequest:
     layout = manager.device_memory.layout
     return saved_request.copy_request(
         layout, manager.state, manager.paged, slot=0, length=LENGTH,
-        blocks=torch.from_numpy(manager.books.requests.blocks_of(0)).long(),
+        blocks=torch.from_numpy(manager._books.requests.blocks_of(0)).long(),
     )  # fmt: skip
 
 

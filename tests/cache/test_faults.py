@@ -1,0 +1,311 @@
+"""Whatever is raised, and wherever: each call leaves all requests as before it, or as after it."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dsv4 import CheckpointPolicy, prepare_forward
+from dsv4.cache.memory.journal import Journal
+from dsv4.testing import Row, forward_inputs, poison
+from tests.cache import life
+from tests.cache.faults import KINDS, Fault, OutOfMemoryFault, Points
+from tests.cache.life import SHORT, assert_stores, run_layers
+
+rng = np.random.default_rng(5)
+BLOCK, DRAFTS = SHORT.config.block_tokens, life.DRAFTS
+TEXTS = [rng.integers(0, 2, 40, dtype=np.uint8).tobytes() for _ in range(4)]
+
+
+class Scene:
+    """Requests in every state: shared, published, swapped, saved; few blocks are free.
+
+    tokens are those of each open request, waiting those of the swapped one.
+    """
+
+    def __init__(self, folder):
+        self.manager = manager = SHORT.new_manager(
+            num_checkpoints=4, host_blocks=8, host_slots=2, undo_slots=1,
+            checkpoint_policy=CheckpointPolicy(every_blocks=1),
+        )  # fmt: skip
+        poison(manager)
+        self.folder, self.tokens = folder, {}
+        self.path = folder / "request"
+        gone = self.resume(TEXTS[0][:17])
+        self.grow({gone: TEXTS[0][:17]})
+        manager.free_request(gone)
+        del self.tokens[gone]
+        swapped = self.resume(TEXTS[1][:19])
+        self.grow({swapped: TEXTS[1][:19]})
+        self.first = self.resume(TEXTS[2][:21])
+        self.grow({self.first: TEXTS[2][:18]})
+        self.grow({self.first: TEXTS[2][:19]})
+        manager.save_request(self.first, self.path)
+        self.fork = manager.fork(self.first)
+        self.tokens[self.fork] = self.tokens[self.first]
+        self.swapped = manager.swap_out(swapped)
+        self.waiting = self.tokens.pop(swapped)
+        self.short = manager.open_request()
+        self.tokens[self.short] = b""
+        self.grow({self.short: TEXTS[3][:5]})
+        manager.check_integrity()
+
+    def resume(self, text):
+        slot, found = self.manager.resume_request(list(text))
+        self.tokens[slot] = text[:found]
+        return slot
+
+    def rows(self, grown):
+        return [
+            Row(slot, SHORT.projections_of(text), len(self.tokens[slot]), len(text))
+            for slot, text in grown.items()
+        ]
+
+    def grow(self, grown):
+        run_layers(self.manager, SHORT.weights, self.rows(grown))
+        self.tokens.update(grown)
+
+    def more(self, slot, count, text=3):
+        old = self.tokens[slot]
+        return old + TEXTS[text][len(old) : len(old) + count]
+
+
+def opened(scene):
+    slots = scene.manager.open_requests(1)
+    scene.tokens.update(dict.fromkeys(slots, b""))
+
+
+def resumed(scene):
+    scene.resume(TEXTS[0][:20])
+
+
+def resumed_from_the_host(scene):
+    scene.resume(TEXTS[1][:19])
+
+
+def step(scene):
+    """All at once: a chunk, a copy of a shared block, new blocks, an eviction."""
+    more = {scene.short: scene.more(scene.short, 9), scene.first: scene.more(scene.first, 2),
+            scene.fork: scene.more(scene.fork, 4)}  # fmt: skip
+    scene.grow(more)
+
+
+def chunk_from_a_checkpoint(scene):
+    scene.manager.truncate(scene.first, 2 * BLOCK)
+    scene.tokens[scene.first] = scene.tokens[scene.first][: 2 * BLOCK]
+    scene.grow({scene.first: scene.more(scene.first, 7)})
+
+
+def settled(scene):
+    scene.manager.stats()
+
+
+def truncated(scene):
+    slots = [scene.first, scene.fork]
+    scene.manager.truncate(slots, [17, 16])
+    scene.tokens.update(
+        {slot: scene.tokens[slot][:length] for slot, length in zip(slots, (17, 16), strict=True)}
+    )
+
+
+def truncated_to_a_checkpoint(scene):
+    scene.manager.truncate(scene.first, BLOCK)
+    scene.tokens[scene.first] = scene.tokens[scene.first][:BLOCK]
+
+
+def emptied(scene):
+    scene.manager.truncate(scene.first, 0)
+    scene.tokens[scene.first] = b""
+
+
+def forked(scene):
+    fork = scene.manager.fork(scene.short)
+    scene.tokens[fork] = scene.tokens[scene.short]
+
+
+def freed(scene):
+    scene.manager.free_requests([scene.first, scene.short])
+    del scene.tokens[scene.first], scene.tokens[scene.short]
+
+
+def swapped_out(scene):
+    scene.manager.swap_out(scene.first)
+    del scene.tokens[scene.first]
+
+
+def swapped_in(scene):
+    slot = scene.manager.swap_in(scene.swapped)
+    scene.tokens[slot] = scene.waiting
+
+
+def dropped(scene):
+    scene.manager.drop_swapped(scene.swapped)
+
+
+def saved(scene):
+    scene.manager.save_request(scene.fork, scene.folder / "another")
+
+
+def loaded(scene):
+    slot = scene.manager.load_request(scene.path)
+    scene.tokens[slot] = TEXTS[2][:19]
+
+
+def noted(scene):
+    ids = [*TEXTS[2][21:24], *TEXTS[2][21:23], *TEXTS[3][:5]]
+    scene.manager.note_tokens(
+        [scene.first, scene.fork, scene.short], ids, start=[21, 21, 0], counts=[3, 2, 5]
+    )
+
+
+def reset(scene):
+    scene.manager.reset()
+    scene.tokens.clear()
+
+
+def cancelled(scene):
+    """A chunk that an undo slot brings back, after some of its layers."""
+    rows = scene.rows({scene.short: scene.more(scene.short, 9), scene.fork: scene.more(scene.fork, 1)})
+    lengths = zip(*((row.slot, row.before, row.after) for row in rows), strict=True)
+    plan = prepare_forward(scene.manager, *map(list, lengths))
+    scene.manager.acquire(0, plan).forward(forward_inputs(rows, 0), SHORT.weights[0])
+    plan.cancel()
+
+
+def freed_inside_a_forward(scene):
+    rows = scene.rows({scene.short: scene.more(scene.short, 9), scene.fork: scene.more(scene.fork, 1)})
+    lengths = zip(*((row.slot, row.before, row.after) for row in rows), strict=True)
+    plan = prepare_forward(scene.manager, *map(list, lengths))
+    scene.manager.free_request(scene.short)
+    plan.cancel()
+    del scene.tokens[scene.short]
+
+
+CALLS = {each.__name__: each for each in (
+    opened, resumed, resumed_from_the_host, step, chunk_from_a_checkpoint, settled, truncated,
+    truncated_to_a_checkpoint, emptied, forked, freed, swapped_out, swapped_in, dropped, saved,
+    loaded, noted, reset, cancelled, freed_inside_a_forward,
+)}  # fmt: skip
+
+
+def holds(scene, tokens):
+    """Whether the open requests are these, judged by slots and lengths."""
+    manager = scene.manager
+    lengths = {slot: int(manager.lengths[slot]) for slot in manager.open_slots}
+    return lengths == {slot: len(text) for slot, text in tokens.items()}
+
+
+def check(scene, states):
+    """The requests are one of the states, their bytes are right, and all can go on."""
+    manager = scene.manager
+    if manager.live_plan is not None:
+        manager.live_plan.cancel()
+    manager.check_integrity()
+    states = [state for state in states if holds(scene, state)]
+    assert states, (manager.open_slots, manager.lengths.tolist())
+    state = states[0]
+    for slot, text in state.items():
+        assert_stores(SHORT, manager, slot, text)
+    scene.tokens = dict(state)
+    for slot, text in state.items():
+        if manager.num_free_blocks and len(text) < 36:
+            scene.grow({slot: text + TEXTS[0][:1]})
+            assert_stores(SHORT, manager, slot, text + TEXTS[0][:1])
+            manager.truncate(slot, len(text))
+            scene.tokens[slot] = text
+    manager.check_integrity()
+
+
+def middle_states(call, scene):
+    """States between the calls that a scene's function makes one after the other."""
+    if call is chunk_from_a_checkpoint:
+        return [{**scene.tokens, scene.first: scene.tokens[scene.first][: 2 * BLOCK]}]
+    if call is freed_inside_a_forward:
+        rest = {slot: text for slot, text in scene.tokens.items() if slot != scene.short}
+        return [rest]
+    return []
+
+
+def inject(call, kind, folder, choose):
+    """Run a call once for each chosen point, with a fault there; returns how many there were."""
+    counter = itertools.count()
+
+    def new_scene():
+        path = folder / str(next(counter))
+        path.mkdir()
+        return Scene(path)
+
+    call(new_scene())  # what the texts project to is computed once
+    twin = new_scene()
+    middle = middle_states(call, twin)
+    points = Points()
+    before = dict(twin.tokens)
+    with KINDS[kind](points):
+        call(twin)
+    states = [before, *middle, dict(twin.tokens)]
+    check(twin, [states[-1]])
+    chosen = choose(points.count)
+    for point in chosen:
+        scene = new_scene()
+        with pytest.raises((Fault, OutOfMemoryFault)), KINDS[kind](Points(point)):
+            call(scene)
+        check(scene, states)
+    return len(chosen)
+
+
+def some(count, share=23):
+    """Every so many-th point, and the last ones, where a commit is."""
+    return sorted({*range(0, count, share), *range(max(0, count - 3), count)})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_fault_at_some_points(name, kind, tmp_path, record_property):
+    num_points = inject(CALLS[name], kind, tmp_path, some)
+    record_property("points", num_points)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_fault_at_every_point(name, kind, tmp_path, record_property, capsys):
+    num_points = inject(CALLS[name], kind, tmp_path, range)
+    record_property("points", num_points)
+    with capsys.disabled():
+        print(f" {name}, {kind}: {num_points} points", end="")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_undo_that_breaks_off_is_finished_by_the_next_call(name, tmp_path, monkeypatch):
+    """The second fault hits each step of the undo in turn."""
+    for broken in range(0, 40, 3):
+        path = tmp_path / str(broken)
+        path.mkdir()
+        scene = Scene(path)
+        before = dict(scene.tokens)
+        middle = middle_states(CALLS[name], scene)
+        with monkeypatch.context() as patch:
+            break_finish(patch, broken)
+            try:
+                CALLS[name](scene)
+            except (Fault, OutOfMemoryFault):
+                pass
+        check(scene, [before, *middle, dict(scene.tokens)])
+
+
+def break_finish(patch, broken):
+    """Let the first change of the books fail when it is done, and its undo after some steps."""
+    leave, is_armed = Journal.__exit__, [True]
+
+    def failing_exit(journal, kind, error, traceback):
+        change = journal._change
+        if not is_armed or change is None or not change.undo:
+            return leave(journal, kind, error, traceback)
+        is_armed.clear()
+        steps = list(reversed(change.undo))[: broken or len(change.undo)]
+        for undo, args in steps:
+            undo(*args)
+        raise Fault("inside an undo")
+
+    patch.setattr(Journal, "__exit__", failing_exit)
+
