@@ -25,7 +25,7 @@ class Scene:
 
     def __init__(self, folder):
         self.manager = manager = SHORT.new_manager(
-            num_checkpoints=4, host_blocks=8, host_slots=2, undo_slots=1,
+            num_blocks=6, num_checkpoints=6, host_blocks=4, host_slots=2, undo_slots=1,
             checkpoint_policy=CheckpointPolicy(every_blocks=1),
         )  # fmt: skip
         poison(manager)
@@ -45,6 +45,11 @@ class Scene:
         self.tokens[self.fork] = self.tokens[self.first]
         self.swapped = manager.swap_out(swapped)
         self.waiting = self.tokens.pop(swapped)
+        last = manager.open_request()
+        self.tokens[last] = b""
+        self.grow({last: TEXTS[3][:24]})  # what is published goes to the host
+        manager.free_request(last)
+        del self.tokens[last]
         self.short = manager.open_request()
         self.tokens[self.short] = b""
         self.grow({self.short: TEXTS[3][:5]})
@@ -208,7 +213,7 @@ def check(scene, states):
         assert_stores(SHORT, manager, slot, text)
     scene.tokens = dict(state)
     for slot, text in state.items():
-        if manager.num_free_blocks and len(text) < 36:
+        if manager.stats().num_evictable_blocks + manager.num_free_blocks and len(text) < 36:
             scene.grow({slot: text + TEXTS[0][:1]})
             assert_stores(SHORT, manager, slot, text + TEXTS[0][:1])
             manager.truncate(slot, len(text))
