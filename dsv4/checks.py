@@ -62,6 +62,8 @@ def check_one_or_more(
 
 
 def _as_ints(name: str, values: Any) -> NDArray[np.int64]:
+    if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1:
+        return values
     device = getattr(values, "device", "cpu")
     if str(device) != "cpu":
         raise ValueError(f"Invalid device of {name}: expected cpu, got {device}")

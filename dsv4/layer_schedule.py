@@ -7,16 +7,18 @@ from typing import Literal
 
 
 class AttentionType(enum.Enum):
-    """The three layer types of DeepSeek-V4; the value is the compression ratio m."""
+    """The three layer types of DeepSeek-V4; the value is the compression ratio m.
+
+    Attributes:
+        ratio: Tokens per compressed entry; 0 where a layer has no entries.
+    """
 
     SWA = 0
     CSA = 4
     HCA = 128
 
-    @property
-    def ratio(self) -> int:
-        """Tokens per compressed entry; 0 where a layer has no entries."""
-        return self.value
+    def __init__(self, ratio: int) -> None:
+        self.ratio = ratio
 
     @classmethod
     def from_ratio(cls, ratio: int) -> "AttentionType":

@@ -23,6 +23,7 @@ class CurrentForward:
         self._plan: ForwardPlan | None = None
         self._is_settled = True
         self._boundaries: list[tuple[int, int, int]] = []
+        self._is_named = np.zeros(capacity.max_requests + 1, dtype=np.bool_)  # slots of the plan
 
     @property
     def live_plan(self) -> ForwardPlan | None:
@@ -53,8 +54,11 @@ class CurrentForward:
         Args:
             boundaries: Row, slot and boundary that are checkpointed once it is complete.
         """
-        for name in ("_plan", "_is_settled", "_boundaries"):
+        for name in ("_plan", "_is_settled", "_boundaries", "_is_named"):
             self._journal.note_attribute(self, name)
+        is_named = np.zeros_like(self._is_named)
+        is_named[plan.request_slots] = True  # padding names the last one
+        self._is_named = is_named
         self._boundaries = boundaries
         self._is_settled = False
         self._plan = plan
@@ -118,10 +122,11 @@ class CurrentForward:
         books, requests = self._books, self._books.requests
         if books.prefix is not None:
             books.prefix.end_checkpoints(is_done=is_written)
-            books.checkpoints.release(self.held_checkpoints)
-        closing = np.flatnonzero(requests.is_closing)
-        if closing.size:
-            books.close_slots(closing)
+            held = self.held_checkpoints
+            if held.size:
+                books.checkpoints.release(held)
+        if requests.is_closing.any():
+            books.close_slots(requests.is_closing.nonzero()[0])
         self._journal.note_attribute(self, "_is_settled")
         self._is_settled = True
 
@@ -133,7 +138,7 @@ class CurrentForward:
 
     def retire_for(self, slots: Int64Array) -> None:
         """End the reads of the last plan if it names one of the slots."""
-        if self._plan is not None and np.isin(slots, self._plan.request_slots).any():
+        if self._plan is not None and self._is_named[slots].any():
             self._journal.note_attribute(self._plan, "is_retired")
             self._plan.is_retired = True
 
@@ -177,9 +182,10 @@ class CurrentForward:
 
     def check_idle(self, slots: Int64Array | None = None) -> None:
         """Refuse to go on while a plan is live, or one that writes these slots."""
-        busy = self.live_slots.tolist()
-        if not busy or (slots is not None and not np.isin(busy, slots).any()):
+        live = self.live_slots
+        if not live.size or (slots is not None and not np.isin(live, slots).any()):
             return
+        busy = live.tolist()
         raise LiveForwardError(
             f"A forward of {len(busy)} requests is live, slots {busy[:8]}"
             f"{' and more' if len(busy) > 8 else ''}: run all of its layers, or call "

@@ -65,7 +65,7 @@ class ForwardPlanner:
         self._check_capacity(slots, num_tokens)
         self._forward.check_idle()
         self._forward.publish()
-        real = slice(None) if is_real.all() else is_real
+        real = slice(None) if slots.min(initial=0) >= 0 else is_real
         real_slots, real_before, real_after = slots[real], before[real], after[real]
         needs = self.count_blocks(real_slots, real_before, real_after)
         is_chunk = (counts > self._capacity.max_step_tokens) & is_real
@@ -79,12 +79,14 @@ class ForwardPlanner:
         with self._books.journal:
             sources, targets = self._take_blocks(needs, real_slots, real_before)
             self._books.requests.advance(real_slots, real_after)
-            self._hold(slots, survival)
+            if has_chunks:
+                self._hold(slots, survival)
             boundaries = self._take_checkpoints(in_chunks)
             starts = self._workspace_starts(counts, is_chunk) if has_chunks else None
             num_chunks = self._fill_buffers(slots, before, after, counts, starts, num_tokens)
             buffers = self._memory.plan_buffers
-            buffers.upload(self._books.requests.changed_blocks, sources, targets)
+            sizes = (len(slots), num_tokens)
+            buffers.upload(self._books.requests.changed_blocks, sources, targets, sizes)
             self._books.requests.forget_changes()
             host, batch = buffers.host, len(slots)
             plan = ForwardPlan(
@@ -141,7 +143,7 @@ class ForwardPlanner:
         is_open = requests.is_open[mine] & ~requests.is_closing[mine]
         if not is_open.all():
             raise ValueError(f"Invalid request_slots: slot {mine[~is_open][0]} is not open")
-        if np.bincount(mine, minlength=1).max() > 1:
+        if len(mine) > 1 and np.bincount(mine).max() > 1:
             slot = int(np.bincount(mine).argmax())
             raise ValueError(f"Invalid request_slots: slot {slot} is named more than once")
         self._forward.check_idle(mine)
@@ -185,6 +187,8 @@ class ForwardPlanner:
         ratio, columns = self._config.smallest_ratio, before // self._config.block_tokens
         rows = np.flatnonzero((before // ratio < after // ratio) & (columns < have))
         ids = self._books.requests.block_table[slots[rows], columns[rows]]
+        if not (self._books.allocator.num_owners[ids] > 1).any():
+            return rows[:0]
         order = np.argsort(ids, kind="stable")
         rows, ids = rows[order], ids[order]
         num_before = np.arange(len(ids)) - np.searchsorted(ids, ids)  # writers of the same block
@@ -266,7 +270,8 @@ class ForwardPlanner:
         if not num_blocks:
             return none, none
         ids = books.acquire_blocks(num_blocks)
-        fresh, targets = np.split(ids, [num_blocks - len(needs.copies)])
+        num_fresh = num_blocks - len(needs.copies)
+        fresh, targets = ids[:num_fresh], ids[num_fresh:]
         books.requests.append_blocks(slots[needs.grows], needs.missing, fresh)
         if not targets.size:
             return none, none
@@ -309,27 +314,27 @@ class ForwardPlanner:
     ) -> int:
         """Write the plan's arrays and return the number of chunks."""
         batch, num_chunks = len(slots), 0
-        with self._memory.plan_buffers.filling(batch, num_tokens) as host:
-            host["request_slots"][:batch] = slots
-            host["positions_before"][:batch] = before
-            host["positions_after"][:batch] = after
-            if workspace_starts is None:
-                host["workspace_starts"][:batch] = -1
-            else:
-                host["workspace_starts"][:batch] = workspace_starts
-                chunks = np.flatnonzero(workspace_starts >= 0)
-                num_chunks = len(chunks)
-                host["chunk_ids"][:num_chunks] = chunks
-            ids = np.arange(batch)
-            if num_tokens == batch == np.count_nonzero(counts):  # plain decode: one token each
-                host["request_ids"][:batch] = host["token_starts"][:batch] = ids
-                host["positions"][:batch] = before
-            else:
-                first_token = np.cumsum(counts) - counts
-                host["token_starts"][:batch] = first_token
-                ids = np.repeat(ids, counts)
-                host["request_ids"][:num_tokens] = ids
-                host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
+        host = self._memory.plan_buffers.start(batch, num_tokens)
+        host["request_slots"][:batch] = slots
+        host["positions_before"][:batch] = before
+        host["positions_after"][:batch] = after
+        if workspace_starts is None:
+            host["workspace_starts"][:batch] = -1
+        else:
+            host["workspace_starts"][:batch] = workspace_starts
+            chunks = np.flatnonzero(workspace_starts >= 0)
+            num_chunks = len(chunks)
+            host["chunk_ids"][:num_chunks] = chunks
+        ids = np.arange(batch)
+        if num_tokens == batch == np.count_nonzero(counts):  # plain decode: one token each
+            host["request_ids"][:batch] = host["token_starts"][:batch] = ids
+            host["positions"][:batch] = before
+        else:
+            first_token = np.cumsum(counts) - counts
+            host["token_starts"][:batch] = first_token
+            ids = np.repeat(ids, counts)
+            host["request_ids"][:num_tokens] = ids
+            host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
         return num_chunks
 
 

@@ -1,5 +1,6 @@
 """`LayerChecks`: refuses inputs that do not fit a layer, before anything is written."""
 
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ class LayerChecks(NamedTuple):
     schema: LayerCacheSchema
     device: torch.device
     attention_backend: str
+    accepted: dict[str, "weakref.ref[Tensor]"]  # weights that were checked last, by name
 
     def check_inputs(
         self, inputs: LayerProjections, weights: LayerWeights, num_tokens: int
@@ -36,8 +38,9 @@ class LayerChecks(NamedTuple):
         """Check everything that `LayerCacheHandle.forward` takes."""
         self.check_kv(inputs.kv, weights.kv_norm, num_tokens)
         self.check_query(inputs.query, weights.sinks, num_tokens)
-        given = (inputs.compressor, weights.compressor)
-        if any((part is not None) != (self.layer.ratio > 0) for part in given):
+        has_entries = self.layer.ratio > 0
+        has_parts = inputs.compressor is not None, weights.compressor is not None
+        if has_parts != (has_entries, has_entries):
             expected = "compressor projections and weights" if self.layer.ratio else "none"
             raise ValueError(f"Invalid inputs of {self._layer_name}: expected {expected}")
         if inputs.compressor is None or weights.compressor is None:
@@ -58,7 +61,7 @@ class LayerChecks(NamedTuple):
         """Check the inputs of `write_swa`."""
         dim = self.config.head_dim
         self.check_tensor("kv", kv, (num_tokens, dim))
-        self.check_tensor("norm_weight", norm_weight, (dim,))
+        self._check_weight("norm_weight", norm_weight, (dim,), "window")
 
     def check_compression(
         self,
@@ -74,12 +77,12 @@ class LayerChecks(NamedTuple):
         if not self.layer.ratio:
             raise ValueError(f"Layer {self.layer.layer_idx} is SWA: it has nothing to compress")
         is_csa = self.layer.attention_type is AttentionType.CSA
-        index_inputs = (index_kv, index_gate, index_weights)
-        if any((given is not None) != is_csa for given in index_inputs):
+        has_keys = index_kv is not None, index_gate is not None, index_weights is not None
+        if has_keys != (is_csa, is_csa, is_csa):
             expected = "index_kv, index_gate and index_weights" if is_csa else "no index inputs"
             raise ValueError(
                 f"Invalid inputs of {self._layer_name}: expected {expected}, "
-                f"got {sum(given is not None for given in index_inputs)} of 3"
+                f"got {sum(has_keys)} of 3"
             )
         entries, index_keys = EntryInputs(kv, gate, weights), None
         self._check_compressor("", entries, self.config.head_dim, num_tokens)
@@ -100,7 +103,7 @@ class LayerChecks(NamedTuple):
         dtypes = QUERY_DTYPES.get(self.attention_backend, INPUT_DTYPES)
         self.check_tensor("query", query, (num_tokens, heads, self.config.head_dim), dtypes)
         if sinks is not None:
-            self.check_tensor("sinks", sinks, (heads,))
+            self._check_weight("sinks", sinks, (heads,))
 
     def check_selection(self, selection: Selection | None, num_tokens: int) -> None:
         """Check that CSA, and nothing else, is given a selection."""
@@ -156,5 +159,17 @@ class LayerChecks(NamedTuple):
         self.check_tensor(f"{prefix}kv", inputs.kv, (num_tokens, width))
         self.check_tensor(f"{prefix}gate", inputs.gate, (num_tokens, width))
         bias, norm_weight = inputs.weights
-        self.check_tensor(f"{prefix}position_bias", bias, (self.layer.ratio, width))
-        self.check_tensor(f"{prefix}norm_weight", norm_weight, (dim,))
+        self._check_weight(f"{prefix}position_bias", bias, (self.layer.ratio, width))
+        self._check_weight(f"{prefix}norm_weight", norm_weight, (dim,))
+
+    def _check_weight(
+        self, name: str, tensor: Tensor, shape: tuple[int, ...], part: str = ""
+    ) -> None:
+        """Check a weight once: a model gives the same one in every forward."""
+        if torch.compiler.is_compiling():
+            self.check_tensor(name, tensor, shape)
+            return
+        accepted = self.accepted.get(part or name)
+        if accepted is None or accepted() is not tensor:
+            self.check_tensor(name, tensor, shape)
+            self.accepted[part or name] = weakref.ref(tensor)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
+from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray, ragged
 from dsv4.cache.memory.capacity import Capacity, blocks_for
 from dsv4.cache.memory.journal import Journal
 from dsv4.checks import check_one_or_more
@@ -91,7 +91,7 @@ class RequestTable:
     def append_blocks(self, slots: Int64Array, counts: Int64Array, blocks: IntArray) -> None:
         """Give each slot `counts` more blocks; `blocks` holds those of the first slot first."""
         have = self.num_blocks[slots]
-        rows, columns = _ragged(slots, have, counts)
+        rows, columns = ragged(slots, have, counts)
         self.set_blocks(rows, columns, blocks)
         self._journal.note_rows(self.num_blocks, slots)
         self.num_blocks[slots] = have + counts
@@ -115,7 +115,7 @@ class RequestTable:
         A floor above its length falls to it. The caller releases the blocks.
         """
         kept, have = blocks_for(self._config, lengths), self.num_blocks[slots]
-        rows, columns = _ragged(slots, kept, have - kept)
+        rows, columns = ragged(slots, kept, have - kept)
         dropped = self.block_table[rows, columns]
         if dropped.size:
             self.set_blocks(rows, columns, -1)
@@ -172,13 +172,3 @@ class RequestTable:
         """Refuse to open more slots than are free."""
         if len(self._free_slots) < count:
             raise NoFreeSlotError(count, len(self._free_slots), total=len(self.is_open))
-
-
-def _ragged(
-    slots: Int64Array, first: Int64Array, counts: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    """Return slot and column of `counts` columns of each slot, from `first` on."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if ends.size else 0
-    columns = np.arange(total) + np.repeat(first - ends + counts, counts)
-    return np.repeat(slots, counts), columns

@@ -137,8 +137,11 @@ def _run(name: str, backend: str, **arguments: Any) -> Any:
     """Call a backend's function or its op; the arguments have the order of the op's schema."""
     is_watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     if not is_watched and not profiler._is_profiler_enabled:
+        function = getattr(load_backend(backend), name)
+        if not torch.is_grad_enabled():
+            return function(**arguments)
         with torch.no_grad():  # an op has no gradient either
-            return getattr(load_backend(backend), name)(**arguments)
+            return function(**arguments)
     flat: list[Any] = []
     for key, value in arguments.items():
         flatten = _FLATTENERS.get(key)

@@ -16,3 +16,13 @@ def read_only(array: _Array) -> _Array:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def ragged(
+    slots: Int64Array, first: Int64Array, counts: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Return slot and column of `counts` columns of each slot, from `first` on."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if ends.size else 0
+    columns = np.arange(total) + np.repeat(first - ends + counts, counts)
+    return np.repeat(slots, counts), columns

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.cache.memory.arrays import BoolArray, Int64Array
 from dsv4.cache.memory.byte_rows import byte_rows
 from dsv4.cache.memory.layout import checkpoint_bytes
 from dsv4.cache.memory.schema import LayerCacheSchema
@@ -29,6 +31,14 @@ class CheckpointPolicy:
         check_int("every_blocks", self.every_blocks, at_least=0)
         check_bool("at_prompt_end", self.at_prompt_end)
         check_bool("at_forks", self.at_forks)
+
+    def may_choose(
+        self, first: Int64Array, last: Int64Array, prompt_blocks: Int64Array
+    ) -> BoolArray:
+        """Tell for many requests at once whether `chosen` may return any boundary."""
+        if self.every_blocks or type(self).chosen is not CheckpointPolicy.chosen:
+            return np.ones(len(first), dtype=np.bool_)
+        return self.at_prompt_end & (first <= prompt_blocks) & (prompt_blocks <= last)
 
     def chosen(self, first: int, last: int, *, prompt_blocks: int) -> list[int]:
         """Return the boundaries from `first` to `last`, in blocks, that are checkpointed.

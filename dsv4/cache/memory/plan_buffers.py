@@ -1,7 +1,6 @@
 """`PlanBuffers`: the arrays of a forward plan, at addresses that never change."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -100,18 +99,16 @@ class PlanBuffers:
         self._padded_to = max(self._padded_to, num_tokens)
         self._padded_sizes = (-1, -1)
 
-    @contextmanager
-    def filling(self, batch: int, num_tokens: int) -> Iterator[dict[str, IntArray]]:
-        """Enclose the writes of a plan of this size; then pad what it does not use.
+    def start(self, batch: int, num_tokens: int) -> dict[str, IntArray]:
+        """Return the host's arrays for a plan of this size, with padding where it uses none.
 
         Tokens are padded as far as an earlier plan or a captured graph reaches. A plan of the
-        last one's size finds its padding in place.
+        last one's size finds its padding in place, unless that was not uploaded.
         """
         sizes, self._padded_sizes = self._padded_sizes, (-1, -1)
-        yield self.host
         if sizes != (batch, num_tokens):
             self._pad(batch, num_tokens)
-        self._padded_sizes = (batch, num_tokens)
+        return self.host
 
     def _pad(self, batch: int, num_tokens: int) -> None:
         host = self.host
@@ -134,6 +131,7 @@ class PlanBuffers:
         changed_blocks: Callable[[], tuple[Int64Array, IntArray]],
         sources: IntArray,
         targets: IntArray,
+        sizes: tuple[int, int],
     ) -> None:
         """Queue the host's values, the block table's changes and copies of whole blocks.
 
@@ -141,10 +139,12 @@ class PlanBuffers:
             changed_blocks: Returns flat indices and present values of the block table's changed
                 elements; called only if the device has a table of its own.
             sources, targets: Blocks to copy, at most one per request.
+            sizes: Rows and tokens that `start` was given.
         """
         num_copies = len(sources)
-        self._host_copies[0, :num_copies] = sources
-        self._host_copies[1, :num_copies] = targets
+        if num_copies:
+            self._host_copies[0, :num_copies] = sources
+            self._host_copies[1, :num_copies] = targets
         if self._staging is not None:
             changed, values = changed_blocks()
             if len(changed) > self._max_updates:
@@ -155,6 +155,7 @@ class PlanBuffers:
             self._staging.send(self._packed)
             if count:
                 self._flat_table.index_copy_(0, self._index[:count], self._value[:count])
+        self._padded_sizes = sizes
         if num_copies:
             rows, to = self._copies[:, :num_copies]
             self._blocks.index_copy_(0, to, self._blocks.index_select(0, rows))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsv4.cache.memory.arrays import Int64Array, IntArray
+from dsv4.cache.memory.arrays import Int64Array, IntArray, ragged
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.checkpoints import CheckpointPolicy
 from dsv4.cache.memory.journal import Journal
@@ -208,17 +208,20 @@ class PrefixCache:
         """
         block_tokens = self._config.block_tokens
         first, last = before // block_tokens + 1, after // block_tokens
-        rows = np.flatnonzero((slots >= 0) & (first <= last))
-        chosen = []
-        for row, slot, low, high in zip(
-            rows.tolist(), slots[rows].tolist(), first[rows].tolist(), last[rows].tolist(),
-            strict=True,
-        ):  # fmt: skip
-            if slot in self.requests:
-                prompt_blocks = int(self._num_prompt[slot]) // block_tokens
-                for block in reversed(self.policy.chosen(low, high, prompt_blocks=prompt_blocks)):
-                    chosen.append((row, slot, block * block_tokens))
-        return chosen
+        prompt = self._num_prompt[slots] // block_tokens
+        may_choose = (slots >= 0) & (first <= last)
+        if may_choose.any():
+            may_choose &= self.policy.may_choose(first, last, prompt)
+        rows = may_choose.nonzero()[0]
+        return [
+            (row, slot, block * block_tokens)
+            for row, slot, low, high, blocks in zip(
+                *(part[rows].tolist() for part in (np.arange(len(slots)), slots, first, last)),
+                prompt[rows].tolist(), strict=True,
+            )
+            if slot in self.requests
+            for block in reversed(self.policy.chosen(low, high, prompt_blocks=blocks))
+        ]  # fmt: skip
 
     def plan_checkpoints(
         self, chosen: list[tuple[int, int, int]], max_checkpoints: int
@@ -262,12 +265,7 @@ class PrefixCache:
         if not slots.size:
             return
         with self._journal:
-            taken: list[int] = []
-            for slot, last in zip(slots.tolist(), num_final[slots].tolist(), strict=True):
-                taken += self._publish(slot, last)
-            self._blocks.share(np.array(taken, dtype=np.int32))
-            self._journal.note_rows(published, slots)
-            published[slots] = num_final[slots]
+            self._publish(slots, published[slots], num_final[slots])
 
     def checkpoint_at(self, slot: int, boundary: int) -> int | None:
         """Return the checkpoint of a request's boundary; None if there is none."""
@@ -354,22 +352,37 @@ class PrefixCache:
         """Return the number of ids that were given as a request's prompt."""
         return int(self._num_prompt[slot])
 
-    def _publish(self, slot: int, num_final: int) -> list[int]:
-        """Publish a request's first blocks; return those that became the tree's."""
-        request, nodes = self.requests[slot], self.requests[slot].nodes
-        first, block_tokens = len(nodes), self._config.block_tokens
-        parent, digest = (nodes[-1], nodes[-1].digest) if nodes else (None, request.root)
-        ids = self.ids.read(slot)[first * block_tokens : num_final * block_tokens]
-        digests = hash_blocks(digest, ids.data.cast("B"), block_tokens * ID_DTYPE.itemsize)
-        mine = self._block_table[slot, first:num_final].tolist()
-        added, taken = self.tree.add(digests, parent, mine)
-        self._journal.note_tail(nodes, first)
-        nodes += added
-        if len(taken) < len(mine):
-            self._adopt(slot, first, mine, added)
-        if request.pending:
-            self._publish_checkpoints(slot, request, num_final)
-        return taken
+    def _publish(self, slots: Int64Array, first: Int64Array, last: Int64Array) -> None:
+        """Publish these blocks of each slot, and the checkpoints at their ends."""
+        taken: list[int] = []
+        extended: list[tuple[list[PrefixNode], int]] = []
+        self._journal.note(_shorten_lists, extended)
+        added = self.tree.new_nodes()
+        width = self._config.block_tokens * ID_DTYPE.itemsize
+        known, starts = self.ids.read_bytes(slots)
+        rows, columns = ragged(slots, first, last - first)
+        blocks = iter(self._block_table[rows, columns].tolist())
+        for slot, start, begin, end in zip(
+            slots.tolist(), starts.tolist(), first.tolist(), last.tolist(), strict=True
+        ):
+            request = self.requests[slot]
+            nodes = request.nodes
+            extended.append((nodes, begin))
+            parent, digest = (nodes[-1], nodes[-1].digest) if nodes else (None, request.root)
+            part = known[start + begin * width : start + end * width]
+            for digest in hash_blocks(digest, part, width):
+                block = next(blocks)
+                parent, is_taken = self.tree.add(digest, parent, block, added)
+                nodes.append(parent)
+                if is_taken:
+                    taken.append(block)
+                elif parent.block != block:
+                    self._adopt(slot, len(nodes) - 1, block, parent.block)
+            if request.pending:
+                self._publish_checkpoints(slot, request, end)
+        self._blocks.share(np.array(taken, dtype=np.int32))
+        self._journal.note_rows(self._num_published, slots)
+        self._num_published[slots] = last
 
     def _publish_checkpoints(self, slot: int, request: TrackedRequest, num_final: int) -> None:
         pending, block_tokens = request.pending, self._config.block_tokens
@@ -380,15 +393,11 @@ class PrefixCache:
             self.tree.give_checkpoint(request.nodes[boundary // block_tokens - 1], checkpoint)
         self._update(slot)
 
-    def _adopt(self, slot: int, first: int, mine: list[int], nodes: list[PrefixNode]) -> None:
-        """Replace own blocks by those that were published before with the same tokens."""
-        other = [number for number, node in enumerate(nodes) if node.block != mine[number]]
-        if not other:
-            return
-        known = np.array([nodes[number].block for number in other], dtype=np.int32)
-        self._blocks.share(known)
-        self._set_blocks(slot, np.array(other) + first, known)
-        self._blocks.release(np.array([mine[number] for number in other], dtype=np.int32))
+    def _adopt(self, slot: int, column: int, mine: int, known: int) -> None:
+        """Replace an own block by the one that was published before with the same tokens."""
+        self._blocks.share(np.array([known]))
+        self._set_blocks(slot, np.array([column]), np.array([known], dtype=np.int32))
+        self._blocks.release(np.array([mine]))
 
     def _update(self, slot: int) -> None:
         request = self.requests[slot]
@@ -398,6 +407,11 @@ class PrefixCache:
         ):
             self._journal.note_rows(array, slot)
             array[slot] = value
+
+
+def _shorten_lists(lists: list[tuple[list[PrefixNode], int]]) -> None:
+    for items, length in lists:
+        del items[length:]
 
 
 def cut_to_checkpoint(path: list[PrefixNode]) -> list[PrefixNode]:

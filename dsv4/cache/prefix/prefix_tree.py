@@ -25,14 +25,15 @@ CopyBlocks = Callable[[IntArray, IntArray], None]
 def root_digest(meaning: str, salt: bytes) -> bytes:
     """Hash salt and format, the start of a chain that no other salt or format shares."""
     text = f"dsv4 prefix {len(salt)} {meaning} ".encode()
-    return hashlib.blake2b(text + salt, digest_size=DIGEST_BYTES).digest()
+    return hashlib.sha256(text + salt).digest()
 
 
 def hash_blocks(previous: bytes, token_ids: memoryview, block_bytes: int) -> Iterator[bytes]:
     """Yield the hash of each full block: of the hash before it and its ids, little-endian int32."""
     for end in range(block_bytes, len(token_ids) + 1, block_bytes):
-        hashed = previous + token_ids[end - block_bytes : end]
-        previous = hashlib.blake2b(hashed, digest_size=DIGEST_BYTES).digest()
+        hashed = hashlib.sha256(previous)
+        hashed.update(token_ids[end - block_bytes : end])
+        previous = hashed.digest()
         yield previous
 
 
@@ -136,34 +137,52 @@ class PrefixTree:
         droppable = self._num_on_host - self._num_kept
         return self._host_blocks.num_free + droppable - self._num_reserved
 
+    def new_nodes(self) -> list[PrefixNode]:
+        """Return a list for `add`; the nodes that it puts there are forgotten by an undo."""
+        added: list[PrefixNode] = []
+        self._journal.note(self._forget, added)
+        return added
+
     def add(
-        self, digests: Iterable[bytes], parent: PrefixNode | None, blocks: Sequence[int]
-    ) -> tuple[list[PrefixNode], list[int]]:
-        """Add nodes of blocks that follow each other; a known hash keeps its block.
+        self,
+        digest: bytes,
+        parent: PrefixNode | None,
+        block: int,
+        added: list[PrefixNode],
+    ) -> tuple[PrefixNode, bool]:
+        """Return the node of a block, and whether the block is now the tree's too.
 
-        A node whose block is on the host alone takes the one that is given. Returns the nodes, and
-        the blocks that became the tree's; the caller shares these.
+        A known hash keeps its block, but one on the host alone takes the one that is given. The
+        caller shares the block if it became the tree's.
+
+        Args:
+            added: From `new_nodes`; gets the node if it is new.
         """
-        nodes, taken, known = [], [], self.nodes
-        for digest, block in zip(digests, blocks, strict=True):
-            node = known.get(digest)
-            if node is None:
-                node = PrefixNode(digest, parent)
-                self._journal.note(self._forget, node)
-                known[digest] = node
-                if parent is not None:
-                    parent.children[digest] = node
-            if node.block < 0:
-                self._put_on_device(node, block)
-                taken.append(block)
-            nodes.append(node)
-            parent = node
-        return nodes, taken
+        node = self.nodes.get(digest)
+        if node is None:
+            self._clock += 1
+            node = PrefixNode(digest, parent, block, last_used=self._clock)
+            added.append(node)
+            self.nodes[digest] = node
+            self._is_mine[block] = True
+            if parent is not None:
+                parent.children[digest] = node
+                parent.num_device_children += 1
+        elif node.block < 0:
+            self._put_on_device(node, block)
+        else:
+            return node, False
+        return node, True
 
-    def _forget(self, node: PrefixNode) -> None:
-        self.nodes.pop(node.digest, None)
-        if node.parent is not None:
-            node.parent.children.pop(node.digest, None)
+    def _forget(self, added: list[PrefixNode]) -> None:
+        for node in reversed(added):
+            parent = node.parent
+            self.nodes.pop(node.digest, None)
+            self._is_mine[node.block] = False
+            if parent is not None:
+                parent.children.pop(node.digest, None)
+                children = parent.children.values()
+                parent.num_device_children = sum(child.block >= 0 for child in children)
 
     def give_checkpoint(self, node: PrefixNode, checkpoint: int) -> None:
         """Make the tree the owner of a checkpoint, or release a node's second one."""

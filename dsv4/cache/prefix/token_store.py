@@ -49,6 +49,10 @@ class TokenStore:
         start = int(self._starts[slot])
         return self._ids[start : start + int(self.num_known[slot])]
 
+    def read_bytes(self, slots: Int64Array) -> tuple[memoryview, Int64Array]:
+        """Return the bytes of all ids, and where those of each slot begin."""
+        return self._ids.data.cast("B"), self._starts[slots] * ID_DTYPE.itemsize
+
     def cut(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Forget ids from these lengths on."""
         kept = np.minimum(self.num_known[slots], lengths)

@@ -1,0 +1,173 @@
+"""`dsv4 bench host`: what a step of an engine costs on the host, beside the kernels."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.config import CacheConfig
+from dsv4.kernels import reference
+from dsv4.testing import model_projections, model_weights
+from dsv4.tools.bench.environment import environment
+from dsv4.tools.bench.timing import summarize
+from dsv4.tools.console import working
+
+DRAFTS = 3
+VOCABULARY = 129280
+TARGETS_US = {
+    "prepare": 300.0, "accept": 300.0, "note_and_publish": 300.0, "step": 700.0,
+    "step_that_closes_blocks": 1500.0, "step_of_one_request": 150.0, "layers": 450.0,
+}  # fmt: skip
+
+
+def bench_host(*, num_requests: int = 256, num_steps: int = 300) -> dict[str, Any]:
+    """Time the calls of an engine's step for V4-Flash with a prefix cache, drafts included.
+
+    A step plans 1 + 3 tokens of each request, forgets the rejected ones, notes the accepted ids
+    and publishes full blocks. `layers` is `acquire` and `forward` of all 43 layers, with kernels
+    that do nothing.
+    """
+    with working("measuring"):
+        times = _time_steps(num_requests, num_steps)
+    return {
+        "bench": "host",
+        "num_requests": num_requests,
+        "num_steps": num_steps,
+        "drafts": DRAFTS,
+        "mean_us": {name: float(np.mean(values)) for name, values in times.items()},
+        **summarize(times),
+        "target_us": TARGETS_US if num_requests == 256 else {},
+        "environment": environment(),
+    }
+
+
+def _time_steps(num_requests: int, num_steps: int) -> dict[str, list[float]]:
+    manager = _manager(num_requests, num_steps)
+    times: dict[str, list[float]] = {name: [] for name in TARGETS_US}
+    slots = np.arange(num_requests)
+    _fill(manager, slots, manager.config.block_tokens + np.arange(num_requests))
+    for step in range(num_steps + 50):
+        parts = _step(manager, slots, seed=step)
+        if step >= 50:  # the first steps warm the CPU's caches
+            for name, elapsed in zip(times, (*parts, sum(parts)), strict=False):
+                times[name].append(elapsed)
+    for step in range(20):
+        closing = _step_to_a_boundary(manager, slots, seed=step)
+        times["step_that_closes_blocks"].append(closing)
+    manager.free_requests(slots[1:])
+    for step in range(num_steps):
+        times["step_of_one_request"].append(sum(_step(manager, slots[:1], seed=step)))
+    with _stubbed_kernels(), torch.inference_mode():
+        times["layers"] = _time_layers(manager, slots[:1], num_steps)
+    return times
+
+
+def _manager(num_requests: int, num_steps: int) -> KVCacheManager:
+    config = CacheConfig.v4_flash(drafts_per_step=DRAFTS)
+    most = (2 * num_steps + 100) * (DRAFTS + 1) + 50 * config.block_tokens
+    return KVCacheManager(
+        config, max_requests=num_requests, device="cpu", num_checkpoints=8,
+        num_blocks=num_requests * (most // config.block_tokens + 2),
+        max_forward_tokens=num_requests * 2 * config.block_tokens, max_request_tokens=most,
+        storage=_untouched(config, num_requests, most),
+    )  # fmt: skip
+
+
+def _untouched(config: CacheConfig, num_requests: int, most: int) -> dict[str, torch.Tensor]:
+    """Take memory for pools that no kernel will touch, so that it costs none."""
+    from dsv4.cache.memory.layout import cache_layout
+    from dsv4.cache.memory.schema import build_schemas
+
+    layout = cache_layout(config, build_schemas(config))
+    num_blocks = num_requests * (most // config.block_tokens + 2)
+    return {
+        "blocks": torch.empty(num_blocks, layout.blocks.num_bytes, dtype=torch.uint8),
+        "slots": torch.empty(num_requests, layout.slots.num_bytes, dtype=torch.uint8),
+    }
+
+
+def _fill(manager: KVCacheManager, slots: Any, lengths: Any) -> None:
+    """Open requests of these lengths, all with tokens of their own."""
+    rng = np.random.default_rng(0)
+    for length in lengths.tolist():
+        manager.resume_request(rng.integers(0, VOCABULARY, length))
+    manager.prepare_forward(slots, np.zeros_like(slots), lengths).complete()
+
+
+def _step(manager: KVCacheManager, slots: Any, *, seed: int) -> tuple[float, float, float]:
+    """Run a step; return microseconds to plan it, to accept drafts, to note and publish."""
+    rng = np.random.default_rng(seed)
+    before = manager.lengths[slots]
+    counts = rng.integers(1, DRAFTS + 2, len(slots))
+    return _timed_step(manager, slots, before, counts, rng)
+
+
+def _timed_step(
+    manager: KVCacheManager, slots: Any, before: Any, counts: Any, rng: np.random.Generator
+) -> tuple[float, float, float]:
+    ids = rng.integers(0, VOCABULARY, int(counts.sum()))
+    after, kept = before + DRAFTS + 1, before + counts
+    start = time.perf_counter()
+    plan = prepare_forward(manager, slots, before, after)
+    planned = time.perf_counter()
+    plan.complete()
+    completed = time.perf_counter()
+    manager.truncate(slots, kept)
+    accepted = time.perf_counter()
+    manager.note_tokens(slots, ids, start=before, counts=counts)
+    manager._forward.publish()
+    noted = time.perf_counter()
+    return (planned - start) * 1e6, (accepted - completed) * 1e6, (noted - accepted) * 1e6
+
+
+def _step_to_a_boundary(manager: KVCacheManager, slots: Any, *, seed: int) -> float:
+    """Bring all requests in front of a block's end, then time the step in which all close it."""
+    rng, block_tokens = np.random.default_rng(seed), manager.config.block_tokens
+    before = manager.lengths[slots]
+    ends = (before // block_tokens + 1) * block_tokens + DRAFTS - 1
+    ends = np.maximum(ends, before)
+    manager.prepare_forward(slots, before, ends).complete()
+    counts = ends - before
+    manager.note_tokens(
+        slots, rng.integers(0, VOCABULARY, int(counts.sum())), start=before, counts=counts
+    )
+    manager._forward.publish()
+    return sum(_timed_step(manager, slots, ends, np.ones_like(slots), rng))
+
+
+def _time_layers(manager: KVCacheManager, slots: Any, num_steps: int) -> list[float]:
+    config = manager.config
+    weights, inputs = model_weights(config, seed=0), model_projections(config, 1, seed=1)
+    times = []
+    for _ in range(num_steps):
+        before = manager.lengths[slots]
+        plan = manager.prepare_forward(slots, before, before + 1)
+        start = time.perf_counter()
+        for idx, (projections, layer_weights) in enumerate(zip(inputs, weights, strict=True)):
+            manager.acquire(idx, plan).forward(projections, layer_weights)
+        times.append((time.perf_counter() - start) * 1e6)
+    return times
+
+
+@contextmanager
+def _stubbed_kernels() -> Iterator[None]:
+    """Replace the reference's functions by ones that do nothing."""
+    rows = torch.zeros(1, 1, dtype=torch.int64)
+    stubs: dict[str, Callable[..., Any]] = {
+        "write_layer": lambda **_: None,
+        "select_entries": lambda **_: (rows, rows, rows),
+        "attend": lambda **_: (rows, rows),
+    }
+    kernels = {name: getattr(reference, name) for name in stubs}
+    for name, stub in stubs.items():
+        setattr(reference, name, stub)
+    try:
+        yield
+    finally:
+        for name, kernel in kernels.items():
+            setattr(reference, name, kernel)
