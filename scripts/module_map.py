@@ -14,7 +14,7 @@ HEAD = """# Modules
 
 Folders stand in the order of imports: a folder imports from itself and from folders above it here.
 `kernels` with its folders counts as one, as does `tools`. `tests/test_imports.py` holds that order.
-Only `testing` and the package's own `__init__` import from folders further down.
+Only `testing`, `op_level` and the package's own `__init__` import from folders further down.
 
 | to see | look in |
 |---|---|

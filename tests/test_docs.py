@@ -23,8 +23,8 @@ from tests.cache.test_captured_forward import EagerGraph
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
-GUIDES = ["engine", "formats", "graphs", "inspecting", "planning", "prefix"]
+ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+GUIDES = ["engine", "formats", "graphs", "inspecting", "op-level", "planning", "prefix"]
 
 
 def read(page: str) -> str:
@@ -135,7 +135,7 @@ def test_lines_are_wrapped(page):
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r'= "(\S+\.md)"', read("zensical.toml")))
     inside = {Path(page).relative_to("docs").as_posix() for page in PAGES}
-    assert inside == listed - {"index.md", "contributing.md", "changelog.md"}
+    assert inside == listed - {"index.md", "contributing.md", "changelog.md", "security.md"}
 
 
 @pytest.mark.parametrize("name", re.findall(r"^::: (\S+)", "\n".join(map(read, PAGES)), re.M))

@@ -17,7 +17,7 @@ LEVELS = [
     ["dsv4.config"],
     ["dsv4.rope"],
     ["dsv4.kernels"],
-    ["dsv4.cache.memory"],
+    ["dsv4.cache.memory", "dsv4.op_level"],
     ["dsv4.cache.prefix"],
     ["dsv4.cache"],
     ["dsv4.cache.graphs"],

@@ -268,7 +268,7 @@ class PagedCache(AttachedCache):
         )
 
     def _capture(self, batch: int, longest: int) -> CapturedAttention | None:
-        """Return the graphs of a decode step; None before the first forward or after a torn one.
+        """Return the graphs of a decode step; None before the first forward, or if one is live.
 
         Each batch size keeps the graphs of its longest text.
         """

@@ -59,6 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--chunk", type=tokens, default=8192, metavar="TOKENS", help="tokens of one forward")
     add("--checkpoints", type=_argument(_whole), default=0, metavar="N",
         help="block boundaries that the prefix cache can resume at")  # fmt: skip
+    add("--undo-slots", type=_argument(_whole), default=1, metavar="N",
+        help="chunks of one forward that a cancelled plan brings back")  # fmt: skip
     add("--mtp", action=argparse.BooleanOptionalAction, default=None,
         help="count the MTP layers (the default if the model has any)")  # fmt: skip
     add("--plot", type=Path, metavar="FILE", help="draw memory over context length, .png or .svg")
@@ -112,6 +114,7 @@ def build_plan(options: argparse.Namespace) -> MemoryPlan:
         num_ranks=options.tp,
         max_forward_tokens=options.chunk,
         num_checkpoints=options.checkpoints,
+        undo_slots=options.undo_slots,
     )
 
 
@@ -159,6 +162,7 @@ def as_json(plan: MemoryPlan, *, model: str) -> dict[str, Any]:
         "drafts_per_step": config.drafts_per_step,
         "max_forward_tokens": plan.max_forward_tokens,
         "num_checkpoints": plan.num_checkpoints,
+        "undo_slots": plan.undo_slots,
         "num_mtp_layers": config.num_mtp_layers,
         "num_ranks": plan.num_ranks,
         "blocks_per_request": plan.blocks_per_request,

@@ -31,6 +31,7 @@ LIMITS = {
     "num_ranks": (1, 10**6),
     "max_forward_tokens": (1, 2**30),
     "num_checkpoints": (0, 10**6),
+    "undo_slots": (0, 10**6),
 }
 
 
@@ -49,6 +50,7 @@ class MemoryPlan:
             one head of K = V.
         max_forward_tokens: Tokens of one forward: the longest prefill chunk.
         num_checkpoints: Block boundaries at which the prefix cache can resume a request.
+        undo_slots: Chunks of one forward that a cancelled plan brings back.
     """
 
     config: CacheConfig
@@ -60,6 +62,7 @@ class MemoryPlan:
     num_ranks: int = 1
     max_forward_tokens: int = 8192
     num_checkpoints: int = 0
+    undo_slots: int = 1
 
     def __post_init__(self) -> None:
         for name, (least, most) in LIMITS.items():
@@ -86,6 +89,7 @@ class MemoryPlan:
             max_forward_tokens=self.max_forward_tokens,
             max_request_tokens=self.context_tokens,
             num_checkpoints=self.num_checkpoints,
+            undo_slots=self.undo_slots,
         )
 
     @cached_property

@@ -63,6 +63,14 @@ function slotBytes(model, choice) {
   return { ...parts, slot_padding: [0, roundUp(used, choice.align) - used] };
 }
 
+function undoBytes(model, choice) {
+  const parts = Object.entries(slotBytes(model, choice));
+  const chunks = Math.floor(choice.chunk / (choice.drafts + 2));
+  const count = Math.min(choice.undo, choice.requests, chunks);
+  const payload = sum(parts.map(([name, part]) => (name === "slot_padding" ? 0 : part[1])));
+  return { undo_slots: [count * payload, count * sum(parts.map(([, part]) => part[1]))] };
+}
+
 function checkpointBytes(model, choice) {
   const { swa, csa, hca } = choice.layers;
   const { window, csa_tails, index_tails } = slotBytes(model, choice);
@@ -114,6 +122,7 @@ function plan(choice, numBlocks) {
   const memory = {
     ...times(blockBytes(model, choice), blocks),
     ...times(slotBytes(model, choice), choice.requests),
+    ...undoBytes(model, choice),
     ...sharedBytes(model, choice),
     ...times(checkpointBytes(model, choice), choice.checkpoints),
   };
@@ -167,7 +176,7 @@ function parseSize(text, units) {
 
 const LIMITED = {
   requests: "requests", chunk: "tokens of one forward", drafts: "drafts", checkpoints: "checkpoints",
-  ranks: "ranks",
+  undo: "undo slots", ranks: "ranks",
 };
 
 const parseTokens = (text) => parseSize(text, TOKEN_UNITS) || null;
@@ -184,6 +193,7 @@ const FIELDS = {
   drafts: [parseWhole(0), "a whole number of drafts"],
   chunk: [parseTokens, "a number of tokens of one forward such as 8k"],
   checkpoints: [parseWhole(0), "a whole number of checkpoints"],
+  undo: [parseWhole(0), "a whole number of undo slots"],
 };
 
 function readChoice() {
@@ -453,7 +463,7 @@ function start() {
   fill("gpu", [...Object.keys(data.gpus), "other"], choice.gpu);
   fill("block", ["128", "256", "512", "1024"], String(choice.block));
   fill("align", ["16", "576"], String(choice.align));
-  for (const id of ["context", "requests", "size", "weights", "ranks", "reserve", "drafts", "chunk", "checkpoints"]) {
+  for (const id of Object.keys(FIELDS)) {
     at(id).value = choice[id];
   }
   at("mtp").checked = choice.mtp;

@@ -98,7 +98,7 @@ def _limits() -> dict[str, int]:
     """Return the most of each control that has a limit of its own."""
     names = {
         "requests": "num_requests", "ranks": "num_ranks", "chunk": "max_forward_tokens",
-        "checkpoints": "num_checkpoints",
+        "checkpoints": "num_checkpoints", "undo": "undo_slots",
     }  # fmt: skip
     return {control: LIMITS[name][1] for control, name in names.items()} | {"drafts": MAX_DRAFTS}
 
@@ -151,5 +151,6 @@ def _choice(plan: MemoryPlan, *, model: str, gpu: str) -> dict[str, Any]:
         "drafts": str(config.drafts_per_step),
         "chunk": short_tokens(plan.max_forward_tokens),
         "checkpoints": str(plan.num_checkpoints),
+        "undo": str(plan.undo_slots),
         "mtp": config.num_mtp_layers > 0,
     }

@@ -177,7 +177,7 @@ def planned_or_refused(*arguments: str) -> None:
 @pytest.mark.parametrize(
     "option",
     ["context", "requests", "gpu", "weights", "reserve", "tp", "block-tokens", "page-align",
-     "drafts", "chunk", "checkpoints"],
+     "drafts", "chunk", "checkpoints", "undo-slots"],
 )  # fmt: skip
 def test_absurd_options(option, ten_seconds):
     unit = "GB" if option in ("gpu", "weights", "reserve") else ""

@@ -31,7 +31,7 @@ def tiny_plan(**changes: int) -> MemoryPlan:
 
 def build_manager(capacity: Capacity) -> KVCacheManager:
     sizes = ("max_requests", "num_blocks", "max_forward_tokens", "max_request_tokens",
-             "num_checkpoints")  # fmt: skip
+             "num_checkpoints", "undo_slots")  # fmt: skip
     return KVCacheManager(capacity.config, **{name: getattr(capacity, name) for name in sizes})
 
 
@@ -56,6 +56,7 @@ def test_allocated_bytes_are_those_of_the_manager(seed):
     plan = make_plan(
         config, num_requests=sizes["max_requests"], context_tokens=sizes["max_request_tokens"],
         max_forward_tokens=sizes["max_forward_tokens"], num_checkpoints=sizes["num_checkpoints"],
+        undo_slots=seed % 3,
     )  # fmt: skip
     manager = build_manager(plan.capacity)
     assert plan.cache_bytes == tensor_bytes(manager)

@@ -26,7 +26,7 @@ FIRST = {
     "model": "v4-flash", "context": "1M", "requests": "8", "kv": "fp8", "index": "mxfp4",
     "tails": "float32", "gpu": "h200", "size": "141GB", "weights": "160GB", "ranks": "2",
     "reserve": "0", "block": "256", "align": "576", "drafts": "0", "chunk": "8k",
-    "checkpoints": "0", "mtp": True,
+    "checkpoints": "0", "undo": "1", "mtp": True,
 }  # fmt: skip
 SET_CHOICES = """
 for (const [id, value] of Object.entries(arguments[0])) {
@@ -114,6 +114,7 @@ def make_plan(choice: dict) -> MemoryPlan:
         num_ranks=int(choice["ranks"]),
         max_forward_tokens=parse_tokens(choice["chunk"]),
         num_checkpoints=int(choice["checkpoints"]),
+        undo_slots=int(choice["undo"]),
     )
 
 
@@ -168,6 +169,7 @@ def random_choice(rng: random.Random, model_folder: str) -> dict:
         "drafts": str(rng.choice([0, 1, 3, 17])),
         "chunk": rng.choice(["1", "2", "19", "8k", "4096", "100_000"]),
         "checkpoints": str(rng.choice([0, 1, 30, 1000])),
+        "undo": str(rng.choice([0, 1, 2, 100])),
         "mtp": rng.random() < 0.5,
     }
 
