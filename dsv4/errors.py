@@ -7,7 +7,7 @@ class OutOfBlocksError(RuntimeError):
     Attributes:
         needed: Blocks that the call needs.
         free: Blocks that nobody owns.
-        evictable: Blocks that only the prefix cache owns; they are taken before this is raised.
+        evictable: Blocks that only the prefix cache owns, which the call could have taken too.
     """
 
     def __init__(

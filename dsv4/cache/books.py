@@ -1,8 +1,12 @@
 """`CacheBooks`: the records that a manager keeps on the host, beside the current plan."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from dsv4.cache.memory.arrays import Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
@@ -11,6 +15,7 @@ from dsv4.cache.memory.checkpoints import CheckpointPolicy
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
+from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prefix.prefix_cache import PrefixCache
 from dsv4.cache.prefix.prefix_tree import PrefixNode, PrefixTree
 from dsv4.cache.request_table import RequestTable
@@ -43,15 +48,19 @@ class CacheBooks:
     ) -> None:
         self.journal = journal
         self.requests = requests
-        self.allocator = BlockAllocator(capacity.num_blocks, journal)
-        self.checkpoints = BlockAllocator(capacity.num_checkpoints, journal)
+        self._memory, self._wipe_on_free = memory, wipe_on_free
         self.host = HostMemory(
             memory.paged.storage, memory.state.storage, journal,
-            num_blocks=capacity.host_blocks, num_slots=capacity.host_slots,
+            num_blocks=capacity.host_blocks, num_slots=capacity.host_slots, is_wiped=wipe_on_free,
         )  # fmt: skip
+        self.allocator = BlockAllocator(
+            capacity.num_blocks, journal, on_free=self._wiper(memory.paged.storage)
+        )
+        self.checkpoints = BlockAllocator(
+            capacity.num_checkpoints, journal, on_free=self._wiper(memory.checkpoints.storage)
+        )
         self.prefix = self._new_prefix_cache(capacity, policy)
         self.swapped = SwappedRequests(self.host, self.allocator, self.prefix, journal)
-        self._memory, self._wipe_on_free = memory, wipe_on_free
 
     def _new_prefix_cache(self, capacity: Capacity, policy: CheckpointPolicy) -> PrefixCache | None:
         if not capacity.num_checkpoints:
@@ -124,7 +133,9 @@ class CacheBooks:
 
     def shorten(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Forget tokens of requests from these lengths on, and release blocks that hold none."""
-        self._release(self.requests.shorten(slots, lengths))
+        dropped = self.requests.shorten(slots, lengths)
+        if dropped.size:
+            self.allocator.release(dropped)
         if self.prefix is not None:
             self.prefix.cut(slots, lengths)
 
@@ -132,13 +143,21 @@ class CacheBooks:
         """Release the blocks of slots and close these."""
         if self.prefix is not None:
             self.prefix.forget(slots)
-        self._release(self.requests.shorten(slots, np.zeros(len(slots), dtype=np.int64)))
+        self.allocator.release(self.requests.shorten(slots, np.zeros(len(slots), dtype=np.int64)))
         self.requests.close_slots(slots)
         if self._wipe_on_free:
-            self.journal.after_commit(self._memory.state.storage.__setitem__, slots, 0)
+            self.journal.after_commit(self._wipe, self._memory.state.storage, slots)
 
-    def _release(self, blocks: IntArray) -> None:
-        self.allocator.release(blocks)
-        if self._wipe_on_free and blocks.size:
-            freed = blocks[self.allocator.num_owners[blocks] == 0].astype(np.int64)
-            self.journal.after_commit(self._memory.paged.storage.__setitem__, freed, 0)
+    def wipe_undo(self, plan: ForwardPlan) -> None:
+        """Wipe what was kept for a plan that has ended."""
+        if self._wipe_on_free and plan.survival is not None:
+            used = plan.survival.undo_slots
+            self.journal.after_commit(self._wipe, self._memory.undo, used[used >= 0])
+
+    def _wiper(self, storage: Tensor) -> Callable[[IntArray], None] | None:
+        return partial(self._wipe, storage) if self._wipe_on_free else None
+
+    def _wipe(self, storage: Tensor, rows: NDArray[np.integer]) -> None:
+        """Overwrite rows with zeros, after copies of them to the host."""
+        self.host.finish()
+        storage[torch.from_numpy(rows.astype(np.int64)).to(storage.device)] = 0

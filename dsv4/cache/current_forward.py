@@ -33,11 +33,11 @@ class CurrentForward:
 
     @property
     def live_slots(self) -> IntArray:
-        """The slots that the live plan writes."""
+        """The slots that the live plan names."""
         live = self.live_plan
         if live is None:
             return np.empty(0, dtype=np.int32)
-        return live.request_slots[live.written_rows]
+        return live.request_slots[live.request_slots >= 0]
 
     @property
     def held_checkpoints(self) -> Int64Array:
@@ -71,7 +71,7 @@ class CurrentForward:
         for _, slot, boundary in self._boundaries:
             self.save_checkpoint(slot, boundary)
         with self._journal:
-            self._end(is_written=plan.is_written)
+            self._end(plan, is_written=plan.is_written)
 
     def cancel(self, plan: ForwardPlan) -> None:
         """Undo a plan that is not complete."""
@@ -92,14 +92,16 @@ class CurrentForward:
         plan.is_cancelled = True
         if plan is self._plan and plan.survival is not None:
             self._go_back(plan)
-            self._end(is_written=False)
+            self._end(plan, is_written=False)
 
     def _go_back(self, plan: ForwardPlan) -> None:
         """Give the requests of a plan the lengths that survive it."""
         books, memory, survival, rows = self._books, self._memory, plan.survival, plan.written_rows
         assert survival is not None
         slots, lengths = plan.request_slots[rows].astype(np.int64), survival.lengths[rows]
-        books.allocator.release(books.requests.shorten(slots, lengths))
+        dropped = books.requests.shorten(slots, lengths)
+        if dropped.size:
+            books.allocator.release(dropped)
         books.requests.set_floors(slots, survival.floors[rows])
         if books.prefix is not None:
             for row in rows[lengths < plan.positions_before[rows]].tolist():
@@ -117,7 +119,7 @@ class CurrentForward:
                     memory.state.storage, slot,
                 )  # fmt: skip
 
-    def _end(self, *, is_written: bool) -> None:
+    def _end(self, plan: ForwardPlan, *, is_written: bool) -> None:
         """Give up what was held for a live plan."""
         books, requests = self._books, self._books.requests
         if books.prefix is not None:
@@ -126,7 +128,10 @@ class CurrentForward:
             if held.size:
                 books.checkpoints.release(held)
         if requests.is_closing.any():
+            self._journal.note_attribute(plan, "is_retired")
+            plan.is_retired = True  # another request may get the slots
             books.close_slots(requests.is_closing.nonzero()[0])
+        books.wipe_undo(plan)
         self._journal.note_attribute(self, "_is_settled")
         self._is_settled = True
 
@@ -138,7 +143,7 @@ class CurrentForward:
 
     def retire_for(self, slots: Int64Array) -> None:
         """End the reads of the last plan if it names one of the slots."""
-        if self._plan is not None and self._is_named[slots].any():
+        if self._plan is not None and not self._plan.is_live and self._is_named[slots].any():
             self._journal.note_attribute(self._plan, "is_retired")
             self._plan.is_retired = True
 

@@ -27,7 +27,7 @@ from dsv4.cache.stats import CacheStats, collect_stats
 from dsv4.cache.swap import SwappedRequest
 from dsv4.checks import NotCopyable, check_bool, check_int, check_ints, check_one_or_more
 from dsv4.config import CacheConfig
-from dsv4.errors import LostCacheError, OutOfBlocksError
+from dsv4.errors import OutOfBlocksError
 from dsv4.kernels.backends import check_backend, default_backend
 from dsv4.kernels.external.limits import check_attention_backend, check_index_backend
 
@@ -118,7 +118,7 @@ class KVCacheManager(NotCopyable):
         self.schedule = config.schedule
         self.schemas = build_schemas(config)
         self._problem = ""
-        self._journal = Journal()
+        self._journal = Journal(fatal=(torch.AcceleratorError,))
         self._requests = RequestTable(self.capacity, self._journal)
         self.device_memory = DeviceMemory(
             self.capacity, self.schemas, self._requests.block_table, self.device, storage
@@ -138,7 +138,7 @@ class KVCacheManager(NotCopyable):
     @property
     def lengths(self) -> Int64Array:
         """`[max_requests]`, tokens of each slot; a copy."""
-        self._finish()
+        self._journal.finish()
         return np.where(self._requests.is_closing, 0, self._requests.lengths)
 
     @property
@@ -147,26 +147,26 @@ class KVCacheManager(NotCopyable):
 
         It is `drafts_per_step` below the longest that a request has had; a copy.
         """
-        self._finish()
+        self._journal.finish()
         return np.where(self._requests.is_closing, 0, self._requests.rollback_floor)
 
     @property
     def is_open(self) -> BoolArray:
         """`[max_requests]`, slots in use; a copy."""
-        self._finish()
+        self._journal.finish()
         return self._requests.is_open & ~self._requests.is_closing
 
     @property
     def open_slots(self) -> list[int]:
         """The slots of open requests, in rising order."""
-        self._finish()
+        self._journal.finish()
         slots: list[int] = self._requests.open_slots.tolist()
         return slots
 
     @property
     def swapped_requests(self) -> tuple[SwappedRequest, ...]:
         """The requests that wait on the host."""
-        self._finish()
+        self._journal.finish()
         return tuple(self._books.swapped)
 
     @property
@@ -184,7 +184,7 @@ class KVCacheManager(NotCopyable):
     @property
     def live_plan(self) -> ForwardPlan | None:
         """The plan that is neither complete nor cancelled; None if there is none."""
-        self._finish()
+        self._journal.finish()
         return self._forward.live_plan
 
     @property
@@ -533,7 +533,7 @@ class KVCacheManager(NotCopyable):
 
         A slot that is named twice is forked twice.
         """
-        rows = check_ints("slot", slots)
+        rows = check_one_or_more("slot", slots)
         self._open_rows(np.unique(rows))
         full = self._requests.lengths[rows] // self.config.block_tokens
         return int(np.maximum(self._requests.num_blocks[rows] - full, 0).sum())
@@ -633,16 +633,19 @@ class KVCacheManager(NotCopyable):
             RuntimeError: A request is open, or one that is swapped out has blocks on the device.
         """
         self._begin()
-        books = self._books
-        if books.prefix is not None:
-            books.prefix.tree.evict(books.prefix.tree.num_evictable)
-            books.prefix.tree.make_checkpoint_room(self.capacity.num_checkpoints)
-        if self.open_slots or books.allocator.num_free < books.allocator.num_blocks:
-            used = books.allocator.num_blocks - books.allocator.num_free
+        allocator, prefix = self._books.allocator, self._books.prefix
+        evictable = 0 if prefix is None else prefix.tree.num_evictable
+        used = allocator.num_blocks - allocator.num_free - evictable
+        if self.open_slots or used:
             raise RuntimeError(
                 f"Cannot sleep: expected no open request and no block in use, got slots "
                 f"{self.open_slots} and {used} blocks; free, save or swap out the requests"
             )
+        if prefix is not None:
+            prefix.tree.evict(evictable)
+            prefix.tree.make_checkpoint_room(self.capacity.num_checkpoints)
+        self._forward.retire()
+        self._books.host.finish()
         self._problem = "asleep: call wake() first"
         self.device_memory.release()
 
@@ -655,6 +658,7 @@ class KVCacheManager(NotCopyable):
     def close(self) -> None:
         """Give all memory back; the manager cannot be used again."""
         self._problem = "closed"
+        self._forward.retire()
         self._layers = []
         self.device_memory.release()
         self._books.host.release()
@@ -669,18 +673,8 @@ class KVCacheManager(NotCopyable):
         """Finish what an earlier call left, and record what the last forward has made final."""
         if self._problem:
             raise RuntimeError(f"This manager is {self._problem}")
-        self._finish()
+        self._journal.finish()
         self._forward.settle()
-
-    def _finish(self) -> None:
-        """Undo a call that broke off, or do the rest of it."""
-        try:
-            self._journal.finish()
-        except torch.AcceleratorError as error:
-            raise LostCacheError(
-                f"The device failed and the cache is lost; make a new manager in a new process: "
-                f"{error}"
-            ) from error
 
     def _open_rows(self, slots: int | Ints) -> Int64Array:
         self._begin()

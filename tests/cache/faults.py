@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.listdir", "tempfile.mkstemp", "os.mkdir"}

@@ -1,5 +1,7 @@
 """`BlockAllocator`: a free list and the number of owners of each block. Knows no tensor."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,11 +15,21 @@ class BlockAllocator:
     """Hands out block ids, all or nothing.
 
     Ids come in a fixed order, so the same calls give the same ids.
+
+    Args:
+        journal: Notes how to undo each change.
+        on_free: Called with blocks that have lost their last owner, once that is certain.
     """
 
-    def __init__(self, num_blocks: int, journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        journal: Journal | None = None,
+        on_free: Callable[[IntArray], None] | None = None,
+    ) -> None:
         self.num_blocks = num_blocks = check_int("num_blocks", num_blocks, at_least=0)
         self._journal = Journal() if journal is None else journal
+        self._on_free = on_free
         # A stack: the free ids are _free[:_num_free], the next one to go is the last.
         self._free = np.arange(num_blocks, dtype=np.int32)[::-1].copy()
         self._num_free = num_blocks
@@ -92,6 +104,8 @@ class BlockAllocator:
         self._free[start:end] = freed
         self._num_free = end
         self._num_shares -= ids.size - freed.size
+        if self._on_free is not None and freed.size:
+            journal.after_commit(self._on_free, freed)
 
     def _checked(self, ids: NDArray[np.integer]) -> IntArray:
         array: IntArray = check_ints(

@@ -15,7 +15,8 @@ def byte_rows(
         return torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=device)
     shape = (num_rows, row_bytes)
     is_right = tuple(storage.shape) == shape and storage.dtype == torch.uint8
-    if not is_right or not storage.is_contiguous() or storage.device.type != device.type:
+    is_there = storage.device == torch.empty(0, device=device).device
+    if not is_right or not is_there or not storage.is_contiguous():
         raise ValueError(
             f"Invalid storage of {name}: expected {list(shape)} contiguous uint8 on {device}, got "
             f"{list(storage.shape)} {storage.dtype} on {storage.device}"

@@ -23,6 +23,7 @@ class HostMemory:
     Args:
         blocks, slots: The device's storages, `[num, bytes]` uint8.
         num_blocks, num_slots: Blocks and slots on the host.
+        is_wiped: Overwrite those that lose their last owner with zeros.
 
     Attributes:
         block_owners, slot_owners: Owners of the host's blocks and slots.
@@ -30,10 +31,18 @@ class HostMemory:
     """
 
     def __init__(
-        self, blocks: Tensor, slots: Tensor, journal: Journal, *, num_blocks: int, num_slots: int
+        self,
+        blocks: Tensor,
+        slots: Tensor,
+        journal: Journal,
+        *,
+        num_blocks: int,
+        num_slots: int,
+        is_wiped: bool = False,
     ) -> None:
-        self.block_owners = BlockAllocator(num_blocks, journal)
-        self.slot_owners = BlockAllocator(num_slots, journal)
+        wipers = (self._wipe_blocks, self._wipe_slots) if is_wiped else (None, None)
+        self.block_owners = BlockAllocator(num_blocks, journal, wipers[0])
+        self.slot_owners = BlockAllocator(num_slots, journal, wipers[1])
         self.num_bytes_out = self.num_bytes_in = 0
         self._device_blocks, self._device_slots = blocks, slots
         self.blocks = _rows_like(blocks, num_blocks)
@@ -64,8 +73,7 @@ class HostMemory:
 
     def release(self) -> None:
         """Give the memory back, once copies to it are done."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._wait()
         self.blocks, self.slots = self.blocks[:0].clone(), self.slots[:0].clone()
 
     def finish(self) -> None:
@@ -73,6 +81,19 @@ class HostMemory:
         if self._is_copying and self._stream is not None:
             torch.cuda.current_stream(self._device_blocks.device).wait_stream(self._stream)
         self._is_copying = False
+
+    def _wipe_blocks(self, ids: IntArray) -> None:
+        self._wait()
+        self.blocks[torch.from_numpy(ids.astype(np.int64))] = 0
+
+    def _wipe_slots(self, ids: IntArray) -> None:
+        self._wait()
+        self.slots[torch.from_numpy(ids.astype(np.int64))] = 0
+
+    def _wait(self) -> None:
+        """Wait on the host for all copies: it writes the memory itself."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _copy(
         self,

@@ -8,10 +8,12 @@ twice.
 
 from collections.abc import Callable, Hashable
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dsv4.errors import LostCacheError
 
 _MISSING = object()
 
@@ -29,10 +31,14 @@ class Journal:
     """Encloses a change: `with journal: ...`. Changes do not nest.
 
     Outside of a change nothing is noted.
+
+    Args:
+        fatal: Errors after which nothing can be undone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fatal: tuple[type[BaseException], ...] = ()) -> None:
         self._change: _Change | None = None
+        self._fatal, self._is_lost = fatal, False
 
     def __enter__(self) -> None:
         self.finish()
@@ -45,6 +51,8 @@ class Journal:
         traceback: TracebackType | None,
     ) -> None:
         change = self._change
+        if isinstance(error, self._fatal):
+            self._lose(error)
         if kind is None and change is not None:
             if not change.afterwards:
                 self._change = None  # commits, and nothing is left to do
@@ -55,12 +63,24 @@ class Journal:
     def finish(self) -> None:
         """Undo a change that broke off, or do the rest of one that was committed."""
         change = self._change
+        if self._is_lost:
+            self._lose(None)
         if change is None:
             return
-        steps = change.afterwards if change.is_committed else reversed(change.undo)
-        for step, args in steps:
-            step(*args)
+        try:
+            steps = change.afterwards if change.is_committed else reversed(change.undo)
+            for step, args in steps:
+                step(*args)
+        except self._fatal as error:
+            self._lose(error)
         self._change = None
+
+    def _lose(self, error: BaseException | None) -> NoReturn:
+        self._is_lost = True
+        raise LostCacheError(
+            "The device failed inside a call, and what the cache holds is lost: expected no such "
+            "error; make another manager, in another process if the device does not recover"
+        ) from error
 
     def note(self, undo: Callable[..., object], *args: Any) -> None:
         """Note a function that undoes what comes next; it may be called twice."""

@@ -370,9 +370,9 @@ class PrefixCache:
             extended.append((nodes, begin))
             parent, digest = (nodes[-1], nodes[-1].digest) if nodes else (None, request.root)
             part = known[start + begin * width : start + end * width]
-            for digest in hash_blocks(digest, part, width):
+            for known_as in hash_blocks(digest, part, width):
                 block = next(blocks)
-                parent, is_taken = self.tree.add(digest, parent, block, added)
+                parent, is_taken = self.tree.add(known_as, parent, block, added)
                 nodes.append(parent)
                 if is_taken:
                     taken.append(block)
