@@ -124,7 +124,8 @@ def _checksum(description: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
     digest = hashlib.sha256(json.dumps(dict(description), sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        if tensor.numel():  # an empty one has any strides
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dsv4 import CacheConfig, CheckpointPolicy, KVCacheManager, prepare_forward
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.kernels.backends import load_backend
 from dsv4.kernels.reference.dense import dense_layer
 from dsv4.testing import (
     Row,
@@ -28,6 +29,7 @@ from dsv4.testing import (
     move_to,
     poison,
 )
+from tests.cache.faults import Fault, OutOfMemoryFault, Points, at_lines
 from tests.cache.live import assert_same, dense_bytes, live_bytes
 from tests.handles import RecordingHandle, turned_into
 
@@ -342,6 +344,98 @@ class Life(RuleBasedStateMachine):
         return -len(self.tokens[slot]) % self.world.config.block_tokens
 
     @precondition(lambda self: self.tokens)
+    @rule(
+        choice=choices, share=st.integers(0, 9), more=st.booleans(), seed=seeds,
+        num_layers=st.integers(0, 3), fails=st.booleans(),
+    )  # fmt: skip
+    def cancel(self, choice, share, more, seed, num_layers, fails):
+        """A forward that ends after some layers, by its caller or because one fails."""
+        slots = sorted(self.tokens) if more else [self.slot(choice)]
+        rng, rows, manager = np.random.default_rng(seed), [], self.manager
+        for slot in slots:
+            old = self.tokens[slot]
+            count = min(self.count(share), self.world.max_tokens - len(old), 512 // len(slots))
+            new = old + rng.integers(0, 2, count, dtype=np.uint8).tobytes()
+            if count:
+                rows.append(Row(slot, self.world.projections_of(new), len(old), len(new)))
+        if not rows:
+            return
+        manager.stats()
+        before = books(manager)
+        try:
+            plan = prepare_forward(
+                manager, *map(list, zip(*((r.slot, r.before, r.after) for r in rows), strict=True))
+            )
+        except OutOfBlocksError:
+            assert books(manager) == before
+            return
+        surviving = plan.surviving_lengths.tolist()
+        for idx in range(min(num_layers, len(self.world.weights) - 1)):
+            self.run_layer(plan, rows, idx)
+        if fails:
+            self.fail_layer(plan, rows, min(num_layers, len(self.world.weights) - 1))
+        else:
+            plan.cancel()
+        assert plan.is_cancelled and manager.live_plan is None
+        for row, length in zip(rows, surviving, strict=True):
+            is_step = row.after - row.before <= DRAFTS + 1
+            assert length == row.before or not is_step
+            self.tokens[row.slot] = self.tokens[row.slot][:length]
+            self.floors[row.slot] = int(manager.rollback_floor[row.slot])
+            assert self.floors[row.slot] <= length
+
+    def run_layer(self, plan, rows, idx):
+        self.manager.acquire(idx, plan).forward(forward_inputs(rows, idx), self.world.weights[idx])
+
+    def fail_layer(self, plan, rows, idx):
+        """A layer writes its rows, then raises."""
+        kernels = load_backend(self.manager.backend)
+        write = kernels.write_layer
+
+        def fail(**arguments):
+            write(**arguments)
+            raise MemoryError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "write_layer", fail)
+            with pytest.raises(MemoryError):
+                self.run_layer(plan, rows, idx)
+
+    @precondition(lambda self: self.tokens)
+    @rule(choice=choices, call=st.integers(0, 4), point=st.integers(0, 400))
+    def interrupt(self, choice, call, point):
+        """A call that is interrupted at some line of the library, or ends before it."""
+        slot, manager = self.slot(choice), self.manager
+        length, floor = len(self.tokens[slot]), self.floors[slot]
+        shorter = max(min(floor, length), length - 2)
+        calls = {
+            0: (lambda: manager.truncate(slot, shorter), shorter),
+            1: (lambda: manager.free_request(slot), None),
+            2: (lambda: manager.stats(), length),
+            3: (lambda: manager.truncate(slot, 0), 0),
+            4: (lambda: manager.open_requests(1), length),
+        }
+        run, after = calls[call]
+        opened = set(manager.open_slots)
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled()), at_lines(Points(point)):
+                run()
+        except (Fault, OutOfMemoryFault, NoFreeSlotError):
+            pass
+        for extra in set(manager.open_slots) - opened:
+            manager.free_request(extra)
+        if slot not in manager.open_slots:
+            assert after is None
+            self.remove(slot)
+            return
+        now = int(manager.lengths[slot])
+        assert now in (length, after)
+        self.tokens[slot] = self.tokens[slot][:now]
+        self.floors[slot] = min(floor, now)
+        if self.known[slot] is not None:
+            self.known[slot] = self.known[slot][: int(manager._books.prefix.ids.num_known[slot])]
+
+    @precondition(lambda self: self.tokens)
     @rule(seed=seeds, drafts=st.lists(st.integers(0, DRAFTS), min_size=4, max_size=4))
     def decode_all(self, seed, drafts):
         self.grow({slot: 1 + drafts[slot] for slot in sorted(self.tokens, reverse=True)}, seed)
@@ -450,15 +544,15 @@ class Life(RuleBasedStateMachine):
         slot = self.slot(choice)
         path = Path(self.folder.name) / str(len(self.saved))
         self.manager.save_request(slot, path)
-        self.saved.append((path, self.tokens[slot]))
+        self.saved.append((path, self.tokens[slot], self.known[slot]))
 
     @precondition(lambda self: self.saved)
     @rule(choice=choices)
     def load(self, choice):
-        path, tokens = self.saved[choice % len(self.saved)]
+        path, tokens, known = self.saved[choice % len(self.saved)]
         slot = self.open_another(lambda: self.manager.load_request(path))
         if slot is not None:
-            self.add(slot, tokens, len(tokens), None)
+            self.add(slot, tokens, len(tokens), known)
 
     def open_another(self, make):
         self.manager.stats()
