@@ -539,10 +539,13 @@ class KVCacheManager(NotCopyable):
         return int(np.maximum(self._requests.num_blocks[rows] - full, 0).sum())
 
     def blocks_freed(self, slots: int | Ints) -> int:
-        """Count the blocks that nobody else owns than these requests; changes nothing."""
-        table = self._requests.block_table[self._open_rows(slots)]
+        """Count the blocks that are free or evictable without these requests; changes nothing."""
+        table, prefix = self._requests.block_table[self._open_rows(slots)], self._books.prefix
         times = np.bincount(table[table >= 0], minlength=self.capacity.num_blocks)
-        return int(((times > 0) & (times == self._books.allocator.num_owners)).sum())
+        others = self._books.allocator.num_owners - times
+        if prefix is not None:
+            others[prefix.tree.owned_blocks()] -= 1
+        return int(((times > 0) & (others == 0)).sum())
 
     def prepare_forward(
         self, request_slots: Ints, positions_before: Ints, positions_after: Ints

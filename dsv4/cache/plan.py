@@ -37,8 +37,8 @@ class PlanOwner(Protocol):
 class ForwardPlan:
     """One forward, as `prepare_forward` decided it.
 
-    It is live until every layer is written, or until `complete` or `cancel`. Its results can be
-    read until the next plan of the same manager, or until one of its requests is freed or
+    It is live until every layer is written, or until `complete` or `cancel`. `with plan:` cancels
+    it if anything is raised inside, also between the layers. Its results can be read until the next plan of the same manager, or until one of its requests is freed or
     truncated.
 
     Attributes:
@@ -138,6 +138,14 @@ class ForwardPlan:
         owner = self.owner()
         if owner is not None:
             owner.cancel(self)
+
+    def __enter__(self) -> "ForwardPlan":
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Cancel the forward if something was raised before it was complete."""
+        if kind is not None and self.is_live:
+            self.cancel()
 
     def layer(self, layer_idx: int) -> "LayerProgress":
         """Return the progress of this forward in a layer."""

@@ -32,10 +32,12 @@ class PrefixMatch(NamedTuple):
     Attributes:
         num_tokens: All of them.
         num_host_tokens: Those of them that must first be copied from the host.
+        num_blocks: Blocks of theirs that are free or evictable now, and would not be then.
     """
 
     num_tokens: int
     num_host_tokens: int
+    num_blocks: int
 
 
 class PlannedCheckpoint(NamedTuple):
@@ -146,7 +148,10 @@ class PrefixCache:
         """Count the tokens that `find` finds."""
         path, block_tokens = self.find(prompt), self._config.block_tokens
         num_host = sum(node.block < 0 for node in path)
-        return PrefixMatch(len(path) * block_tokens, num_host * block_tokens)
+        owners = self._blocks.num_owners
+        num_unused = sum(owners[node.block] == 1 for node in path if node.block >= 0)
+        num_blocks = num_host + int(num_unused)
+        return PrefixMatch(len(path) * block_tokens, num_host * block_tokens, num_blocks)
 
     def take(self, path: Sequence[PrefixNode], restored: IntArray) -> IntArray:
         """Own the blocks of a path, those from the host in new blocks; return them in order."""
