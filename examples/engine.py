@@ -10,6 +10,7 @@ their tokens again when the host is full too. The model, in `decoder.py`, needs 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import eq
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,6 @@ from dsv4 import CheckpointPolicy, ForwardPlan, KVCacheManager, SwappedRequest
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 
 AGING = 16  # tokens in the prefix cache that let a request overtake the one before it
-MAX_FAILURES = 3  # forwards in a row that may fail before their requests are given up
-Model = Callable[[Tensor, KVCacheManager, ForwardPlan], Tensor]
 
 
 @dataclass(eq=False)
@@ -46,7 +45,6 @@ class Request:
     samples: list["Request"] = field(default_factory=list)
     slot: int = -1
     swapped: SwappedRequest | None = None
-    num_failures: int = 0
     is_over: bool = False
 
     def __str__(self) -> str:
@@ -61,9 +59,6 @@ class Row(NamedTuple):
     known: list[int]
     drafts: list[int]
 
-    def __str__(self) -> str:
-        return f"{self.request} {self.before}+{len(self.known)}+{len(self.drafts)}"
-
 
 def propose_drafts(ids: list[int], count: int, *, n: int = 2) -> list[int]:
     """Return up to `count` tokens that followed the last `n` where they stood before."""
@@ -76,14 +71,11 @@ def propose_drafts(ids: list[int], count: int, *, n: int = 2) -> list[int]:
 class Engine:
     """Serves requests with one model and one manager, which must have a prefix cache.
 
-    Attributes:
-        running, waiting: Requests with a slot, and without.
-        counts: How often each thing happened.
-        log: Takes a line about each thing.
+    A step has up to `budget` tokens. Running requests have a slot, waiting ones have none.
     """
 
-    def __init__(self, model: Model, manager: KVCacheManager, *, step_tokens: int) -> None:
-        self.model, self.manager, self.step_tokens = model, manager, step_tokens
+    def __init__(self, model: Callable[..., Tensor], manager: KVCacheManager, budget: int) -> None:
+        self.model, self.manager, self.budget = model, manager, budget
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.counts: Counter[str] = Counter()
@@ -110,20 +102,16 @@ class Engine:
             samples[0].samples = samples[1:]
             self.waiting.append(samples[0])
 
-    def cancel(self, request: Request) -> None:
+    def end(self, request: Request, event: str = "cancelled") -> None:
         """End a request at any time, also while a forward with it runs."""
         if not request.is_over:
-            self.end(request, "cancelled")
+            self.restart(request, event)
+            self.waiting.remove(request)
+            request.is_over = True
             self.enqueue([each for each in request.samples if not each.is_over])
 
-    def end(self, request: Request, event: str) -> None:
-        self.release(request, event)
-        request.is_over = True
-        if request in self.waiting:
-            self.waiting.remove(request)
-
-    def release(self, request: Request, event: str) -> None:
-        """Give back all that the manager holds of a request; the prefix cache keeps full blocks."""
+    def restart(self, request: Request, event: str) -> None:
+        """Give up the cache of a request and queue it; full blocks stay in the prefix cache."""
         self.note(event, request)
         if request.slot >= 0:
             self.manager.free_request(request.slot)
@@ -131,22 +119,25 @@ class Engine:
         if request.swapped is not None:
             self.manager.drop_swapped(request.swapped)
         request.slot, request.swapped = -1, None
+        if request not in self.waiting:
+            self.waiting.append(request)
 
     def step(self) -> bool:
-        """Admit requests, run one forward and take its tokens; False if there is nothing to do."""
+        """Run one forward; False if there is nothing to do. Can be called again if it raises."""
         self.counts["steps"] += 1
         self.admit()
         rows, plan = self.prepare()
         if plan is None:
             return False
-        self.log(f"step {self.counts['steps']}: {', '.join(map(str, rows))}")
+        parts = [f"{row[0]} {row.before}+{len(row.known)}+{len(row.drafts)}" for row in rows]
+        self.log(f"step {self.counts['steps']}: {', '.join(parts)}")
         try:
             ids = torch.tensor([token for row in rows for token in row.known + row.drafts])
             logits = self.model(ids, self.manager, plan)
-        except Exception as error:
-            self.recover(rows, plan, error)
-        else:
-            self.take_tokens(rows, logits)
+        except BaseException:
+            self.recover(rows, plan)
+            raise
+        self.take_tokens(rows, logits)
         return True
 
     def admit(self) -> None:
@@ -154,21 +145,23 @@ class Engine:
         manager = self.manager
         while self.waiting and manager.num_free_slots:
             request = max(self.waiting, key=self.value_of)
+            slots = [each.slot for each in self.running]
+            lengths = [self.next_length(each) for each in self.running]
             # Blocks that it would find are not taken off: they may be among the evictable ones.
-            needed = -(-self.next_length(request) // manager.config.block_tokens)
-            if self.running and needed > self.num_spare_blocks():
+            own = -(-self.next_length(request) // manager.config.block_tokens)
+            spare = manager.num_free_blocks + manager.stats().num_evictable_blocks
+            if self.running and manager.blocks_needed(slots, lengths) + own > spare:
                 return
-            if request.swapped is None:
-                request.slot, num_found = manager.resume_request(request.ids, salt=request.salt)
-                self.note("found tokens", request, num_found)
-            else:
-                try:
-                    request.slot = manager.swap_in(request.swapped)
-                except OutOfBlocksError:  # others on the host keep shared blocks on the device
-                    self.release(request, "recomputed")
-                    continue
-                request.swapped = None
-                self.note("swapped in", request)
+            try:
+                if request.swapped is not None:
+                    request.slot, found = manager.swap_in(request.swapped), 1
+                else:
+                    request.slot, found = manager.resume_request(request.ids, salt=request.salt)
+            except OutOfBlocksError:  # of swap_in: others on the host keep blocks on the device
+                self.restart(request, "recomputed")
+                continue
+            self.note("swapped in" if request.swapped else "found tokens", request, found)
+            request.swapped = None
             self.waiting.remove(request)
             self.running.append(request)
 
@@ -180,12 +173,6 @@ class Engine:
     def next_length(self, request: Request) -> int:
         """Return the length of a request once its known tokens have run, with drafts."""
         return min(len(request.ids) + self.manager.config.drafts_per_step, request.num_tokens - 1)
-
-    def num_spare_blocks(self) -> int:
-        """Count the blocks that are left once all running requests have their next length."""
-        slots = [request.slot for request in self.running]
-        needed = self.manager.blocks_needed(slots, list(map(self.next_length, self.running)))
-        return self.manager.num_free_blocks + self.manager.stats().num_evictable_blocks - needed
 
     def prepare(self) -> tuple[list[Row], ForwardPlan | None]:
         """Plan a forward of all running requests, or of those that fit."""
@@ -201,13 +188,12 @@ class Engine:
 
     def choose_rows(self) -> list[Row]:
         """Share the tokens of a step: decode steps first, then the shortest rest of a prompt."""
-        rows, budget, lengths = [], self.step_tokens, self.manager.lengths
+        rows, budget, lengths = [], self.budget, self.manager.lengths
         for request in sorted(self.running, key=lambda each: len(each.ids) - lengths[each.slot]):
             ids, before, drafts = request.ids, int(lengths[request.slot]), list[int]()
             known = ids[before : before + budget]
             if len(known) == 1 and len(ids) > request.num_prompt:
-                room = self.next_length(request) - len(ids)
-                drafts = propose_drafts(ids, min(room, budget - 1))
+                drafts = propose_drafts(ids, min(self.next_length(request) - len(ids), budget - 1))
             if known:
                 rows.append(Row(request, before, known, drafts))
             budget -= len(known) + len(drafts)
@@ -217,58 +203,47 @@ class Engine:
         """Preempt the last request, or give up what another one keeps while it is swapped out."""
         self.log(f"  {error.needed} blocks needed, {error.free} free, {error.evictable} evictable")
         if len(self.running) == 1:
-            swapped = [each for each in self.waiting if each.swapped is not None]
-            if not swapped:
-                raise error  # never: `submit` refuses a request that does not fit alone
-            self.release(swapped[-1], "recomputed")
-            return
+            # There is one: `submit` refuses a request that does not fit alone.
+            return self.restart(next(each for each in self.waiting if each.swapped), "recomputed")
         request = max(self.running, key=lambda each: (each.number, each.rank))
         try:
             request.swapped = self.manager.swap_out(request.slot)
         except (NoFreeSlotError, OutOfBlocksError):  # the host is full
-            self.release(request, "recomputed")
-        else:
-            self.note("swapped out", request)
-            self.running.remove(request)
-            request.slot = -1
+            return self.restart(request, "recomputed")
+        self.note("swapped out", request)
+        self.running.remove(request)
         self.waiting.append(request)
+        request.slot = -1
 
-    def recover(self, rows: list[Row], plan: ForwardPlan, error: Exception) -> None:
-        """Go on after a forward that failed: its requests are as before, or start again."""
-        self.counts["failed forwards"] += 1
-        is_lost = plan.is_complete  # every layer was written: nothing can be undone
-        if not is_lost:
+    def recover(self, rows: list[Row], plan: ForwardPlan) -> None:
+        """Make the requests of a forward that failed what they were before it."""
+        if not plan.is_complete:
             plan.cancel()  # does nothing where a handle has failed, which cancels by itself
-        self.log(f"  failed: {error}; lengths are {plan.surviving_lengths.tolist()}")
-        for request in [row.request for row in rows if not row.request.is_over]:
-            request.num_failures += 1
-            if request.num_failures == MAX_FAILURES:
-                self.cancel(request)
-            elif is_lost:
-                self.release(request, "recomputed")
-                self.waiting.append(request)
+            self.log(f"  failed: back to the lengths {plan.surviving_lengths.tolist()}")
+            return
+        for row in rows:  # all layers are written, and only the logits are missing
+            if not row.request.is_over:
+                self.restart(row.request, "restarted")
 
     def take_tokens(self, rows: list[Row], logits: Tensor) -> None:
         """Keep the drafts that the model agrees with, and add the token after them."""
-        slots, lengths, new = [], [], []
+        new: list[tuple[Request, list[int]]] = []
+        kept: dict[int, int] = {}  # lengths by slot
         sizes = [len(row.known) + len(row.drafts) for row in rows]
         for (request, before, known, drafts), scores in zip(rows, logits.split(sizes), strict=True):
             length = before + len(known)
             if request.is_over or length < len(request.ids):
                 continue  # cancelled inside the forward, or its prompt goes on
-            request.num_failures = 0
             if length == request.num_prompt:
                 new += self.first_tokens(request, scores[-1])
                 continue
             tokens = scores[len(known) - 1 :].argmax(-1).tolist()
-            is_kept = [token == draft for token, draft in zip(tokens, drafts, strict=False)]
-            num_kept = [*is_kept, False].index(False)
+            num_kept = [*map(eq, tokens, drafts), False].index(False)
             self.counts["kept drafts"] += num_kept
             self.counts["rejected drafts"] += len(drafts) - num_kept
-            slots.append(request.slot)
-            lengths.append(length + num_kept)
+            kept[request.slot] = length + num_kept
             new.append((request, tokens[: num_kept + 1]))
-        self.manager.truncate(slots, lengths)
+        self.manager.truncate(list(kept), list(kept.values()))
         self.manager.note_tokens(
             [request.slot for request, _ in new],
             [token for _, tokens in new for token in tokens],
@@ -283,8 +258,8 @@ class Engine:
     def first_tokens(self, request: Request, scores: Tensor) -> list[tuple[Request, list[int]]]:
         """Fork the samples of a prompt that has run; return the first token of each."""
         ranked = scores.argsort(descending=True, stable=True).tolist()
-        new, samples = [(request, [ranked[request.rank]])], request.samples
-        request.samples = []
+        samples, request.samples = request.samples, []
+        new = [(request, [ranked[request.rank]])]
         for sample in [each for each in samples if not each.is_over]:
             try:
                 sample.slot = self.manager.fork(request.slot)
@@ -304,25 +279,21 @@ class Engine:
 def main() -> None:
     """Serve some prompts with too few blocks, and print what each step does."""
     torch.set_num_threads(1)
-    model = Decoder()
+    model, policy = Decoder(), CheckpointPolicy(every_blocks=1)
     manager = KVCacheManager(
-        model.config, max_requests=4, num_blocks=6, max_forward_tokens=128, backend="reference",
-        num_checkpoints=6, checkpoint_policy=CheckpointPolicy(every_blocks=1),
-        host_blocks=3, host_slots=2,
+        model.config, max_requests=4, num_blocks=6, max_forward_tokens=128, num_checkpoints=6,
+        checkpoint_policy=policy, host_blocks=3, host_slots=2, backend="reference",
     )  # fmt: skip
-    engine = Engine(model, manager, step_tokens=128)
+    engine = Engine(model, manager, budget=128)
     engine.log = print
     text = torch.randint(0, 128, (320,), generator=torch.Generator().manual_seed(1)).tolist()
     requests = engine.submit(text[:150], 30, num_samples=2) + engine.submit(text[:90], 50)
-    requests += engine.submit(text[:140] + text[:60], 70)
+    requests += engine.submit(text[:140] + text[:60], 70) + engine.submit(text[50:], 9)
     while engine.step():
         if engine.counts["steps"] == 9:
-            requests += engine.submit(text[:130] + [7] * 20, 12) + engine.submit(text[50:], 9)
-        if engine.counts["steps"] == 12:
-            engine.cancel(requests[1])
-    for request in requests:
-        print(f"{request}: {request.ids[request.num_prompt :]}")
-    print(dict(engine.counts))
+            engine.end(requests[1])
+            requests += engine.submit(text[:130] + [7] * 20, 12)
+    print(*(f"{each}: {each.ids[each.num_prompt :]}" for each in requests), sep="\n")
 
 
 if __name__ == "__main__":
