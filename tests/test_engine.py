@@ -102,7 +102,7 @@ class Traffic:
     def run_model(self, ids, manager, plan):
         """Run the model, with a cancelled request or a failure inside at times."""
         failure = self.failure_at.get(self.counts["steps"])
-        self.counts[failure] += 1
+        self.counts[failure or "whole forwards"] += 1
         model, cancel_at = self.world.model, self.random.randrange(90)
 
         def layer(idx, attention, hidden, handle):
