@@ -1,8 +1,7 @@
 """`LayerChecks`: refuses inputs that do not fit a layer, before anything is written."""
 
-import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -22,46 +21,74 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16)
 QUERY_DTYPES = {"flashmla": (torch.bfloat16,)}  # by attention backend, where not all of the above
 
 
-class LayerChecks(NamedTuple):
+class LayerChecks:
     """The sizes, dtypes and device that one layer takes; `num_tokens` are those of a forward."""
 
-    config: CacheConfig
-    layer: LayerSpec
-    schema: LayerCacheSchema
-    device: torch.device
-    attention_backend: str
-    accepted: dict[str, "weakref.ref[Tensor]"]  # weights that were checked last, by name
+    def __init__(
+        self,
+        config: CacheConfig,
+        layer: LayerSpec,
+        schema: LayerCacheSchema,
+        device: torch.device,
+        attention_backend: str,
+    ) -> None:
+        self.config, self.layer, self.schema, self.device = config, layer, schema, device
+        self._query_dtypes = QUERY_DTYPES.get(attention_backend, INPUT_DTYPES)
+        self._accepted: LayerWeights | None = None
 
     def check_inputs(
         self, inputs: LayerProjections, weights: LayerWeights, num_tokens: int
     ) -> None:
-        """Check everything that `LayerCacheHandle.forward` takes."""
-        self.check_kv(inputs.kv, weights.kv_norm, num_tokens)
-        self.check_query(inputs.query, weights.sinks, num_tokens)
-        has_entries = self.layer.ratio > 0
+        """Check everything that `LayerCacheHandle.forward` takes.
+
+        Weights are checked once: a model gives the same ones in every forward.
+        """
+        config, layer, check = self.config, self.layer, self.check_tensor
+        has_entries, is_csa = layer.ratio > 0, layer.attention_type is AttentionType.CSA
+        check("kv", inputs.kv, (num_tokens, config.head_dim))
+        check(
+            "query", inputs.query, (num_tokens, config.num_query_heads, config.head_dim),
+            self._query_dtypes,
+        )  # fmt: skip
         has_parts = inputs.compressor is not None, weights.compressor is not None
         if has_parts != (has_entries, has_entries):
-            expected = "compressor projections and weights" if self.layer.ratio else "none"
+            expected = "compressor projections and weights" if has_entries else "none"
             raise ValueError(f"Invalid inputs of {self._layer_name}: expected {expected}")
-        if inputs.compressor is None or weights.compressor is None:
-            return
         index = inputs.indexer
-        self.check_compression(
-            *inputs.compressor,
-            weights.compressor,
-            None if index is None else index.kv,
-            None if index is None else index.gate,
-            weights.indexer,
-            num_tokens,
-        )
+        if has_entries and (
+            (index is not None) != is_csa or (weights.indexer is not None) != is_csa
+        ):
+            num_given = 2 * (index is not None) + (weights.indexer is not None)
+            self._refuse_index(is_csa=is_csa, num_given=num_given)
+        if inputs.compressor is not None:
+            width = self.schema.num_series * config.head_dim
+            check("kv", inputs.compressor.kv, (num_tokens, width))
+            check("gate", inputs.compressor.gate, (num_tokens, width))
         if index is not None:
+            width = self.schema.num_series * config.index_head_dim
+            check("index_kv", index.kv, (num_tokens, width))
+            check("index_gate", index.gate, (num_tokens, width))
             self.check_index_query(index.query, index.head_weights, num_tokens)
+        if torch.compiler.is_compiling() or weights is not self._accepted:
+            self._check_weights(weights)
+            if not torch.compiler.is_compiling():
+                self._accepted = weights
+
+    def _check_weights(self, weights: LayerWeights) -> None:
+        config = self.config
+        self.check_tensor("norm_weight", weights.kv_norm, (config.head_dim,))
+        if weights.sinks is not None:
+            self.check_tensor("sinks", weights.sinks, (config.num_query_heads,))
+        if weights.compressor is not None:
+            self._check_compressor_weights("", weights.compressor, config.head_dim)
+        if weights.indexer is not None:
+            self._check_compressor_weights("index_", weights.indexer, config.index_head_dim)
 
     def check_kv(self, kv: Tensor, norm_weight: Tensor, num_tokens: int) -> None:
         """Check the inputs of `write_swa`."""
         dim = self.config.head_dim
         self.check_tensor("kv", kv, (num_tokens, dim))
-        self._check_weight("norm_weight", norm_weight, (dim,), "window")
+        self.check_tensor("norm_weight", norm_weight, (dim,))
 
     def check_compression(
         self,
@@ -79,11 +106,7 @@ class LayerChecks(NamedTuple):
         is_csa = self.layer.attention_type is AttentionType.CSA
         has_keys = index_kv is not None, index_gate is not None, index_weights is not None
         if has_keys != (is_csa, is_csa, is_csa):
-            expected = "index_kv, index_gate and index_weights" if is_csa else "no index inputs"
-            raise ValueError(
-                f"Invalid inputs of {self._layer_name}: expected {expected}, "
-                f"got {sum(has_keys)} of 3"
-            )
+            self._refuse_index(is_csa=is_csa, num_given=sum(has_keys))
         entries, index_keys = EntryInputs(kv, gate, weights), None
         self._check_compressor("", entries, self.config.head_dim, num_tokens)
         if index_kv is not None and index_gate is not None and index_weights is not None:
@@ -100,10 +123,10 @@ class LayerChecks(NamedTuple):
     def check_query(self, query: Tensor, sinks: Tensor | None, num_tokens: int) -> None:
         """Check the query and the sinks of `attend`."""
         heads = self.config.num_query_heads
-        dtypes = QUERY_DTYPES.get(self.attention_backend, INPUT_DTYPES)
-        self.check_tensor("query", query, (num_tokens, heads, self.config.head_dim), dtypes)
+        shape = (num_tokens, heads, self.config.head_dim)
+        self.check_tensor("query", query, shape, self._query_dtypes)
         if sinks is not None:
-            self._check_weight("sinks", sinks, (heads,))
+            self.check_tensor("sinks", sinks, (heads,))
 
     def check_selection(self, selection: Selection | None, num_tokens: int) -> None:
         """Check that CSA, and nothing else, is given a selection."""
@@ -158,18 +181,16 @@ class LayerChecks(NamedTuple):
         width = self.schema.num_series * dim
         self.check_tensor(f"{prefix}kv", inputs.kv, (num_tokens, width))
         self.check_tensor(f"{prefix}gate", inputs.gate, (num_tokens, width))
-        bias, norm_weight = inputs.weights
-        self._check_weight(f"{prefix}position_bias", bias, (self.layer.ratio, width))
-        self._check_weight(f"{prefix}norm_weight", norm_weight, (dim,))
+        self._check_compressor_weights(prefix, inputs.weights, dim)
 
-    def _check_weight(
-        self, name: str, tensor: Tensor, shape: tuple[int, ...], part: str = ""
-    ) -> None:
-        """Check a weight once: a model gives the same one in every forward."""
-        if torch.compiler.is_compiling():
-            self.check_tensor(name, tensor, shape)
-            return
-        accepted = self.accepted.get(part or name)
-        if accepted is None or accepted() is not tensor:
-            self.check_tensor(name, tensor, shape)
-            self.accepted[part or name] = weakref.ref(tensor)
+    def _check_compressor_weights(self, prefix: str, weights: CompressorWeights, dim: int) -> None:
+        width = self.schema.num_series * dim
+        bias, norm_weight = weights
+        self.check_tensor(f"{prefix}position_bias", bias, (self.layer.ratio, width))
+        self.check_tensor(f"{prefix}norm_weight", norm_weight, (dim,))
+
+    def _refuse_index(self, *, is_csa: bool, num_given: int) -> NoReturn:
+        expected = "index_kv, index_gate and index_weights" if is_csa else "no index inputs"
+        raise ValueError(
+            f"Invalid inputs of {self._layer_name}: expected {expected}, got {num_given} of 3"
+        )

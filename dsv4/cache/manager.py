@@ -710,7 +710,7 @@ class KVCacheManager(NotCopyable):
             index_backend=self.index_backend,
             batch_invariant=self.batch_invariant,
             checks=LayerChecks(
-                self.config, layer, schema, self.state.storage.device, self.attention_backend, {}
+                self.config, layer, schema, self.state.storage.device, self.attention_backend
             ),
         )
 

@@ -258,9 +258,10 @@ def inject(call, kind, folder, choose):
     chosen = choose(points.count)
     for point in chosen:
         scene = new_scene()
-        with torch.set_grad_enabled(True):  # a fault may leave a `no_grad` without its end
-            with pytest.raises((Fault, OutOfMemoryFault)), KINDS[kind](Points(point)):
-                call(scene)
+        # A fault may leave a `no_grad` without its end.
+        raised = pytest.raises((Fault, OutOfMemoryFault))
+        with torch.set_grad_enabled(True), raised, KINDS[kind](Points(point)):
+            call(scene)
         check(scene, states)
     return len(chosen)
 

@@ -40,6 +40,10 @@ BENCHES = {
         "host time of prepare_forward", tables.show_plan,
         (REQUESTS, Option("--steps", "num_steps", 400)),
     ),
+    "host": Bench(
+        "host time of an engine's step: plan, drafts, tokens, layers", tables.show_host,
+        (REQUESTS, Option("--steps", "num_steps", 300)),
+    ),
     "prefix": Bench(
         "host time of a prefix hit and of a block's hash", tables.show_prefix,
         (Option("--tokens", "num_tokens", 100_000), Option("--rounds", "num_rounds", 50)),

@@ -58,22 +58,32 @@ def show_plan(result: Result) -> Shown:
     return Shown([_host_times(title, "V4-Flash", result)])
 
 
+def show_host(result: Result) -> Shown:
+    """Show host times of the parts of an engine's step."""
+    title = f"V4-Flash, {result['num_requests']} requests, 1 + {result['drafts']} tokens each"
+    return Shown([_times_and_targets(title, "mean", result)])
+
+
 def show_prefix(result: Result) -> Shown:
     """Show host times of a hit, with and without its copy, and of a hash."""
     title = f"A prefix hit of {result['num_hit_tokens']:,} tokens of V4-Flash"
+    return Shown([_times_and_targets(title, "best", result)])
+
+
+def _times_and_targets(title: str, first: str, result: Result) -> Table:
     rows = [
         {
             "name": name.replace("_", " "),
-            **{key: result[key][name] for key in ("best_us", "median_us", "p90_us")},
+            **{key: result[f"{key}_us"][name] for key in (first, "median", "p90")},
             "target": f"{result['target_us'][name]:.0f}" if name in result["target_us"] else "",
         }
         for name in result["median_us"]
     ]
     columns = (
-        ("", "{name}"), ("best us", "{best_us:.1f}"), ("median us", "{median_us:.1f}"),
-        ("90th percentile us", "{p90_us:.1f}"), ("target us", "{target}"),
+        ("", "{name}"), (f"{first} us", f"{{{first}:.1f}}"), ("median us", "{median:.1f}"),
+        ("90th percentile us", "{p90:.1f}"), ("target us", "{target}"),
     )  # fmt: skip
-    return Shown([build_table(title, rows, columns)])
+    return build_table(title, rows, columns)
 
 
 def show_swap(result: Result) -> Shown:
