@@ -62,6 +62,8 @@ class CurrentForward:
         self._boundaries = boundaries
         self._is_settled = False
         self._plan = plan
+        if self._books.prefix is not None:
+            self._books.prefix.has_news = True
 
     def settle(self) -> None:
         """Record what a complete forward has made final: checkpoints and freed requests."""
@@ -149,14 +151,15 @@ class CurrentForward:
 
     def publish(self) -> None:
         """Publish the full blocks that no forward can change."""
-        books, live = self._books, self.live_slots
-        if books.prefix is None:
+        prefix, live = self._books.prefix, self.live_slots
+        if prefix is None or not prefix.has_news:
             return
-        lengths = books.requests.lengths
+        lengths = self._books.requests.lengths
         if live.size:
             lengths = lengths.copy()
             lengths[live] = 0
-        books.prefix.publish(lengths)
+        prefix.publish(lengths)
+        prefix.has_news = live.size > 0
 
     def save_checkpoint(self, slot: int, boundary: int) -> None:
         """Checkpoint a tracked request, unless it has one there or none is left."""

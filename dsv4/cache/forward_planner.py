@@ -30,15 +30,13 @@ class BlockNeeds(NamedTuple):
     Attributes:
         grows: Rows that grow into new blocks, and `missing`, how many each.
         copies: Rows that write to a block with another owner, which they copy first.
+        num_blocks: All of them.
     """
 
     grows: NDArray[np.intp]
     missing: Int64Array
     copies: NDArray[np.intp]
-
-    @property
-    def num_blocks(self) -> int:
-        return int(self.missing.sum()) + len(self.copies)
+    num_blocks: int
 
 
 class ForwardPlanner:
@@ -132,7 +130,8 @@ class ForwardPlanner:
         copies = grows[:0]
         if books.allocator.num_shares:
             copies = self._find_copies(slots, before, after, have)
-        return BlockNeeds(grows, (need - have)[grows], copies)
+        missing = (need - have)[grows]
+        return BlockNeeds(grows, missing, copies, int(missing.sum()) + len(copies))
 
     def _check_rows(self, slots: Int64Array, before: Int64Array, after: Int64Array) -> BoolArray:
         """Refuse rows that contradict the requests; return which rows are real."""

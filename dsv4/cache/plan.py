@@ -38,8 +38,8 @@ class ForwardPlan:
     """One forward, as `prepare_forward` decided it.
 
     It is live until every layer is written, or until `complete` or `cancel`. `with plan:` cancels
-    it if anything is raised inside, also between the layers. Its results can be read until the next plan of the same manager, or until one of its requests is freed or
-    truncated.
+    it if anything is raised inside, also between the layers. Its results can be read until the
+    next plan of the same manager, or until one of its requests is freed or truncated.
 
     Attributes:
         owner: Returns what cancels it; None once its manager is gone.

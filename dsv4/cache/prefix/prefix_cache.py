@@ -83,6 +83,7 @@ class PrefixCache:
     Attributes:
         requests: The requests whose ids are known, by slot.
         ids: The known ids of each slot.
+        has_news: Lengths or ids have changed since the last `publish`.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class PrefixCache:
         self.num_asked_tokens = 0
         self.num_hit_tokens = 0
         self.num_skipped_checkpoints = 0
+        self.has_news = False
         self._config, self._journal = config, journal
         self._blocks, self._checkpoints = blocks, checkpoints
         self._block_table, self._set_blocks = block_table, set_blocks
@@ -179,6 +181,7 @@ class PrefixCache:
         self.requests[slot] = request
         self._num_prompt[slot] = num_prompt_tokens
         self.ids.append(np.array([slot]), ids, np.array([len(ids)]))
+        self.has_news = True
         self._update(slot)
 
     def note_tokens(
@@ -199,6 +202,7 @@ class PrefixCache:
                 self._journal.note_item(self.requests, slot)
                 self.requests[slot] = TrackedRequest(root)
         self.ids.append(slots, ids, counts)
+        self.has_news = True
 
     def choose_boundaries(
         self, slots: Int64Array, before: Int64Array, after: Int64Array
@@ -213,10 +217,11 @@ class PrefixCache:
         """
         block_tokens = self._config.block_tokens
         first, last = before // block_tokens + 1, after // block_tokens
-        prompt = self._num_prompt[slots] // block_tokens
         may_choose = (slots >= 0) & (first <= last)
-        if may_choose.any():
-            may_choose &= self.policy.may_choose(first, last, prompt)
+        if not may_choose.any():
+            return []
+        prompt = self._num_prompt[slots] // block_tokens
+        may_choose &= self.policy.may_choose(first, last, prompt)
         rows = may_choose.nonzero()[0]
         return [
             (row, slot, block * block_tokens)
@@ -266,11 +271,10 @@ class PrefixCache:
         block_tokens, published = self._config.block_tokens, self._num_published
         final = np.minimum(lengths - self._config.drafts_per_step, self.ids.num_known)
         num_final = final // block_tokens
-        slots = np.flatnonzero(num_final > published)
-        if not slots.size:
-            return
-        with self._journal:
-            self._publish(slots, published[slots], num_final[slots])
+        slots = (num_final > published).nonzero()[0]
+        if slots.size:
+            with self._journal:
+                self._publish(slots, published[slots], num_final[slots])
 
     def checkpoint_at(self, slot: int, boundary: int) -> int | None:
         """Return the checkpoint of a request's boundary; None if there is none."""
