@@ -290,7 +290,7 @@ class LayerCacheHandle:
         except BaseException:
             self._fail()
             raise
-        self.progress.selected = weakref.ref(selection.rows)
+        self.progress.selected.append(weakref.ref(selection.rows))
         return selection
 
     def attend(

@@ -1,6 +1,6 @@
 """`LayerChecks`: refuses inputs that do not fit a layer, before anything is written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import torch
@@ -138,13 +138,13 @@ class LayerChecks:
             shape = (num_tokens, self.config.index_topk)
             self.check_tensor("selection.rows", selection.rows, shape, (torch.int64,))
 
-    def check_own(self, selection: Selection, own: Callable[[], Tensor | None] | None) -> None:
+    def check_own(self, selection: Selection, own: Iterable[Callable[[], Tensor | None]]) -> None:
         """Check that a selection is of this layer and forward.
 
         Args:
-            own: Returns the rows that its last `select_entries` chose; None if it chose none.
+            own: Return the rows that its `select_entries` chose, as far as they are alive.
         """
-        if own is None or selection.rows is not own():
+        if not any(selection.rows is rows() for rows in own):
             raise ValueError(
                 f"Invalid selection of {self._layer_name}: expected the result of its own "
                 "select_entries in this forward, got another one"

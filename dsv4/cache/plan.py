@@ -203,4 +203,4 @@ class LayerProgress:
     layer_idx: int
     has_window: bool = False
     has_entries: bool = False
-    selected: Callable[[], Tensor | None] | None = None
+    selected: list[Callable[[], Tensor | None]] = field(default_factory=list)

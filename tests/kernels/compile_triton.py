@@ -95,6 +95,7 @@ def record_gathers(kv_format: str) -> list:
         slot = manager.open_request()
         handle = manager.acquire(0, prepare_forward(manager, [slot], [0], [num_tokens]))
         gather.gather_swa_kv(handle.memory, handle.tokens)
+        handle.plan.cancel()
         manager.free_request(slot)
     gather.gather_compressed_kv(handle.memory, torch.zeros(1, 512, dtype=torch.int64))
     gather.gather_all_compressed_kv(handle.memory, handle.plan.tokens, max_entries=1)

@@ -65,10 +65,16 @@ def new_keys(keys: dict[str, dict], warmed: set[str]) -> list[dict]:
     return nearest
 
 
+def use_triton(manager: KVCacheManager) -> None:
+    """Let a manager of the CPU use Triton, which it refuses; nothing is launched here."""
+    manager.backend = manager.attention_backend = manager.index_backend = "triton"
+    manager._layers = [manager._layer_parts(idx) for idx in range(len(manager.schedule))]
+
+
 def serve_one_layer_per_type(keys: dict[str, dict], **sizes: int) -> dict:
     keys.clear()
     server = Server(**sizes)
-    server.manager.backend = "triton"  # refused on a CPU, where nothing is launched here
+    use_triton(server.manager)
     warm_up(server.manager, server.weights)
     warmed = set(keys)
     serve(server)
@@ -80,7 +86,7 @@ def serve_all_layers(keys: dict[str, dict]) -> dict:
     keys.clear()
     config = CacheConfig.v4_flash(num_query_heads=1, index_num_heads=1)
     manager = KVCacheManager(config, max_requests=1, num_blocks=1)
-    manager.backend = "triton"
+    use_triton(manager)
     weights = model_weights(config, seed=0)
     inputs = model_projections(config, 3, seed=1, dtype=weights[0].kv_norm.dtype)
     warm_up(manager, weights, dtype=inputs[0].kv.dtype)

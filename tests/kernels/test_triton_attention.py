@@ -331,7 +331,7 @@ def test_parts_in_few_places(monkeypatch):
     handle = Case("", HCA, [511, 3, 127], [512, 4, 128]).filled()
     inputs = make_inputs(handle)
     small = handle.memory._replace(partials=handle.memory.partials[:3])
-    handle = replace(handle, memory=small)
+    handle = replace(handle, parts=replace(handle.parts, memory=small))
     replace_combine(monkeypatch, invariant_rows=64)
     launch = attention.attend_launch(8, torch.bfloat16, small)
     num_tiles = attention.count_tiles(small, launch, 4)
@@ -388,7 +388,10 @@ def test_parts_of_the_context_merge_by_their_lse():
 def test_the_handle_uses_it():
     handle = Case("", HCA, [127], [128]).filled()
     inputs = make_inputs(handle)
-    kernels = replace(handle, backend="triton", attention_backend="triton", batch_invariant=True)
+    parts = replace(
+        handle.parts, backend="triton", attention_backend="triton", batch_invariant=True
+    )
+    kernels = replace(handle, parts=parts)
     got = kernels.attend(inputs.query, inputs.sinks)
     want = run(triton(), handle, inputs, batch_invariant=True)
     assert torch.equal(got.output, want.output) and torch.equal(got.lse, want.lse)
@@ -399,8 +402,8 @@ def test_a_manager_passes_batch_invariant_on():
     for chosen in (False, True):
         manager = KVCacheManager(config, max_requests=1, num_blocks=1, batch_invariant=chosen)
         plan = prepare_forward(manager, [manager.open_request()], [0], [1])
-        assert manager.acquire(0, plan).batch_invariant is chosen
-    with pytest.raises(TypeError, match="Invalid batch_invariant: expected True or False, got 1"):
+        assert manager.acquire(0, plan).parts.batch_invariant is chosen
+    with pytest.raises(ValueError, match="Invalid batch_invariant: expected True or False, got 1"):
         KVCacheManager(config, max_requests=1, num_blocks=1, batch_invariant=1)
 
 

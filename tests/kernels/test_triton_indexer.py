@@ -560,7 +560,8 @@ def test_no_tokens():
 def test_the_handle_uses_it():
     handle = filled(tiny(), [139], [141])
     query, weights = random_query(handle)
-    got = replace(handle, backend="triton").select_entries(query, weights)
+    parts = replace(handle.parts, backend="triton", index_backend="triton")
+    got = replace(handle, parts=parts).select_entries(query, weights)
     assert_selected(got, handle, query, weights)
 
 
