@@ -266,7 +266,7 @@ def inject(call, kind, folder, choose):
     return len(chosen)
 
 
-def some(count, share=23):
+def some(count, share=47):
     """Every so many-th point, and the last ones, where a commit is."""
     return sorted({*range(0, count, share), *range(max(0, count - 3), count)})
 
