@@ -133,17 +133,21 @@ class CacheBooks:
 
     def shorten(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Forget tokens of requests from these lengths on, and release blocks that hold none."""
+        self.drop_blocks(slots, lengths)
+        if self.prefix is not None:
+            self.prefix.cut(slots, lengths)
+
+    def drop_blocks(self, slots: Int64Array, lengths: Int64Array) -> None:
+        """Cut requests to these lengths; their known ids stay."""
         dropped = self.requests.shorten(slots, lengths)
         if dropped.size:
             self.allocator.release(dropped)
-        if self.prefix is not None:
-            self.prefix.cut(slots, lengths)
 
     def close_slots(self, slots: Int64Array) -> None:
         """Release the blocks of slots and close these."""
         if self.prefix is not None:
             self.prefix.forget(slots)
-        self.allocator.release(self.requests.shorten(slots, np.zeros(len(slots), dtype=np.int64)))
+        self.drop_blocks(slots, np.zeros(len(slots), dtype=np.int64))
         self.requests.close_slots(slots)
         if self._wipe_on_free:
             self.journal.after_commit(self._wipe, self._memory.state.storage, slots)

@@ -101,9 +101,7 @@ class CurrentForward:
         books, memory, survival, rows = self._books, self._memory, plan.survival, plan.written_rows
         assert survival is not None
         slots, lengths = plan.request_slots[rows].astype(np.int64), survival.lengths[rows]
-        dropped = books.requests.shorten(slots, lengths)
-        if dropped.size:
-            books.allocator.release(dropped)
+        books.drop_blocks(slots, lengths)
         books.requests.set_floors(slots, survival.floors[rows])
         if books.prefix is not None:
             for row in rows[lengths < plan.positions_before[rows]].tolist():
@@ -112,9 +110,7 @@ class CurrentForward:
                 )
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             if survival.undo_slots[row] >= 0:
-                self._journal.after_commit(
-                    memory.load_undo, int(survival.undo_slots[row]), slot
-                )  # fmt: skip
+                self._journal.after_commit(memory.load_undo, int(survival.undo_slots[row]), slot)
             elif survival.checkpoints[row] >= 0:
                 self._journal.after_commit(
                     memory.checkpoints.load, int(survival.checkpoints[row]),

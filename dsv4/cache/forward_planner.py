@@ -47,7 +47,6 @@ class ForwardPlanner:
     ) -> None:
         self._capacity, self._config = capacity, capacity.config
         self._memory, self._books, self._forward = memory, books, forward
-        self._no_rows = np.empty(0, dtype=np.int64)
 
     def prepare(
         self, request_slots: Ints, positions_before: Ints, positions_after: Ints
@@ -61,7 +60,6 @@ class ForwardPlanner:
         counts = after - before
         num_tokens = int(counts.sum())
         self._check_capacity(slots, num_tokens)
-        self._forward.check_idle()
         self._forward.publish()
         real = slice(None) if slots.min(initial=0) >= 0 else is_real
         real_slots, real_before, real_after = slots[real], before[real], after[real]
@@ -138,14 +136,8 @@ class ForwardPlanner:
         requests, max_requests = self._books.requests, self._capacity.max_requests
         check_ints("request_slots", slots, at_least=-1, at_most=max_requests - 1)
         is_real: BoolArray = slots >= 0
-        mine = slots[is_real]
-        is_open = requests.is_open[mine] & ~requests.is_closing[mine]
-        if not is_open.all():
-            raise ValueError(f"Invalid request_slots: slot {mine[~is_open][0]} is not open")
-        if len(mine) > 1 and np.bincount(mine).max() > 1:
-            slot = int(np.bincount(mine).argmax())
-            raise ValueError(f"Invalid request_slots: slot {slot} is named more than once")
-        self._forward.check_idle(mine)
+        mine = requests.check_all_open(slots[is_real], "request_slots")
+        self._forward.check_idle()
         is_wrong = before[is_real] != requests.lengths[mine]
         if is_wrong.any():
             row = int(is_wrong.argmax())

@@ -187,11 +187,6 @@ class KVCacheManager(NotCopyable):
         self._journal.finish()
         return self._forward.live_plan
 
-    @property
-    def has_prefix_cache(self) -> bool:
-        """Full blocks stay for later requests with the same beginning."""
-        return self._books.prefix is not None
-
     def open_request(self, *, num_tokens: int = 0) -> int:
         """Open an empty request and return its slot.
 
@@ -287,7 +282,7 @@ class KVCacheManager(NotCopyable):
             each = len(ids) if len(rows) == 1 else 1
             sizes = np.full(len(rows), each, dtype=np.int64)
         else:
-            sizes = check_ints("counts", counts, at_least=0, at_most=max(len(ids), 0))
+            sizes = check_ints("counts", counts, at_least=0, at_most=len(ids))
         if not len(rows) == len(starts) == len(sizes) or int(sizes.sum()) != len(ids):
             raise ValueError(
                 "Invalid sizes: expected one start and one count for each slot, and ids for all "

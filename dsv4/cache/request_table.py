@@ -157,15 +157,15 @@ class RequestTable:
         self._journal.note_attribute(self, "_changed")
         self._changed = []
 
-    def check_all_open(self, slots: object) -> Int64Array:
+    def check_all_open(self, slots: object, name: str = "slot") -> Int64Array:
         """Return one open slot, or several, named once each, as an array; refuse any others."""
-        array = check_one_or_more("slot", slots, at_least=0, at_most=len(self.is_open) - 1)
+        array = check_one_or_more(name, slots, at_least=0, at_most=len(self.is_open) - 1)
         is_open = self.is_open[array] & ~self.is_closing[array]
         if not is_open.all():
-            raise ValueError(f"Invalid slot: slot {array[~is_open][0]} is not open")
+            raise ValueError(f"Invalid {name}: slot {array[~is_open][0]} is not open")
         if len(array) > 1 and np.bincount(array).max() > 1:
             slot = int(np.bincount(array).argmax())
-            raise ValueError(f"Invalid slot: slot {slot} is named more than once")
+            raise ValueError(f"Invalid {name}: slot {slot} is named more than once")
         return array
 
     def check_free_slots(self, count: int = 1) -> None:

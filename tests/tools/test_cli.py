@@ -132,6 +132,13 @@ def test_bench_plan(capsys):
     assert {"commit", "torch", "cpu"} <= set(result["environment"])
 
 
+def test_bench_host(capsys):
+    assert main(["bench", "host", "--requests", "2", "--steps", "3"]) == 0
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert {"prepare", "accept", "note_and_publish", "layers"} <= set(result["mean_us"])
+    assert all(time > 0 for time in result["mean_us"].values()) and not result["target_us"]
+
+
 def test_bench_prefix(capsys):
     assert main(["bench", "prefix", "--tokens", "1000", "--rounds", "3"]) == 0
     lines = capsys.readouterr().out.strip().splitlines()

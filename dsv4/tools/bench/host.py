@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.memory.layout import cache_layout
+from dsv4.cache.memory.schema import build_schemas
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.kernels import reference
@@ -70,25 +72,17 @@ def _time_steps(num_requests: int, num_steps: int) -> dict[str, list[float]]:
 def _manager(num_requests: int, num_steps: int) -> KVCacheManager:
     config = CacheConfig.v4_flash(drafts_per_step=DRAFTS)
     most = (2 * num_steps + 100) * (DRAFTS + 1) + 50 * config.block_tokens
-    return KVCacheManager(
-        config, max_requests=num_requests, device="cpu", num_checkpoints=8,
-        num_blocks=num_requests * (most // config.block_tokens + 2),
-        max_forward_tokens=num_requests * 2 * config.block_tokens, max_request_tokens=most,
-        storage=_untouched(config, num_requests, most),
-    )  # fmt: skip
-
-
-def _untouched(config: CacheConfig, num_requests: int, most: int) -> dict[str, torch.Tensor]:
-    """Take memory for pools that no kernel will touch, so that it costs none."""
-    from dsv4.cache.memory.layout import cache_layout
-    from dsv4.cache.memory.schema import build_schemas
-
-    layout = cache_layout(config, build_schemas(config))
     num_blocks = num_requests * (most // config.block_tokens + 2)
-    return {
+    layout = cache_layout(config, build_schemas(config))
+    untouched = {  # no kernel will touch it, so it costs no memory
         "blocks": torch.empty(num_blocks, layout.blocks.num_bytes, dtype=torch.uint8),
         "slots": torch.empty(num_requests, layout.slots.num_bytes, dtype=torch.uint8),
     }
+    return KVCacheManager(
+        config, max_requests=num_requests, num_blocks=num_blocks, num_checkpoints=8,
+        max_forward_tokens=num_requests * 2 * config.block_tokens, max_request_tokens=most,
+        storage=untouched,
+    )  # fmt: skip
 
 
 def _fill(manager: KVCacheManager, slots: Any, lengths: Any) -> None:
