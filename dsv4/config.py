@@ -149,6 +149,16 @@ class CacheConfig:
         return min((ratio for ratio in self.compress_ratios if ratio), default=0)
 
     @property
+    def halo_tokens(self) -> int:
+        """Tokens before a block boundary that make window rows and tails there anew.
+
+        A layer's rows follow from its window in the layer before. So each layer's are right one
+        window after that layer's, whatever the rings held at first; entries must be known.
+        """
+        rows = max(self.sliding_window, self.smallest_ratio)  # of the last layer, tails included
+        return rows + (self.num_layers - 1) * (self.sliding_window - 1)
+
+    @property
     def tail_torch_dtype(self) -> torch.dtype:
         return TAIL_DTYPES[self.tail_dtype]
 

@@ -1,6 +1,6 @@
 """`CacheBooks`: the records that a manager keeps on the host, beside the current plan."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -49,6 +49,7 @@ class CacheBooks:
         self.journal = journal
         self.requests = requests
         self._memory, self._wipe_on_free = memory, wipe_on_free
+        self._block_tokens = capacity.config.block_tokens
         self.host = HostMemory(
             memory.paged.storage, memory.state.storage, journal,
             num_blocks=capacity.host_blocks, num_slots=capacity.host_slots, is_wiped=wipe_on_free,
@@ -95,6 +96,17 @@ class CacheBooks:
             )
         self.prefix.tree.evict(missing, kept)
 
+    def count_fitting(self, path: Sequence[PrefixNode]) -> int:
+        """Count the first blocks of a path for which there is room on the device.
+
+        Those on the device come before those on the host.
+        """
+        if self.prefix is None:
+            return 0
+        num_host = sum(node.block < 0 for node in path)
+        room = self.allocator.num_free + self.prefix.tree.count_evictable(path) if num_host else 0
+        return len(path) - max(0, num_host - room)
+
     def open_slots(self, count: int) -> list[int]:
         """Open empty slots; their first writer waits for copies to the host."""
         slots = self.requests.open_slots_for(count)
@@ -133,13 +145,18 @@ class CacheBooks:
 
     def shorten(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Forget tokens of requests from these lengths on, and release blocks that hold none."""
-        self.drop_blocks(slots, lengths)
+        num_read_only = np.minimum(
+            self.requests.num_read_only[slots], lengths // self._block_tokens
+        )
+        self.drop_blocks(slots, lengths, num_read_only)
         if self.prefix is not None:
             self.prefix.cut(slots, lengths)
 
-    def drop_blocks(self, slots: Int64Array, lengths: Int64Array) -> None:
-        """Cut requests to these lengths; their known ids stay."""
-        dropped = self.requests.shorten(slots, lengths)
+    def drop_blocks(
+        self, slots: Int64Array, lengths: Int64Array, num_read_only: Int64Array
+    ) -> None:
+        """Cut requests to these lengths and read-only blocks; their known ids stay."""
+        dropped = self.requests.shorten(slots, lengths, num_read_only)
         if dropped.size:
             self.allocator.release(dropped)
 
@@ -147,7 +164,8 @@ class CacheBooks:
         """Release the blocks of slots and close these."""
         if self.prefix is not None:
             self.prefix.forget(slots)
-        self.drop_blocks(slots, np.zeros(len(slots), dtype=np.int64))
+        nothing = np.zeros(len(slots), dtype=np.int64)
+        self.drop_blocks(slots, nothing, nothing)
         self.requests.close_slots(slots)
         if self._wipe_on_free:
             self.journal.after_commit(self._wipe, self._memory.state.storage, slots)

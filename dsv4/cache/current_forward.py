@@ -101,12 +101,14 @@ class CurrentForward:
         books, memory, survival, rows = self._books, self._memory, plan.survival, plan.written_rows
         assert survival is not None
         slots, lengths = plan.request_slots[rows].astype(np.int64), survival.lengths[rows]
-        books.drop_blocks(slots, lengths)
+        num_read_only = survival.num_read_only[rows]
+        books.drop_blocks(slots, lengths, num_read_only)
         books.requests.set_floors(slots, survival.floors[rows])
         if books.prefix is not None:
             for row in rows[lengths < plan.positions_before[rows]].tolist():
+                num_blocks = int(survival.lengths[row]) // self._block_tokens
                 books.prefix.give_up(
-                    int(plan.request_slots[row]), int(survival.lengths[row]) // self._block_tokens
+                    int(plan.request_slots[row]), max(num_blocks, int(survival.num_read_only[row]))
                 )
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             if survival.undo_slots[row] >= 0:

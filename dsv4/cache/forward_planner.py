@@ -175,8 +175,9 @@ class ForwardPlanner:
 
         If all owners of a block write to it in this forward, the last of them keeps it.
         """
-        ratio, columns = self._config.smallest_ratio, before // self._config.block_tokens
-        rows = np.flatnonzero((before // ratio < after // ratio) & (columns < have))
+        ratio, start = self._config.smallest_ratio, self._first_written(slots, before)
+        columns = start // self._config.block_tokens
+        rows = np.flatnonzero((start // ratio < after // ratio) & (columns < have))
         ids = self._books.requests.block_table[slots[rows], columns[rows]]
         if not (self._books.allocator.num_owners[ids] > 1).any():
             return rows[:0]
@@ -188,8 +189,12 @@ class ForwardPlanner:
     def _choose_boundaries(
         self, slots: Int64Array, before: Int64Array, after: Int64Array
     ) -> list[tuple[int, int, int]]:
+        """Choose the boundaries to checkpoint; a replay's fixed state is right at its end."""
         prefix = self._books.prefix
-        return [] if prefix is None else prefix.choose_boundaries(slots, before, after)
+        if prefix is None:
+            return []
+        start = np.maximum(before, self._books.requests.written_from(slots) - 1)
+        return prefix.choose_boundaries(slots, start, after)
 
     def _plan_survival(
         self,
@@ -204,12 +209,13 @@ class ForwardPlanner:
 
         A step overwrites no row that a query at the old length reads. A chunk may: it goes back to
         a checkpoint at that length, to an undo slot (the longest first), to an earlier checkpoint,
-        or to 0.
+        or to 0. A replay goes back to its halo's start, if that is later.
         """
         none = np.full(len(slots), -1, dtype=np.int64)
-        floors = self._books.requests.rollback_floor[slots]
+        requests, block_tokens = self._books.requests, self._config.block_tokens
+        floors, num_read_only = requests.rollback_floor[slots], requests.num_read_only[slots]
         lowest = np.minimum(before, after - self._config.drafts_per_step)
-        survival = Survival(before, np.maximum(floors, lowest), none, none.copy())
+        survival = Survival(before, np.maximum(floors, lowest), none, none.copy(), num_read_only)
         if not has_chunks:
             return survival
         survival = survival._replace(lengths=before.copy())
@@ -217,13 +223,17 @@ class ForwardPlanner:
         chunks = np.flatnonzero(is_chunk & (before > 0))
         for row in chunks[np.argsort(-before[chunks], kind="stable")].tolist():
             slot, length = int(slots[row]), int(before[row])
-            held = self._held_checkpoint(slot, length)
+            held, end = self._held_checkpoint(slot, length), int(num_read_only[row]) * block_tokens
+            halo_start = end - self._config.halo_tokens if length < end else 0
             if held[0] < length and free:
                 survival.undo_slots[row] = free.pop(0)
                 survival.floors[row] = floors[row]
+            elif halo_start > held[0]:
+                survival.lengths[row] = halo_start
             else:
                 survival.lengths[row] = survival.floors[row] = held[0]
                 survival.checkpoints[row] = held[1]
+                num_read_only[row] = min(num_read_only[row], held[0] // block_tokens)
         return survival
 
     def _held_checkpoint(self, slot: int, length: int) -> tuple[int, int]:
@@ -266,8 +276,13 @@ class ForwardPlanner:
         books.requests.append_blocks(slots[needs.grows], needs.missing, fresh)
         if not targets.size:
             return none, none
-        columns = before[needs.copies] // self._config.block_tokens
+        start = self._first_written(slots, before)[needs.copies]
+        columns = start // self._config.block_tokens
         return books.replace_blocks(slots[needs.copies], columns, targets), targets
+
+    def _first_written(self, slots: Int64Array, before: Int64Array) -> Int64Array:
+        """Return the position from which a forward of each request writes entries."""
+        return np.maximum(before, self._books.requests.written_from(slots))
 
     def _hold(self, slots: Int64Array, survival: Survival) -> None:
         """Copy what a chunk would overwrite, and own the checkpoints that it may go back to."""
@@ -306,6 +321,7 @@ class ForwardPlanner:
         """Write the plan's arrays and return the number of chunks."""
         batch, num_chunks = len(slots), 0
         host = self._memory.plan_buffers.start(batch, num_tokens)
+        host["num_read_only"][:] = self._books.requests.num_read_only
         host["request_slots"][:batch] = slots
         host["positions_before"][:batch] = before
         host["positions_after"][:batch] = after

@@ -42,9 +42,11 @@ def check_integrity(
 
 def _slot_problems(requests: RequestTable) -> Iterator[str]:
     is_closed, lengths, floor = requests.is_open == 0, requests.lengths, requests.rollback_floor
+    longest = np.maximum(lengths, requests.written_from(np.arange(len(lengths))))
     for name, dtype in (
         ("lengths", np.int64), ("num_blocks", np.int64), ("rollback_floor", np.int64),
-        ("is_open", np.bool_), ("is_closing", np.bool_), ("block_table", np.int32),
+        ("num_read_only", np.int64), ("is_open", np.bool_), ("is_closing", np.bool_),
+        ("block_table", np.int32),
     ):  # fmt: skip
         if getattr(requests, name).dtype != dtype:
             yield f"{name} is {getattr(requests, name).dtype}, expected {np.dtype(dtype)}"
@@ -56,8 +58,8 @@ def _slot_problems(requests: RequestTable) -> Iterator[str]:
         yield "a slot has a negative length"
     if sorted(requests.free_slots) != np.flatnonzero(is_closed).tolist():
         yield "the free slots are not those that are not open"
-    if ((floor < 0) | (floor > lengths)).any():
-        yield "a slot's rollback floor does not lie between 0 and its length"
+    if ((floor < 0) | (floor > longest)).any():
+        yield "a slot's rollback floor does not lie between 0 and its length, or its replay's end"
 
 
 def _block_problems(
@@ -67,7 +69,8 @@ def _block_problems(
     is_used = np.arange(table.shape[1]) < requests.num_blocks[:, None]
     if ((table >= 0) != is_used).any():
         yield "a block table row does not match its slot's number of blocks"
-    if (requests.num_blocks != blocks_for(config, requests.lengths)).any():
+    needed = np.maximum(blocks_for(config, requests.lengths), requests.num_read_only)
+    if (requests.num_blocks != needed).any():
         yield "a slot's number of blocks does not match its length"
     # A shared block holds the same tokens of all its owners, so it has one column.
     rows, columns = np.nonzero(table >= 0)

@@ -19,7 +19,7 @@ from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.memory.schema import build_schemas
 from dsv4.cache.plan import ForwardPlan
-from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch, cut_to_checkpoint
+from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch
 from dsv4.cache.prefix.token_store import TokenIds, as_token_ids
 from dsv4.cache.request_table import RequestTable
 from dsv4.cache.saved_request import copy_request, read_saved, write_saved
@@ -27,7 +27,6 @@ from dsv4.cache.stats import CacheStats, collect_stats
 from dsv4.cache.swap import SwappedRequest
 from dsv4.checks import NotCopyable, check_bool, check_int, check_ints, check_one_or_more
 from dsv4.config import CacheConfig
-from dsv4.errors import OutOfBlocksError
 from dsv4.kernels.backends import check_backend, default_backend
 from dsv4.kernels.external.limits import check_attention_backend, check_index_backend
 
@@ -210,7 +209,12 @@ class KVCacheManager(NotCopyable):
         The cache of its first `num_tokens` tokens is that of former requests with the same tokens
         and salt. Its bytes are those that the request would write. At least one token is left to
         run. The ids are remembered, `note_tokens` extends them, and other requests will find its
-        full blocks. It cannot be truncated below `num_tokens`, except to a checkpoint or to 0.
+        full blocks.
+
+        Where blocks are known but no checkpoint is near, the last `num_replayed` tokens before
+        their end must be run again. They find the entries of all tokens, write none, and bring back
+        window rows and tails. The request cannot be truncated below `num_tokens + num_replayed`,
+        except to a checkpoint or to 0.
 
         Args:
             token_ids: The prompt, 32-bit integers.
@@ -226,26 +230,28 @@ class KVCacheManager(NotCopyable):
         self._begin()
         requests.check_free_slots()
         self._forward.publish()
-        path = prefix.find(prompt)
-        while path:
-            try:
-                books.make_room(sum(node.block < 0 for node in path), path)
-                break
-            except OutOfBlocksError:
-                path = cut_to_checkpoint(path[:-1])
-        prefix.count_lookup(len(prompt.ids), len(path) * self.config.block_tokens)
+        path = prefix.find_blocks(prompt)
+        length, checkpointed, path = prefix.choose_start(path[: books.count_fitting(path)])
+        num_missing = sum(node.block < 0 for node in path)
+        books.make_room(num_missing, path)
+        known = len(path) * self.config.block_tokens
+        prefix.count_lookup(len(prompt.ids), length)
         with self._journal:
-            slot, length = books.open_slots(1)[0], len(path) * self.config.block_tokens
+            slot = books.open_slots(1)[0]
             if path:
-                restored = books.acquire_blocks(sum(node.block < 0 for node in path))
-                blocks = prefix.take(path, restored)
-                checkpoint = prefix.tree.use_checkpoint(path[-1])
-                self.device_memory.checkpoints.load(checkpoint, self.state.storage, slot)
-                requests.fill_slot(slot, blocks, length=length, rollback_floor=length)
+                blocks = prefix.take(path, books.acquire_blocks(num_missing))
+                if checkpointed is None:
+                    self.state.reset_slot(slot)  # what a replay reads at first should be finite
+                else:
+                    checkpoint = prefix.tree.use_checkpoint(checkpointed)
+                    self.device_memory.checkpoints.load(checkpoint, self.state.storage, slot)
+                requests.fill_slot(
+                    slot, blocks, length=length, rollback_floor=known, num_read_only=len(path)
+                )
             prefix.track(
                 slot, prompt.root, prompt.ids, num_prompt_tokens=len(prompt.ids), nodes=path
             )
-            return PrefixHit(slot, length)
+            return PrefixHit(slot, length, known - length)
 
     def match_prefix(self, token_ids: TokenIds, *, salt: bytes = b"") -> PrefixMatch:
         """Count the tokens of a prompt that `resume_request` would find now; changes nothing."""
@@ -307,7 +313,8 @@ class KVCacheManager(NotCopyable):
         slot = self._idle_slot(slot)
         requests.check_free_slots()
         blocks, length = requests.blocks_of(slot), int(requests.lengths[slot])
-        shared, copied = np.split(blocks, [length // self.config.block_tokens])
+        num_read_only = int(requests.num_read_only[slot])
+        shared, copied = np.split(blocks, [max(length // self.config.block_tokens, num_read_only)])
         books.make_room(len(copied))
         self._forward.checkpoint_fork(slot)
         with self._journal:
@@ -317,6 +324,7 @@ class KVCacheManager(NotCopyable):
             requests.fill_slot(
                 fork, np.concatenate((shared, copies)),
                 length=length, rollback_floor=int(requests.rollback_floor[slot]),
+                num_read_only=num_read_only,
             )  # fmt: skip
             self.state.storage[fork].copy_(self.state.storage[slot])
             for source, target in zip(copied.tolist(), copies.tolist(), strict=True):
@@ -346,6 +354,7 @@ class KVCacheManager(NotCopyable):
                 slot, blocks,
                 length=int(requests.lengths[slot]),
                 rollback_floor=int(requests.rollback_floor[slot]),
+                num_read_only=int(requests.num_read_only[slot]),
             )  # fmt: skip
             slots = np.array([slot])
             self._forward.retire_for(slots)
@@ -368,8 +377,9 @@ class KVCacheManager(NotCopyable):
             slot = books.open_slots(1)[0]
             blocks = books.swapped.copy_in(swapped, slot, books.acquire_blocks(num_blocks))
             self._requests.fill_slot(
-                slot, blocks, length=swapped.length, rollback_floor=swapped.rollback_floor
-            )
+                slot, blocks, length=swapped.length, rollback_floor=swapped.rollback_floor,
+                num_read_only=swapped.num_read_only,
+            )  # fmt: skip
             if books.prefix is not None and swapped.prompt is not None:
                 books.prefix.track(
                     slot, *swapped.prompt,
@@ -384,9 +394,19 @@ class KVCacheManager(NotCopyable):
             self._books.swapped.drop(swapped)
 
     def save_request(self, slot: int, path: str | os.PathLike[str]) -> None:
-        """Write a request to a safetensors file, whole or not at all; waits for the device."""
+        """Write a request to a safetensors file, whole or not at all; waits for the device.
+
+        Raises:
+            ValueError: The request has tokens to replay.
+        """
         slot = self._idle_slot(slot)
         requests, prefix = self._requests, self._books.prefix
+        end = int(requests.num_read_only[slot]) * self.config.block_tokens
+        if requests.lengths[slot] < end:
+            raise ValueError(
+                f"Cannot save slot {slot}: expected a request that has replayed its {end} known "
+                f"tokens, got one at {requests.lengths[slot]}"
+            )
         root, ids = "", None
         if prefix is not None and slot in prefix.requests:
             root = prefix.requests[slot].root.hex()
@@ -489,7 +509,7 @@ class KVCacheManager(NotCopyable):
                 limit=f"the length of slot {rows[row]}",
             )  # fmt: skip
         self._forward.check_idle(rows)
-        is_below = (kept > 0) & (kept < requests.rollback_floor[rows])
+        is_below = (kept > 0) & (kept < np.minimum(requests.rollback_floor[rows], present))
         loads = []
         if is_below.any() or not kept.all():
             self._forward.publish()
@@ -530,7 +550,10 @@ class KVCacheManager(NotCopyable):
         """
         rows = check_one_or_more("slot", slots)
         self._open_rows(np.unique(rows))
-        full = self._requests.lengths[rows] // self.config.block_tokens
+        full = np.maximum(
+            self._requests.lengths[rows] // self.config.block_tokens,
+            self._requests.num_read_only[rows],
+        )
         return int(np.maximum(self._requests.num_blocks[rows] - full, 0).sum())
 
     def blocks_freed(self, slots: int | Ints) -> int:

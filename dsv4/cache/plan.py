@@ -18,12 +18,14 @@ class Survival(NamedTuple):
         floors: The rollback floor then.
         undo_slots: The copy of its fixed state from before; -1 where none is needed, or left.
         checkpoints: The checkpoint of the length; -1 where none is needed.
+        num_read_only: The blocks that its request then replays or has replayed.
     """
 
     lengths: Int64Array
     floors: Int64Array
     undo_slots: Int64Array
     checkpoints: Int64Array
+    num_read_only: Int64Array
 
 
 class PlanOwner(Protocol):

@@ -20,6 +20,9 @@ class RequestTable:
         is_open: `[max_requests]`, slots in use.
         is_closing: `[max_requests]`, slots that were freed inside a forward and wait for its end.
         rollback_floor: `[max_requests]`, the shortest length, beside 0, that a slot can return to.
+            It lies above the length of a request that replays.
+        num_read_only: `[max_requests]`, first blocks of each slot that it reads and never writes.
+            A request that is shorter replays their tokens.
         block_table: `[max_requests, max_blocks]` int32, -1 where there is none.
     """
 
@@ -30,6 +33,7 @@ class RequestTable:
         self.is_open: BoolArray = np.zeros(max_requests, dtype=np.bool_)
         self.is_closing: BoolArray = np.zeros(max_requests, dtype=np.bool_)
         self.rollback_floor: Int64Array = np.zeros(max_requests, dtype=np.int64)
+        self.num_read_only: Int64Array = np.zeros(max_requests, dtype=np.int64)
         shape = (max_requests, capacity.max_request_blocks)
         self.block_table: IntArray = np.full(shape, -1, dtype=np.int32)
         self._config = capacity.config
@@ -77,13 +81,26 @@ class RequestTable:
         """Copy the blocks of a slot, in order."""
         return self.block_table[slot, : self.num_blocks[slot]].copy()
 
-    def fill_slot(self, slot: int, blocks: IntArray, *, length: int, rollback_floor: int) -> None:
+    def written_from(self, slots: Int64Array) -> Int64Array:
+        """Return the first position of each slot whose entries may be written."""
+        return self.num_read_only[slots] * self._config.block_tokens
+
+    def fill_slot(
+        self,
+        slot: int,
+        blocks: IntArray,
+        *,
+        length: int,
+        rollback_floor: int,
+        num_read_only: int = 0,
+    ) -> None:
         """Give an empty slot these blocks and that length."""
         self.set_blocks(slot, np.arange(len(blocks)), blocks)
         for array, value in (
             (self.num_blocks, len(blocks)),
             (self.lengths, length),
             (self.rollback_floor, rollback_floor),
+            (self.num_read_only, num_read_only),
         ):
             self._journal.note_rows(array, slot)
             array[slot] = value
@@ -109,12 +126,16 @@ class RequestTable:
         self._journal.note_rows(self.rollback_floor, slots)
         self.rollback_floor[slots] = floors
 
-    def shorten(self, slots: Int64Array, lengths: Int64Array) -> IntArray:
+    def shorten(
+        self, slots: Int64Array, lengths: Int64Array, num_read_only: Int64Array
+    ) -> IntArray:
         """Cut slots to these lengths and return the blocks that they gave up.
 
-        A floor above its length falls to it. The caller releases the blocks.
+        Read-only blocks are kept as they are given. A floor above its length falls to it. The
+        caller releases the blocks.
         """
-        kept, have = blocks_for(self._config, lengths), self.num_blocks[slots]
+        kept = np.maximum(blocks_for(self._config, lengths), num_read_only)
+        have = self.num_blocks[slots]
         rows, columns = ragged(slots, kept, have - kept)
         dropped = self.block_table[rows, columns]
         if dropped.size:
@@ -124,8 +145,10 @@ class RequestTable:
         floors = np.minimum(self.rollback_floor[slots], lengths)
         self._journal.note_rows(self.lengths, slots)
         self._journal.note_rows(self.rollback_floor, slots)
+        self._journal.note_rows(self.num_read_only, slots)
         self.lengths[slots] = lengths
         self.rollback_floor[slots] = floors
+        self.num_read_only[slots] = num_read_only
         return dropped
 
     def set_blocks(

@@ -33,7 +33,7 @@ class SwappedRequest(NotCopyable):
     """A request that `swap_out` moved to the host; `swap_in` takes it, once.
 
     Attributes:
-        length, rollback_floor: The request's, as they were.
+        length, rollback_floor, num_read_only: The request's, as they were.
         place: Its place on the host; None once it is back, or was dropped.
         prompt: Its known tokens; None if they were not known.
         num_prompt_tokens: Tokens that were given as its prompt.
@@ -42,6 +42,7 @@ class SwappedRequest(NotCopyable):
 
     length: int
     rollback_floor: int
+    num_read_only: int
     place: HostPlace | None
     prompt: Prompt | None = None
     num_prompt_tokens: int = 0
@@ -101,7 +102,13 @@ class SwappedRequests:
             )  # fmt: skip
 
     def copy_out(
-        self, slot: int, blocks: IntArray, *, length: int, rollback_floor: int
+        self,
+        slot: int,
+        blocks: IntArray,
+        *,
+        length: int,
+        rollback_floor: int,
+        num_read_only: int,
     ) -> SwappedRequest:
         """Copy what only this request owns to the host, where `make_room` has made room."""
         host, prefix, nodes = self._host, self._prefix, self._nodes(slot)
@@ -113,7 +120,8 @@ class SwappedRequests:
         host.copy_blocks_out(rest[~is_shared], targets[~is_shared])
         host.copy_slot_out(slot, host_slot)
         self._allocator.share(rest[is_shared])
-        swapped = SwappedRequest(length, rollback_floor, HostPlace(host_slot, targets, kept))
+        place = HostPlace(host_slot, targets, kept)
+        swapped = SwappedRequest(length, rollback_floor, num_read_only, place)
         if prefix is not None and slot in prefix.requests:
             prefix.tree.keep_for_swapped(nodes, 1)
             swapped.nodes = list(nodes)

@@ -20,6 +20,7 @@ class TokenMap(NamedTuple):
             A chunk is a request's tokens in this forward, if they are more than a step's.
         chunk_ids: `[num_chunks]`, the rows of the batch that are chunks.
         block_table: `[max_requests, max_blocks]`, by slot; -1 where there is no block.
+        num_read_only: `[max_requests]`, by slot; its first blocks, which are not written.
         max_step: Largest number of tokens of one request, known on the host.
     """
 
@@ -32,6 +33,7 @@ class TokenMap(NamedTuple):
     workspace_starts: Tensor
     chunk_ids: Tensor
     block_table: Tensor
+    num_read_only: Tensor
     max_step: int
 
 

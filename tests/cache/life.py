@@ -4,6 +4,7 @@ A token's projections depend on its id and position alone, so that every sequenc
 oracle, however its request came by them.
 """
 
+import contextlib
 import functools
 import random
 import tempfile
@@ -325,9 +326,38 @@ class Life(RuleBasedStateMachine):
         slot = self.open_another(make)
         if slot is None:
             return
-        assert hit.num_tokens % self.world.config.block_tokens == 0
-        assert hit.num_tokens < len(prompt)
-        self.add(slot, prompt[: hit.num_tokens], hit.num_tokens, prompt)
+        end = hit.num_tokens + hit.num_replayed
+        assert end % self.world.config.block_tokens == 0
+        assert end < len(prompt)
+        if hit.num_replayed:
+            slot = self.replay(slot, prompt, hit.num_tokens, end, np.random.default_rng(seed))
+        self.add(slot, prompt[:end], end, prompt)
+
+    def replay(self, slot, prompt, start, end, rng):
+        """Run known tokens again, in pieces, with other events between them."""
+        manager, projections = self.manager, self.world.projections_of(prompt)
+        length = start
+        for piece in sorted(rng.integers(start, end, 2).tolist()):
+            event = rng.integers(4)
+            if piece > length:
+                run_layers(manager, self.world.weights, [Row(slot, projections, length, piece)])
+                length = piece
+            if event == 1 and manager.num_free_slots:
+                fork = manager.fork(slot)
+                manager.free_request(slot)
+                slot = fork
+            elif event == 2:
+                with contextlib.suppress(NoFreeSlotError, OutOfBlocksError):
+                    slot = manager.swap_in(manager.swap_out(slot))
+            elif event == 3:
+                plan = prepare_forward(manager, [slot], [length], [end])
+                self.run_layer(plan, [Row(slot, projections, length, end)], 0)
+                plan.cancel()
+                length = int(manager.lengths[slot])
+                assert length in (piece, start)
+            manager.check_integrity()
+        run_layers(manager, self.world.weights, [Row(slot, projections, length, end)])
+        return slot
 
     @precondition(lambda self: self.tokens)
     @rule(choice=choices, share=st.integers(0, 9), seed=seeds, is_noted=st.booleans())
@@ -378,7 +408,7 @@ class Life(RuleBasedStateMachine):
             plan.cancel()
         assert plan.is_cancelled and manager.live_plan is None
         for row, length in zip(rows, surviving, strict=True):
-            is_step = row.after - row.before <= DRAFTS + 1
+            is_step = row.after - row.before <= self.world.config.drafts_per_step + 1
             assert length == row.before or not is_step
             self.tokens[row.slot] = self.tokens[row.slot][:length]
             self.floors[row.slot] = int(manager.rollback_floor[row.slot])

@@ -288,7 +288,7 @@ def test_addresses_never_change():
         }
 
     expected = addresses(first)
-    assert len(set(expected.values())) == len(expected) == 9
+    assert len(set(expected.values())) == len(expected) == 10
     storage = manager.device_memory.plan_buffers.packed
     ends = storage.data_ptr() + storage.nbytes
     table = expected.pop("block_table")

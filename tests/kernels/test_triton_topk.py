@@ -24,7 +24,7 @@ def token_map(counts: list[int], max_entries: int, *, device: str) -> TokenMap:
     none = torch.zeros(0)
     parts = (
         slots, none, none, none, positions, torch.arange(len(counts)), none, none,
-        table.view(num_slots, num_blocks),
+        table.view(num_slots, num_blocks), none,
     )  # fmt: skip
     return TokenMap(*(part.int().to(device) for part in parts), 1)
 

@@ -50,6 +50,7 @@ class PlanBuffers:
             "token_starts": max_requests + 1,
             "workspace_starts": max_requests + 1,
             "chunk_ids": max_requests,
+            "num_read_only": max_requests,
             "positions": max_tokens,
             "request_ids": max_tokens,
             "checkpoint_points": 3 * max_checkpoints,
@@ -85,7 +86,10 @@ class PlanBuffers:
         """Cut the buffers to a forward's size; a forward of the same size reuses the last cut."""
         sizes = (batch, num_tokens, num_chunks, max_step)
         if self._token_map is None or self._sizes != sizes:
-            lengths = {"positions": num_tokens, "request_ids": num_tokens, "chunk_ids": num_chunks}
+            lengths: dict[str, int | None] = {
+                "positions": num_tokens, "request_ids": num_tokens, "chunk_ids": num_chunks,
+                "num_read_only": None,
+            }  # fmt: skip
             self._sizes = sizes
             self._token_map = TokenMap(
                 **{name: full[: lengths.get(name, batch)] for name, full in self.device.items()},

@@ -20,24 +20,50 @@ from dsv4.config import CacheConfig
 
 
 class PrefixHit(NamedTuple):
-    """A slot opened by `resume_request`, and the number of its tokens that were found."""
+    """A slot opened by `resume_request`.
+
+    Attributes:
+        num_tokens: Tokens that were found: the request's length, from where it is to be run.
+        num_replayed: Tokens from there on whose entries were found too. Running them brings back
+            the fixed state; they write no entry, and their outputs mean nothing.
+    """
 
     slot: int
     num_tokens: int
+    num_replayed: int = 0
 
 
 class PrefixMatch(NamedTuple):
     """The tokens of a prompt that `resume_request` would find now.
 
     Attributes:
-        num_tokens: All of them.
-        num_host_tokens: Those of them that must first be copied from the host.
+        num_tokens: Those that need not be run.
+        num_replayed: Those after them that are run without writing entries.
+        num_host_tokens: Those of both that must first be copied from the host.
         num_blocks: Blocks of theirs that are free or evictable now, and would not be then.
     """
 
     num_tokens: int
+    num_replayed: int
     num_host_tokens: int
     num_blocks: int
+
+
+class ResumePoint(NamedTuple):
+    """Where a prompt with known blocks is resumed.
+
+    Attributes:
+        num_tokens: The length there.
+        checkpoint: The node with the checkpoint of that length; None at the start of a halo.
+        path: The known blocks, which may reach further than that length.
+    """
+
+    num_tokens: int
+    checkpoint: PrefixNode | None
+    path: list[PrefixNode]
+
+
+NO_POINT = ResumePoint(0, None, [])
 
 
 class PlannedCheckpoint(NamedTuple):
@@ -124,8 +150,25 @@ class PrefixCache:
             raise TypeError(f"Invalid salt: expected bytes, got {type(salt).__name__}")
         return Prompt(root_digest(self._config.format_fingerprint, salt), as_token_ids(token_ids))
 
-    def find(self, prompt: Prompt) -> list[PrefixNode]:
-        """Return the nodes of the longest beginning with a checkpoint; one token is left to run."""
+    def find(self, prompt: Prompt) -> ResumePoint:
+        """Find the best point to resume a prompt at; one token is left to run."""
+        return self.choose_start(self.find_blocks(prompt))
+
+    def choose_start(self, path: list[PrefixNode]) -> ResumePoint:
+        """Choose the point with the fewest tokens to run: a checkpoint, or the start of a halo.
+
+        Tokens from there to the end of the known blocks are replayed.
+        """
+        block_tokens, end = self._config.block_tokens, len(path)
+        while end and path[end - 1].checkpoint < 0:
+            end -= 1
+        halo_start = len(path) * block_tokens - self._config.halo_tokens
+        if halo_start > end * block_tokens:
+            return ResumePoint(halo_start, None, path)
+        return ResumePoint(end * block_tokens, path[end - 1], path) if end else NO_POINT
+
+    def find_blocks(self, prompt: Prompt) -> list[PrefixNode]:
+        """Return the nodes of a prompt's known blocks, but for its last token."""
         block_tokens = self._config.block_tokens
         num_blocks = max(0, (len(prompt.ids) - 1) // block_tokens)
         width = block_tokens * ID_DTYPE.itemsize
@@ -137,7 +180,7 @@ class PrefixCache:
             if node is None:
                 break
             path.append(node)
-        return cut_to_checkpoint(path)
+        return path
 
     def count_lookup(self, num_asked: int, num_found: int) -> None:
         """Count a call of `resume_request`."""
@@ -148,12 +191,14 @@ class PrefixCache:
 
     def match(self, prompt: Prompt) -> PrefixMatch:
         """Count the tokens that `find` finds."""
-        path, block_tokens = self.find(prompt), self._config.block_tokens
+        (num_tokens, _, path), block_tokens = self.find(prompt), self._config.block_tokens
         num_host = sum(node.block < 0 for node in path)
         owners = self._blocks.num_owners
         num_unused = sum(owners[node.block] == 1 for node in path if node.block >= 0)
-        num_blocks = num_host + int(num_unused)
-        return PrefixMatch(len(path) * block_tokens, num_host * block_tokens, num_blocks)
+        return PrefixMatch(
+            num_tokens, len(path) * block_tokens - num_tokens, num_host * block_tokens,
+            num_host + int(num_unused),
+        )  # fmt: skip
 
     def take(self, path: Sequence[PrefixNode], restored: IntArray) -> IntArray:
         """Own the blocks of a path, those from the host in new blocks; return them in order."""
@@ -260,8 +305,12 @@ class PrefixCache:
         self._planned = []
 
     def add_pending(self, slot: int, boundary: int, checkpoint: int) -> None:
-        """Give a request the checkpoint of a boundary that it has not published."""
-        pending = self.requests[slot].pending
+        """Give a request the checkpoint of a boundary; its node, if that is published."""
+        request, num_blocks = self.requests[slot], boundary // self._config.block_tokens
+        pending = request.pending
+        if num_blocks <= len(request.nodes):
+            self.tree.give_checkpoint(request.nodes[num_blocks - 1], checkpoint)
+            return
         self._journal.note_item(pending, boundary)
         pending[boundary] = checkpoint
         self._update(slot)
@@ -421,11 +470,3 @@ class PrefixCache:
 def _shorten_lists(lists: list[tuple[list[PrefixNode], int]]) -> None:
     for items, length in lists:
         del items[length:]
-
-
-def cut_to_checkpoint(path: list[PrefixNode]) -> list[PrefixNode]:
-    """Drop the last nodes of a path until its end has a checkpoint."""
-    end = len(path)
-    while end and path[end - 1].checkpoint < 0:
-        end -= 1
-    return path[:end]

@@ -1,5 +1,6 @@
 """Flush: the entries of closed windows are quantised and scattered to their pages."""
 
+import torch
 from torch import Tensor
 
 from dsv4.formats import PagedRows
@@ -95,4 +96,6 @@ def _destination(
 ) -> Tensor:
     slots = addressing.token_slots(tokens)[closed.token_idx]
     entry_idx = tokens.positions.long()[closed.token_idx] // ratio
+    is_read_only = entry_idx // entries_per_block < tokens.num_read_only[slots]
+    entry_idx = torch.where(is_read_only, -1, entry_idx)
     return addressing.entry_rows(tokens.block_table, slots, entry_idx, entries_per_block)

@@ -73,12 +73,13 @@ def flush_rows(
 ):  # fmt: skip
     """Norm, rotate and store the entries of the windows that close at `position` `[ROWS]`.
 
-    Only where is_closing. pooled is `[ROWS, BLOCK]`.
+    Only where is_closing, and not to the slot's read-only blocks. pooled is `[ROWS, BLOCK]`.
     """
     ROW: tl.constexpr = SPEC.ROW
     table_column = position // (SPEC.RATIO * SPEC.ENTRIES_PER_BLOCK)
     id_ptr = pages.block_table_ptr + slot * pages.table_stride + table_column
-    block = tl.load(id_ptr, mask=is_closing, other=-1).to(tl.int64)  # [ROWS]
+    is_written = is_closing & (table_column >= tl.load(pages.num_read_only_ptr + slot))
+    block = tl.load(id_ptr, mask=is_written, other=-1).to(tl.int64)  # [ROWS]
     weight = load_norm(norm_ptr, ROWS, ROW.DIM, ROW.BLOCK)
     first_position = position + 1 - SPEC.RATIO
     cos, sin = load_rope(rope, first_position, is_closing, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
@@ -270,8 +271,8 @@ COUNTS = ["num_tokens", "num_segments", "num_index_segments", "workspace_rows"]
 @triton.jit(do_not_specialize=COUNTS)
 def _write_kernel(
     positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, workspace_starts_ptr,
-    token_starts_ptr, block_table_ptr, table_stride, num_tokens, num_segments, num_index_segments,
-    cos_ptr, sin_ptr, eps, slots_ptr, slot_bytes, blocks_ptr, block_bytes,
+    token_starts_ptr, block_table_ptr, table_stride, num_read_only_ptr, num_tokens, num_segments,
+    num_index_segments, cos_ptr, sin_ptr, eps, slots_ptr, slot_bytes, blocks_ptr, block_bytes,
     window_kv_ptr, window_stride, window_norm_ptr, ring_offset, workspace_ptr, workspace_rows,
     kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, tail_offset, page_offset,
     index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr, index_tail_offset,
@@ -291,7 +292,8 @@ def _write_kernel(
                        workspace_starts_ptr, token_starts_ptr)  # fmt: skip
     compressor = CompressorPtrs(kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr,
                                 slot_bytes, tail_offset)  # fmt: skip
-    pages = PagePtrs(blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride)
+    pages = PagePtrs(blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride,
+                     num_read_only_ptr)  # fmt: skip
     if HAS_COMPRESSOR and MAIN.RATIO == HCA_RATIO:
         CHANNEL_SPLITS: tl.constexpr = MAIN.ROW.BLOCK // CHANNELS
         if program < num_segments * CHANNEL_SPLITS:
@@ -319,7 +321,8 @@ def _write_kernel(
         compressor = CompressorPtrs(index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr,
                                     index_norm_ptr, slots_ptr, slot_bytes,
                                     index_tail_offset)  # fmt: skip
-        pages = PagePtrs(blocks_ptr, block_bytes, index_page_offset, block_table_ptr, table_stride)
+        pages = PagePtrs(blocks_ptr, block_bytes, index_page_offset, block_table_ptr, table_stride,
+                         num_read_only_ptr)  # fmt: skip
         if (program >= 0) & (program < num_index_segments):
             if HAS_CHUNKS:
                 compress_csa_segment(program, num_tokens, tokens, compressor, rope, pages, eps,
@@ -347,8 +350,8 @@ def _write_kernel(
 @triton.jit
 def _edge_kernel(
     positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, workspace_starts_ptr,
-    token_starts_ptr, block_table_ptr, table_stride, cos_ptr, sin_ptr, eps, slots_ptr, slot_bytes,
-    blocks_ptr, block_bytes,
+    token_starts_ptr, block_table_ptr, table_stride, num_read_only_ptr, cos_ptr, sin_ptr, eps,
+    slots_ptr, slot_bytes, blocks_ptr, block_bytes,
     kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, tail_offset, page_offset,
     index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr, index_tail_offset,
     index_page_offset, global_scale_ptr,
@@ -377,7 +380,8 @@ def _edge_kernel(
         if tl.program_id(2) == 0:
             compressor = CompressorPtrs(kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr,
                                         slot_bytes, tail_offset)  # fmt: skip
-            pages = PagePtrs(blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride)
+            pages = PagePtrs(blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride,
+                             num_read_only_ptr)  # fmt: skip
             compress_csa_token(token, place, ~is_chunk, compressor, rope, pages, eps, 1.0, MAIN,
                                False)  # fmt: skip
         else:
@@ -386,7 +390,7 @@ def _edge_kernel(
                                         index_norm_ptr, slots_ptr, slot_bytes,
                                         index_tail_offset)  # fmt: skip
             pages = PagePtrs(blocks_ptr, block_bytes, index_page_offset, block_table_ptr,
-                             table_stride)  # fmt: skip
+                             table_stride, num_read_only_ptr)  # fmt: skip
             compress_csa_token(token, place, ~is_chunk, compressor, rope, pages, eps, global_scale,
                                INDEX, False)  # fmt: skip
 
@@ -479,6 +483,7 @@ def _arguments(
     )
     return {
         **token_arguments(tokens), "token_starts_ptr": tokens.token_starts,
+        "num_read_only_ptr": tokens.num_read_only,
         "cos_ptr": memory.cos, "sin_ptr": memory.sin, "eps": layout.rms_norm_eps,
         "slots_ptr": memory.slots, "slot_bytes": memory.slots.shape[1],
         "blocks_ptr": memory.blocks, "block_bytes": memory.blocks.shape[1],

@@ -84,13 +84,17 @@ class CompressorPtrs(NamedTuple):
 
 
 class PagePtrs(NamedTuple):
-    """The blocks, where a compressor's page lies in each, and the block table."""
+    """The blocks, where a compressor's page lies in each, and the block table.
+
+    The first blocks of a slot, num_read_only, are not written.
+    """
 
     blocks_ptr: tl.tensor
     block_bytes: tl.tensor
     page_offset: tl.tensor
     block_table_ptr: tl.tensor
     table_stride: tl.tensor
+    num_read_only_ptr: tl.tensor
 
 
 class Splits(NamedTuple):

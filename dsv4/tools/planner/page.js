@@ -92,7 +92,7 @@ function sharedBytes(model, choice) {
   const workspace = rows * model.kvRows[choice.kv];
   const plain = {
     block_table: requests * columns * 4,
-    plan_buffers: (10 * requests + 5 + 2 * chunk + 3 * (updates + captures)) * 4,
+    plan_buffers: (11 * requests + 5 + 2 * chunk + 3 * (updates + captures)) * 4,
     pooling_scratch: windows * (model.headDim * 4 + 4),
     index_scratch: indexScratch(model, choice).bytes,
     attention_partials: partials * model.heads * (model.headDim + 2) * 4,
