@@ -11,13 +11,14 @@ from torch import Tensor
 from dsv4.cache.memory.arrays import Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.capacity import Capacity
-from dsv4.cache.memory.checkpoints import CheckpointPolicy
+from dsv4.cache.memory.checkpoints import CheckpointPolicy, Checkpoints
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prefix.prefix_cache import PrefixCache
-from dsv4.cache.prefix.prefix_tree import PrefixNode, PrefixTree
+from dsv4.cache.prefix.prefix_tree import PrefixTree
+from dsv4.cache.prefix.retention import PrefixNode
 from dsv4.cache.request_table import RequestTable
 from dsv4.cache.swap import SwappedRequests
 from dsv4.errors import OutOfBlocksError
@@ -30,7 +31,7 @@ class CacheBooks:
         journal: Encloses each change of the records.
         requests: Lengths and blocks of the request slots.
         allocator: Owners of the blocks.
-        checkpoints: Owners of the checkpoints.
+        checkpoints: The checkpoints on device and host, with their owners.
         host: Blocks and slots in host memory, with their owners.
         prefix: Known tokens of requests and published blocks; None without checkpoints.
         swapped: Requests that wait in host memory.
@@ -57,19 +58,17 @@ class CacheBooks:
         self.allocator = BlockAllocator(
             capacity.num_blocks, journal, on_free=self._wiper(memory.paged.storage)
         )
-        self.checkpoints = BlockAllocator(
-            capacity.num_checkpoints, journal, on_free=self._wiper(memory.checkpoints.storage)
-        )
+        self.checkpoints = Checkpoints(
+            memory.checkpoints, memory.state.storage, self.host, journal,
+            on_free=self._wiper(memory.checkpoints.storage),
+        )  # fmt: skip
         self.prefix = self._new_prefix_cache(capacity, policy)
         self.swapped = SwappedRequests(self.host, self.allocator, self.prefix, journal)
 
     def _new_prefix_cache(self, capacity: Capacity, policy: CheckpointPolicy) -> PrefixCache | None:
         if not capacity.num_checkpoints:
             return None
-        tree = PrefixTree(
-            self.allocator, self.checkpoints, self.host.block_owners, self.journal,
-            copy_to_host=self.host.copy_blocks_out, copy_to_device=self.host.copy_blocks_in,
-        )  # fmt: skip
+        tree = PrefixTree(self.allocator, self.checkpoints, self.host, self.journal)
         return PrefixCache(
             capacity.config, policy, tree, self.journal,
             max_requests=capacity.max_requests,

@@ -115,9 +115,8 @@ class CurrentForward:
                 self._journal.after_commit(memory.load_undo, int(survival.undo_slots[row]), slot)
             elif survival.checkpoints[row] >= 0:
                 self._journal.after_commit(
-                    memory.checkpoints.load, int(survival.checkpoints[row]),
-                    memory.state.storage, slot,
-                )  # fmt: skip
+                    books.checkpoints.load, int(survival.checkpoints[row]), slot
+                )
 
     def _end(self, plan: ForwardPlan, *, is_written: bool) -> None:
         """Give up what was held for a live plan."""
@@ -166,13 +165,13 @@ class CurrentForward:
             return
         if prefix.checkpoint_at(slot, boundary) is not None:
             return
-        prefix.tree.make_checkpoint_room(1)
+        prefix.tree.make_checkpoint_room(1, uses=prefix.has_uses(slot, boundary))
         if not owners.num_free:
             prefix.num_skipped_checkpoints += 1
             return
         with self._journal:
             checkpoint = int(owners.acquire(1)[0])
-            self._memory.checkpoints.save(checkpoint, self._memory.state.storage, slot)
+            owners.save(checkpoint, slot)
             prefix.add_pending(slot, boundary, checkpoint)
 
     def checkpoint_fork(self, slot: int) -> None:
@@ -183,7 +182,10 @@ class CurrentForward:
         prefix, requests = self._books.prefix, self._books.requests
         boundary = int(requests.lengths[slot]) // self._block_tokens * self._block_tokens
         is_held = boundary >= requests.rollback_floor[slot]  # rejected tokens overwrite rows too
-        if prefix is not None and prefix.policy.at_forks and boundary and is_held:
+        if prefix is None or not (prefix.policy.at_forks and boundary and is_held):
+            return
+        if slot in prefix.requests:
+            prefix.requests[slot].uses.setdefault(boundary // self._block_tokens, 1)
             self.save_checkpoint(slot, boundary)
 
     def check_idle(self, slots: Int64Array | None = None) -> None:

@@ -259,8 +259,10 @@ class ForwardPlanner:
             f"blocks, {len(needs.copies)} copy one that they share",
         )
         if in_chunks and self._books.prefix is not None:
-            wanted = min(len(in_chunks), self._capacity.max_forward_checkpoints)
-            self._books.prefix.tree.make_checkpoint_room(wanted, survival.checkpoints)
+            prefix, most = self._books.prefix, self._capacity.max_forward_checkpoints
+            with_uses = sum(prefix.has_uses(slot, boundary) for _, slot, boundary in in_chunks)
+            for count, uses in ((with_uses, True), (len(in_chunks), False)):
+                prefix.tree.make_checkpoint_room(min(count, most), survival.checkpoints, uses=uses)
 
     def _take_blocks(
         self, needs: BlockNeeds, slots: Int64Array, before: Int64Array

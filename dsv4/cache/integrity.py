@@ -9,6 +9,7 @@ from dsv4.cache.current_forward import CurrentForward
 from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.capacity import blocks_for
+from dsv4.cache.memory.checkpoints import Checkpoints
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.request_table import RequestTable
 from dsv4.config import CacheConfig
@@ -105,7 +106,7 @@ def _owner_problems(books: CacheBooks, forward: CurrentForward) -> Iterator[str]
             *prefix.tree.owned_checkpoints(), *prefix.pending_checkpoints(),
             *forward.held_checkpoints.tolist(),
         ]  # fmt: skip
-        host_blocks += prefix.tree.owned_host_blocks()
+        host_blocks += prefix.tree.owned_host_blocks() + books.checkpoints.host_blocks()
         for slot, request in prefix.requests.items():
             if type(slot) is not int or not books.requests.is_open[slot]:
                 yield f"the prefix cache tracks {slot!r}, which is not an open slot"
@@ -127,8 +128,10 @@ def _owner_problems(books: CacheBooks, forward: CurrentForward) -> Iterator[str]
         yield from _miscounted(name, counted, ids)
 
 
-def _miscounted(name: str, allocator: BlockAllocator, ids: list[int]) -> Iterator[str]:
-    counts = np.bincount(np.array(ids, dtype=np.int64), minlength=allocator.num_blocks)
+def _miscounted(
+    name: str, allocator: BlockAllocator | Checkpoints, ids: list[int]
+) -> Iterator[str]:
+    counts = np.bincount(np.array(ids, dtype=np.int64), minlength=len(allocator.num_owners))
     if (counts != allocator.num_owners).any():
         first = int(np.flatnonzero(counts != allocator.num_owners)[0])
         yield (

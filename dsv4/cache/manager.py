@@ -19,7 +19,7 @@ from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.memory.schema import build_schemas
 from dsv4.cache.plan import ForwardPlan
-from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch
+from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch, TrackedRequest
 from dsv4.cache.prefix.token_store import TokenIds, as_token_ids
 from dsv4.cache.request_table import RequestTable
 from dsv4.cache.saved_request import copy_request, read_saved, write_saved
@@ -203,7 +203,9 @@ class KVCacheManager(NotCopyable):
         with self._journal:
             return self._books.open_slots(count)
 
-    def resume_request(self, token_ids: TokenIds, *, salt: bytes = b"") -> PrefixHit:
+    def resume_request(
+        self, token_ids: TokenIds, *, salt: bytes = b"", checkpoint_at: Ints = ()
+    ) -> PrefixHit:
         """Open a request on the longest known beginning of a prompt.
 
         The cache of its first `num_tokens` tokens is that of former requests with the same tokens
@@ -219,6 +221,8 @@ class KVCacheManager(NotCopyable):
         Args:
             token_ids: The prompt, 32-bit integers.
             salt: The prompt's owner; other salts never share.
+            checkpoint_at: Lengths at which later prompts may leave this one, such as that before
+                a generation prompt. By default its end.
 
         Raises:
             ValueError: The prompt can never fit.
@@ -227,11 +231,15 @@ class KVCacheManager(NotCopyable):
         prefix, books, requests = self._prefix(), self._books, self._requests
         prompt = prefix.read_prompt(token_ids, salt)
         self._check_fits(len(prompt.ids))
+        named = check_ints(
+            "checkpoint_at", checkpoint_at, at_least=0, at_most=len(prompt.ids)
+        ).tolist()
         self._begin()
         requests.check_free_slots()
         self._forward.publish()
-        path = prefix.find_blocks(prompt)
-        length, checkpointed, path = prefix.choose_start(path[: books.count_fitting(path)])
+        (length, checkpointed, path), tracked = prefix.start_request(
+            prompt, books.count_fitting, named
+        )
         num_missing = sum(node.block < 0 for node in path)
         books.make_room(num_missing, path)
         known = len(path) * self.config.block_tokens
@@ -243,14 +251,11 @@ class KVCacheManager(NotCopyable):
                 if checkpointed is None:
                     self.state.reset_slot(slot)  # what a replay reads at first should be finite
                 else:
-                    checkpoint = prefix.tree.use_checkpoint(checkpointed)
-                    self.device_memory.checkpoints.load(checkpoint, self.state.storage, slot)
+                    books.checkpoints.load(checkpointed.checkpoint, slot)
                 requests.fill_slot(
                     slot, blocks, length=length, rollback_floor=known, num_read_only=len(path)
                 )
-            prefix.track(
-                slot, prompt.root, prompt.ids, num_prompt_tokens=len(prompt.ids), nodes=path
-            )
+            prefix.track(slot, tracked, prompt.ids)
             return PrefixHit(slot, length, known - length)
 
     def match_prefix(self, token_ids: TokenIds, *, salt: bytes = b"") -> PrefixMatch:
@@ -380,11 +385,9 @@ class KVCacheManager(NotCopyable):
                 slot, blocks, length=swapped.length, rollback_floor=swapped.rollback_floor,
                 num_read_only=swapped.num_read_only,
             )  # fmt: skip
-            if books.prefix is not None and swapped.prompt is not None:
-                books.prefix.track(
-                    slot, *swapped.prompt,
-                    num_prompt_tokens=swapped.num_prompt_tokens, nodes=swapped.nodes,
-                )  # fmt: skip
+            if books.prefix is not None and swapped.tracked is not None:
+                assert swapped.token_ids is not None
+                books.prefix.track(slot, swapped.tracked, swapped.token_ids)
             return slot
 
     def drop_swapped(self, swapped: SwappedRequest) -> None:
@@ -443,7 +446,7 @@ class KVCacheManager(NotCopyable):
             )
             if self._books.prefix is not None and saved.prefix_root:
                 root, ids = bytes.fromhex(saved.prefix_root), saved.token_ids.numpy()
-                self._books.prefix.track(slot, root, ids, num_prompt_tokens=0)
+                self._books.prefix.track(slot, TrackedRequest(root), ids)
             return slot
 
     def free_request(self, slot: int) -> None:
@@ -525,9 +528,7 @@ class KVCacheManager(NotCopyable):
                 self._forward.retire_for(rows[is_shorter])
             books.shorten(rows, kept)
             for checkpoint, slot in loads:
-                self._journal.after_commit(
-                    self.device_memory.checkpoints.load, checkpoint, self.state.storage, slot
-                )
+                self._journal.after_commit(books.checkpoints.load, checkpoint, slot)
 
     def blocks_needed(self, slots: int | Ints, lengths: int | Ints) -> int:
         """Count the blocks that a forward of requests to these lengths takes; changes nothing.
@@ -647,8 +648,8 @@ class KVCacheManager(NotCopyable):
     def sleep(self) -> None:
         """Give the memory of blocks, slots and checkpoints back, until `wake`.
 
-        No request may be open. Published blocks go to the host, as far as there is room, with the
-        requests that wait there; checkpoints are lost. Captured graphs cannot be replayed after it.
+        No request may be open. Published blocks and checkpoints go to the host, as far as there is
+        room, with the requests that wait there. Captured graphs cannot be replayed after it.
 
         Raises:
             RuntimeError: A request is open, or one that is swapped out has blocks on the device.
@@ -664,7 +665,7 @@ class KVCacheManager(NotCopyable):
             )
         if prefix is not None:
             prefix.tree.evict(evictable)
-            prefix.tree.make_checkpoint_room(self.capacity.num_checkpoints)
+            prefix.tree.make_checkpoint_room(self.capacity.num_checkpoints, uses=True)
         self._forward.retire()
         self._books.host.finish()
         self._problem = "asleep: call wake() first"

@@ -14,7 +14,8 @@ class CacheStats:
         num_free_blocks, num_evictable_blocks: Blocks without owner, and those that only the prefix
             cache owns.
         num_prefix_blocks, num_prefix_host_blocks: Published blocks on the device and on the host.
-        num_prefix_checkpoints: Published checkpoints.
+        num_prefix_checkpoints, num_prefix_host_checkpoints: Published checkpoints, and those of
+            them that are on the host.
         prefix_bytes, prefix_host_bytes: Their bytes on the device and on the host.
         num_lookups, num_hits: Calls of `resume_request`, and those that found a beginning.
         num_asked_tokens, num_hit_tokens: Tokens of their prompts, and those that were found.
@@ -30,6 +31,7 @@ class CacheStats:
     num_prefix_blocks: int = 0
     num_prefix_host_blocks: int = 0
     num_prefix_checkpoints: int = 0
+    num_prefix_host_checkpoints: int = 0
     prefix_bytes: int = 0
     prefix_host_bytes: int = 0
     num_lookups: int = 0
@@ -63,15 +65,17 @@ def collect_stats(books: CacheBooks, memory: DeviceMemory) -> CacheStats:
         return CacheStats(**common)
     tree = prefix.tree
     block_bytes = memory.paged.layout.num_bytes
-    checkpoint_bytes = memory.checkpoints.storage.shape[1]
+    checkpoint_bytes, on_host = memory.checkpoints.storage.shape[1], tree.num_host_checkpoints
     return CacheStats(
         **common,
         num_evictable_blocks=tree.num_evictable,
         num_prefix_blocks=tree.num_blocks,
         num_prefix_host_blocks=tree.num_host_blocks,
         num_prefix_checkpoints=tree.num_checkpoints,
-        prefix_bytes=tree.num_blocks * block_bytes + tree.num_checkpoints * checkpoint_bytes,
-        prefix_host_bytes=tree.num_host_blocks * block_bytes,
+        num_prefix_host_checkpoints=on_host,
+        prefix_bytes=tree.num_blocks * block_bytes
+        + (tree.num_checkpoints - on_host) * checkpoint_bytes,
+        prefix_host_bytes=tree.num_host_blocks * block_bytes + on_host * checkpoint_bytes,
         num_lookups=prefix.num_lookups,
         num_hits=prefix.num_hits,
         num_asked_tokens=prefix.num_asked_tokens,

@@ -1,6 +1,6 @@
 """`SwappedRequest`: a request that waits in host memory until there is room for it again."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -9,8 +9,8 @@ from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
-from dsv4.cache.prefix.prefix_cache import PrefixCache, Prompt
-from dsv4.cache.prefix.prefix_tree import PrefixNode
+from dsv4.cache.prefix.prefix_cache import PrefixCache, TrackedRequest
+from dsv4.cache.prefix.retention import PrefixNode
 from dsv4.checks import NotCopyable
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 
@@ -35,18 +35,22 @@ class SwappedRequest(NotCopyable):
     Attributes:
         length, rollback_floor, num_read_only: The request's, as they were.
         place: Its place on the host; None once it is back, or was dropped.
-        prompt: Its known tokens; None if they were not known.
-        num_prompt_tokens: Tokens that were given as its prompt.
-        nodes: Its first blocks, which are published; the prefix cache does not lose them.
+        tracked: Its record in the prefix cache, which does not lose its published blocks; None if
+            its tokens are not known.
+        token_ids: Its known tokens.
     """
 
     length: int
     rollback_floor: int
     num_read_only: int
     place: HostPlace | None
-    prompt: Prompt | None = None
-    num_prompt_tokens: int = 0
-    nodes: list[PrefixNode] = field(default_factory=list)
+    tracked: TrackedRequest | None = None
+    token_ids: IntArray | None = None
+
+    @property
+    def nodes(self) -> list[PrefixNode]:
+        """Its first blocks, which are published."""
+        return [] if self.tracked is None else self.tracked.nodes
 
     @property
     def num_missing_blocks(self) -> int:
@@ -124,9 +128,9 @@ class SwappedRequests:
         swapped = SwappedRequest(length, rollback_floor, num_read_only, place)
         if prefix is not None and slot in prefix.requests:
             prefix.tree.keep_for_swapped(nodes, 1)
-            swapped.nodes = list(nodes)
-            swapped.prompt = Prompt(prefix.requests[slot].root, prefix.ids.read(slot).copy())
-            swapped.num_prompt_tokens = prefix.num_prompt_tokens(slot)
+            swapped.tracked = prefix.requests[slot].copy()
+            swapped.tracked.pending.clear()
+            swapped.token_ids = prefix.ids.read(slot).copy()
         self._journal.note_item(self._waiting, swapped)
         self._waiting[swapped] = None
         return swapped

@@ -82,7 +82,7 @@ def test_an_allocator_counts_in_ints():
 
 
 class RaisingPolicy(CheckpointPolicy):
-    def chosen(self, first, last, *, prompt_blocks):
+    def chosen(self, first, last):
         raise RuntimeError("no policy today")
 
 

@@ -530,7 +530,7 @@ def test_bad_policies_are_refused(fields):
 
 def test_a_policy_chooses_boundaries():
     policy = CheckpointPolicy(every_blocks=3)
-    assert policy.chosen(1, 10, prompt_blocks=7) == [3, 6, 7, 9]
-    assert policy.chosen(4, 5, prompt_blocks=7) == []
-    assert CheckpointPolicy().chosen(1, 10, prompt_blocks=0) == []
-    assert CheckpointPolicy(at_prompt_end=False).chosen(1, 10, prompt_blocks=7) == []
+    assert policy.chosen(1, 10) == [3, 6, 9]
+    assert policy.chosen(4, 5) == []
+    assert CheckpointPolicy().chosen(1, 16) == [8, 16]
+    assert CheckpointPolicy(every_blocks=0).chosen(1, 10) == []

@@ -1,13 +1,18 @@
 """`CheckpointPool`: the fixed state of requests at block boundaries, and its policy."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.memory.arrays import BoolArray, Int64Array
+from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
+from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.byte_rows import byte_rows
+from dsv4.cache.memory.host_memory import HostMemory
+from dsv4.cache.memory.journal import Journal
 from dsv4.cache.memory.layout import checkpoint_bytes
 from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.checks import check_bool, check_int
@@ -18,44 +23,42 @@ class CheckpointPolicy:
     """The block boundaries at which a request is checkpointed.
 
     Attributes:
-        every_blocks: Blocks from one checkpoint to the next; 0 for none of these.
-        at_prompt_end: Checkpoint the last boundary of the prompt that `resume_request` was given.
+        every_blocks: Blocks from one checkpoint to the next; 0 for none of these. They are the
+            first to go, and never make another one go.
+        at_prompt_end: Checkpoint the last boundary of the prompt that `resume_request` was given,
+            if that names no others.
+        at_branches: Checkpoint the boundary at which a prompt leaves one that was there before.
         at_forks: Checkpoint the last boundary before a fork, if the window ring still holds it.
     """
 
-    every_blocks: int = 0
+    every_blocks: int = 8
     at_prompt_end: bool = True
+    at_branches: bool = True
     at_forks: bool = True
 
     def __post_init__(self) -> None:
         check_int("every_blocks", self.every_blocks, at_least=0)
         check_bool("at_prompt_end", self.at_prompt_end)
+        check_bool("at_branches", self.at_branches)
         check_bool("at_forks", self.at_forks)
 
-    def may_choose(
-        self, first: Int64Array, last: Int64Array, prompt_blocks: Int64Array
-    ) -> BoolArray:
+    def may_choose(self, first: Int64Array, last: Int64Array) -> BoolArray:
         """Tell for many requests at once whether `chosen` may return any boundary."""
-        if self.every_blocks or type(self).chosen is not CheckpointPolicy.chosen:
+        if type(self).chosen is not CheckpointPolicy.chosen:
             return np.ones(len(first), dtype=np.bool_)
-        return self.at_prompt_end & (first <= prompt_blocks) & (prompt_blocks <= last)
+        if not self.every_blocks:
+            return np.zeros(len(first), dtype=np.bool_)
+        return last // self.every_blocks * self.every_blocks >= first
 
-    def chosen(self, first: int, last: int, *, prompt_blocks: int) -> list[int]:
+    def chosen(self, first: int, last: int) -> list[int]:
         """Return the boundaries from `first` to `last`, in blocks, that are checkpointed.
 
-        Args:
-            prompt_blocks: Full blocks of the prompt.
+        Those of prompt ends, branches and forks come beside them.
         """
-        has_prompt_end = self.at_prompt_end and first <= prompt_blocks <= last
-        if not self.every_blocks and not has_prompt_end:
+        if not self.every_blocks:
             return []
-        blocks: set[int] = set()
-        if self.every_blocks:
-            start = -(-first // self.every_blocks) * self.every_blocks
-            blocks.update(range(start, last + 1, self.every_blocks))
-        if has_prompt_end:
-            blocks.add(prompt_blocks)
-        return sorted(blocks - {0})
+        start = -(-first // self.every_blocks) * self.every_blocks
+        return list(range(start, last + 1, self.every_blocks))
 
 
 class CheckpointPool:
@@ -77,10 +80,100 @@ class CheckpointPool:
             "checkpoints", num_checkpoints, checkpoint_bytes(schemas), device, storage
         )
 
-    def save(self, checkpoint: int, slots: Tensor, slot: int) -> None:
-        """Copy the front of a slot of `[max_requests, slot_bytes]`."""
-        self.storage[checkpoint].copy_(slots[slot, : self.storage.shape[1]])
 
-    def load(self, checkpoint: int, slots: Tensor, slot: int) -> None:
+class Checkpoints:
+    """The checkpoints on device and host, with their owners, and the copies between them.
+
+    Ids below `num_device` are rows of the pool. A higher one is a checkpoint on the host, in some
+    blocks of the host's.
+
+    Args:
+        pool: The checkpoints on the device.
+        slots: The fixed state of requests, `[max_requests, slot_bytes]`.
+        host: The host's memory.
+        on_free: Called with rows of the pool that have lost their last owner.
+
+    Attributes:
+        blocks_each: Blocks of the host that one takes.
+    """
+
+    def __init__(
+        self,
+        pool: CheckpointPool,
+        slots: Tensor,
+        host: HostMemory,
+        journal: Journal,
+        on_free: Callable[[IntArray], None] | None,
+    ) -> None:
+        self.num_device = len(pool.storage)
+        self.blocks_each = -(-pool.storage.shape[1] // max(1, host.blocks.shape[1]))
+        num_host = len(host.blocks) // self.blocks_each if self.num_device else 0
+        self._device = BlockAllocator(self.num_device, journal, on_free)
+        self._on_host = BlockAllocator(num_host, journal)
+        self._host_blocks: IntArray = np.zeros((num_host, self.blocks_each), dtype=np.int32)
+        self._pool, self._slots, self._host, self._journal = pool, slots, host, journal
+
+    @property
+    def num_free(self) -> int:
+        """Checkpoints on the device that nobody owns."""
+        return self._device.num_free
+
+    @property
+    def num_owners(self) -> IntArray:
+        """Owners of each id."""
+        return np.concatenate((self._device.num_owners, self._on_host.num_owners))
+
+    def acquire(self, count: int) -> IntArray:
+        """Take checkpoints on the device."""
+        return self._device.acquire(count)
+
+    def share(self, ids: NDArray[np.integer]) -> None:
+        """Add an owner to each."""
+        is_host = ids >= self.num_device
+        self._device.share(ids[~is_host])
+        self._on_host.share(ids[is_host] - self.num_device)
+
+    def release(self, ids: NDArray[np.integer]) -> None:
+        """Give up one ownership of each; one on the host without owner gives its blocks back."""
+        is_host = ids >= self.num_device
+        self._device.release(ids[~is_host])
+        on_host = ids[is_host] - self.num_device
+        if on_host.size:
+            self._on_host.release(on_host)
+            unowned = on_host[self._on_host.num_owners[on_host] == 0]
+            self._host.block_owners.release(self._host_blocks[np.unique(unowned)].reshape(-1))
+
+    def is_on_host(self, checkpoint: int) -> bool:
+        return checkpoint >= self.num_device
+
+    def move_to_host(self, checkpoint: int) -> int:
+        """Copy a checkpoint with one owner to free blocks of the host; return its new id."""
+        index = int(self._on_host.acquire(1)[0])
+        blocks = self._host.block_owners.acquire(self.blocks_each)
+        self._journal.note_rows(self._host_blocks, index)
+        self._host_blocks[index] = blocks
+        self._host.copy_row_out(self._pool.storage[checkpoint], blocks)
+        self._device.release(np.array([checkpoint]))
+        return self.num_device + index
+
+    def save(self, checkpoint: int, slot: int) -> None:
+        """Copy the front of a slot to a checkpoint on the device."""
+        self._pool.storage[checkpoint].copy_(self._slots[slot, : self._pool.storage.shape[1]])
+
+    def load(self, checkpoint: int, slot: int) -> None:
         """Give a slot the rows of a checkpoint."""
-        slots[slot, : self.storage.shape[1]].copy_(self.storage[checkpoint])
+        front = self._slots[slot, : self._pool.storage.shape[1]]
+        if self.is_on_host(checkpoint):
+            self._host.copy_row_in(self._host_blocks[checkpoint - self.num_device], front)
+        else:
+            front.copy_(self._pool.storage[checkpoint])
+
+    def host_blocks(self) -> list[int]:
+        """Return the blocks of the host that checkpoints have."""
+        taken: list[int] = self._host_blocks[self._on_host.num_owners > 0].reshape(-1).tolist()
+        return taken
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every checkpoint is either free once or owned."""
+        self._device.check_integrity()
+        self._on_host.check_integrity()

@@ -5,7 +5,7 @@ work queued before them is done. `finish` lets the current stream wait for them;
 waits.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -71,6 +71,21 @@ class HostMemory:
         self.num_bytes_in += self._copy(self.slots, rows[0], self._device_slots, rows[1])
         self.finish()
 
+    def copy_row_out(self, row: Tensor, targets: IntArray) -> None:
+        """Copy a row of the device of any length, `[bytes]`, to some blocks of the host."""
+        with self._copying():
+            for piece, target in zip(row.split(self.blocks.shape[1]), targets, strict=True):
+                self.blocks[target, : len(piece)].copy_(piece, non_blocking=True)
+        self.num_bytes_out += len(row)
+
+    def copy_row_in(self, sources: IntArray, row: Tensor) -> None:
+        """Copy blocks of the host to a row of the device, before any work queued next."""
+        with self._copying():
+            for piece, source in zip(row.split(self.blocks.shape[1]), sources, strict=True):
+                piece.copy_(self.blocks[source, : len(piece)], non_blocking=True)
+        self.num_bytes_in += len(row)
+        self.finish()
+
     def release(self) -> None:
         """Give the memory back, once copies to it are done."""
         self._wait()
@@ -95,6 +110,14 @@ class HostMemory:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def _copying(self) -> AbstractContextManager[object]:
+        """Copy on the copies' stream, after all work queued before."""
+        self._is_copying = True
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device_blocks.device))
+        return torch.cuda.stream(self._stream)
+
     def _copy(
         self,
         source: Tensor,
@@ -103,10 +126,7 @@ class HostMemory:
         target_rows: NDArray[np.integer],
     ) -> int:
         """Copy rows, consecutive ones at once, and return their bytes."""
-        self._is_copying = True
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device_blocks.device))
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._copying():
             for first, count in _runs(source_rows, target_rows):
                 start, to = int(source_rows[first]), int(target_rows[first])
                 target[to : to + count].copy_(source[start : start + count], non_blocking=True)

@@ -4,17 +4,19 @@ It publishes a full block once none of its tokens can be rejected, and decides w
 taken. The tree of published blocks is `prefix_tree`'s, the bytes are the pools'.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from dsv4.cache.memory.arrays import Int64Array, IntArray, ragged
 from dsv4.cache.memory.block_allocator import BlockAllocator
-from dsv4.cache.memory.checkpoints import CheckpointPolicy
+from dsv4.cache.memory.checkpoints import CheckpointPolicy, Checkpoints
 from dsv4.cache.memory.journal import Journal
-from dsv4.cache.prefix.prefix_tree import PrefixNode, PrefixTree, hash_blocks, root_digest
+from dsv4.cache.prefix.prefix_tree import PrefixTree, hash_blocks, root_digest
+from dsv4.cache.prefix.retention import Ghost, PrefixNode
 from dsv4.cache.prefix.token_store import ID_DTYPE, TokenIds, TokenStore, as_token_ids
 from dsv4.config import CacheConfig
 
@@ -90,11 +92,20 @@ class TrackedRequest:
         root: The start of its chain of hashes.
         nodes: Its published blocks, the first of its row of the block table.
         pending: Its checkpoints that are not published yet, by boundary.
+        uses: Boundaries worth a checkpoint, in blocks, and the uses that each begins with.
+        resumed: The end of another prompt at which it was resumed, until its own has a checkpoint.
     """
 
     root: bytes
     nodes: list[PrefixNode] = field(default_factory=list)
     pending: dict[int, int] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)
+    resumed: PrefixNode | None = None
+
+    def copy(self) -> "TrackedRequest":
+        """Copy it, for a fork."""
+        parts = list(self.nodes), dict(self.pending), dict(self.uses)
+        return TrackedRequest(self.root, *parts, self.resumed)
 
 
 class PrefixCache:
@@ -121,7 +132,7 @@ class PrefixCache:
         *,
         max_requests: int,
         blocks: BlockAllocator,
-        checkpoints: BlockAllocator,
+        checkpoints: Checkpoints,
         block_table: IntArray,
         set_blocks: Callable[[int, Int64Array, IntArray], None],
     ) -> None:
@@ -138,10 +149,11 @@ class PrefixCache:
         self._config, self._journal = config, journal
         self._blocks, self._checkpoints = blocks, checkpoints
         self._block_table, self._set_blocks = block_table, set_blocks
-        # Of each slot: ids of its prompt, published blocks, and checkpoints not published.
-        self._num_prompt: Int64Array = np.zeros(max_requests, dtype=np.int64)
+        # Of each slot: published blocks, checkpoints not published, and the last boundary in
+        # blocks that is worth one.
         self._num_published: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self._num_pending: Int64Array = np.zeros(max_requests, dtype=np.int64)
+        self._last_use: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self._planned: list[PlannedCheckpoint] = []
 
     def read_prompt(self, token_ids: TokenIds, salt: bytes) -> Prompt:
@@ -169,18 +181,61 @@ class PrefixCache:
 
     def find_blocks(self, prompt: Prompt) -> list[PrefixNode]:
         """Return the nodes of a prompt's known blocks, but for its last token."""
+        return self._follow(self._digests(prompt))[0]
+
+    def _digests(self, prompt: Prompt) -> Iterator[bytes]:
+        """Hash the full blocks of a prompt, but for its last token."""
         block_tokens = self._config.block_tokens
-        num_blocks = max(0, (len(prompt.ids) - 1) // block_tokens)
-        width = block_tokens * ID_DTYPE.itemsize
+        num_tokens = max(0, len(prompt.ids) - 1) // block_tokens * block_tokens
+        ids = prompt.ids[:num_tokens].data.cast("B")
+        return hash_blocks(prompt.root, ids, block_tokens * ID_DTYPE.itemsize)
+
+    def _follow(self, digests: Iterator[bytes]) -> tuple[list[PrefixNode], Iterator[bytes]]:
+        """Return the known nodes, and the digests after them."""
+        nodes = self.tree.nodes
         path: list[PrefixNode] = []
-        for digest in hash_blocks(
-            prompt.root, prompt.ids[: num_blocks * block_tokens].data.cast("B"), width
-        ):
-            node = self.tree.nodes.get(digest)
+        for digest in digests:
+            node = nodes.get(digest)
             if node is None:
-                break
+                return path, chain((digest,), digests)
             path.append(node)
-        return path
+        return path, digests
+
+    def start_request(
+        self, prompt: Prompt, count_fitting: Callable[[list[PrefixNode]], int], named: Sequence[int]
+    ) -> tuple[ResumePoint, "TrackedRequest"]:
+        """Look a prompt up: where to resume it, and where its checkpoints will be worth most.
+
+        These are its end, or the boundaries that its caller names, and the place where it leaves
+        the blocks that are known or were.
+
+        Args:
+            count_fitting: Returns how many of some nodes there is room for.
+            named: Tokens at whose last boundaries other prompts may go on.
+        """
+        tree, block_tokens, uses = self.tree, self._config.block_tokens, 1
+        tree.retention.clock += 1
+        path, digests = self._follow(self._digests(prompt))
+        ghosts = tree.retention.follow(digests)
+        num_known, num_blocks = len(path) + len(ghosts), len(prompt.ids) // block_tokens
+        last: PrefixNode | Ghost | None = ghosts[-1] if ghosts else path[-1] if path else None
+        point = self.choose_start(path[: count_fitting(path)])
+        request, node = TrackedRequest(prompt.root, list(point.path)), point.checkpoint
+        if node is not None:
+            uses = tree.use_checkpoint(node, is_last=node.depth == num_blocks)
+            request.resumed = None if node.children else node
+        if ghosts and ghosts[-1].num_uses:
+            tree.retention.note_reuse(ghosts[-1].last_used)
+            uses = max(uses, ghosts[-1].num_uses + 1)
+        ends = {each // block_tokens for each in named}
+        if not ends and self.policy.at_prompt_end:
+            ends = {num_blocks}
+        request.uses = dict.fromkeys(ends - {0}, uses)
+        depth = 0 if node is None else node.depth
+        is_branch = last is not None and last.had_children and depth < num_known < num_blocks
+        if is_branch and self.policy.at_branches:
+            request.uses.setdefault(num_known, 1)
+        return point, request
 
     def count_lookup(self, num_asked: int, num_found: int) -> None:
         """Count a call of `resume_request`."""
@@ -208,23 +263,10 @@ class PrefixCache:
         self._blocks.share(blocks)
         return blocks
 
-    def track(
-        self,
-        slot: int,
-        root: bytes,
-        ids: IntArray,
-        *,
-        num_prompt_tokens: int,
-        nodes: Sequence[PrefixNode] = (),
-        pending: dict[int, int] | None = None,
-    ) -> None:
+    def track(self, slot: int, request: TrackedRequest, ids: IntArray) -> None:
         """Track a request in a slot that was not tracked."""
-        journal = self._journal
-        request = TrackedRequest(root, list(nodes), dict(pending or {}))
-        journal.note_item(self.requests, slot)
-        journal.note_rows(self._num_prompt, slot)
+        self._journal.note_item(self.requests, slot)
         self.requests[slot] = request
-        self._num_prompt[slot] = num_prompt_tokens
         self.ids.append(np.array([slot]), ids, np.array([len(ids)]))
         self.has_news = True
         self._update(slot)
@@ -252,31 +294,37 @@ class PrefixCache:
     def choose_boundaries(
         self, slots: Int64Array, before: Int64Array, after: Int64Array
     ) -> list[tuple[int, int, int]]:
-        """Choose the boundaries that a forward passes and that the policy wants.
+        """Choose the boundaries that a forward passes and that are worth a checkpoint.
 
         Args:
             slots, before, after: Slots and lengths of all rows; rows of slot -1 are left out.
 
         Returns:
-            Row, slot and boundary; the last boundary of a row first.
+            Row, slot and boundary; those with uses first, and of a row the last one first.
         """
         block_tokens = self._config.block_tokens
         first, last = before // block_tokens + 1, after // block_tokens
         may_choose = (slots >= 0) & (first <= last)
         if not may_choose.any():
             return []
-        prompt = self._num_prompt[slots] // block_tokens
-        may_choose &= self.policy.may_choose(first, last, prompt)
-        rows = may_choose.nonzero()[0]
-        return [
-            (row, slot, block * block_tokens)
-            for row, slot, low, high, blocks in zip(
-                *(part[rows].tolist() for part in (np.arange(len(slots)), slots, first, last)),
-                prompt[rows].tolist(), strict=True,
-            )
-            if slot in self.requests
-            for block in reversed(self.policy.chosen(low, high, prompt_blocks=blocks))
-        ]  # fmt: skip
+        may_choose &= self.policy.may_choose(first, last) | (first <= self._last_use[slots])
+        with_uses: list[tuple[int, int, int]] = []
+        others: list[tuple[int, int, int]] = []
+        for row in may_choose.nonzero()[0].tolist():
+            slot, low, high = int(slots[row]), int(first[row]), int(last[row])
+            request = self.requests.get(slot)
+            if request is None:
+                continue
+            blocks = set(self.policy.chosen(low, high))
+            blocks.update(block for block in request.uses if low <= block <= high)
+            for block in sorted(blocks, reverse=True):
+                chosen = with_uses if request.uses.get(block) else others
+                chosen.append((row, slot, block * block_tokens))
+        return with_uses + others
+
+    def has_uses(self, slot: int, boundary: int) -> bool:
+        """The checkpoint of a boundary begins with uses."""
+        return bool(self.requests[slot].uses.get(boundary // self._config.block_tokens))
 
     def plan_checkpoints(
         self, chosen: list[tuple[int, int, int]], max_checkpoints: int
@@ -309,7 +357,7 @@ class PrefixCache:
         request, num_blocks = self.requests[slot], boundary // self._config.block_tokens
         pending = request.pending
         if num_blocks <= len(request.nodes):
-            self.tree.give_checkpoint(request.nodes[num_blocks - 1], checkpoint)
+            self._give_checkpoint(request, num_blocks, checkpoint)
             return
         self._journal.note_item(pending, boundary)
         pending[boundary] = checkpoint
@@ -335,8 +383,8 @@ class PrefixCache:
         num_blocks = boundary // self._config.block_tokens
         if not 0 < num_blocks <= len(request.nodes):
             return None
-        node = request.nodes[num_blocks - 1]
-        return self.tree.use_checkpoint(node) if node.checkpoint >= 0 else None
+        checkpoint = request.nodes[num_blocks - 1].checkpoint
+        return checkpoint if checkpoint >= 0 else None
 
     def checkpointed_lengths(self, slot: int) -> list[int]:
         """Return the boundaries of a request that have a checkpoint."""
@@ -362,9 +410,6 @@ class PrefixCache:
         for slot, count in zip(slots[is_cut].tolist(), num_blocks[is_cut].tolist(), strict=True):
             self.give_up(slot, count)
         self.ids.cut(slots, lengths)
-        prompt = np.minimum(self._num_prompt[slots], lengths)
-        self._journal.note_rows(self._num_prompt, slots)
-        self._num_prompt[slots] = prompt
 
     def give_up(self, slot: int, num_blocks: int) -> None:
         """Keep the nodes of the first blocks, and the pending checkpoints up to there."""
@@ -389,11 +434,7 @@ class PrefixCache:
         if request is None:
             return
         self._checkpoints.share(np.array(list(request.pending.values()), dtype=np.int32))
-        self.track(
-            fork, request.root, self.ids.read(slot).copy(),
-            num_prompt_tokens=int(self._num_prompt[slot]),
-            nodes=request.nodes, pending=request.pending,
-        )  # fmt: skip
+        self.track(fork, request.copy(), self.ids.read(slot).copy())
 
     def forget(self, slots: Int64Array) -> None:
         """Stop tracking slots."""
@@ -405,10 +446,6 @@ class PrefixCache:
         for slot in tracked:
             self._journal.note_item(self.requests, slot)
             del self.requests[slot]
-
-    def num_prompt_tokens(self, slot: int) -> int:
-        """Return the number of ids that were given as a request's prompt."""
-        return int(self._num_prompt[slot])
 
     def _publish(self, slots: Int64Array, first: Int64Array, last: Int64Array) -> None:
         """Publish these blocks of each slot, and the checkpoints at their ends."""
@@ -448,8 +485,17 @@ class PrefixCache:
             checkpoint = pending[boundary]
             self._journal.note_item(pending, boundary)
             del pending[boundary]
-            self.tree.give_checkpoint(request.nodes[boundary // block_tokens - 1], checkpoint)
+            self._give_checkpoint(request, boundary // block_tokens, checkpoint)
         self._update(slot)
+
+    def _give_checkpoint(self, request: TrackedRequest, num_blocks: int, checkpoint: int) -> None:
+        """Publish a checkpoint; the end at which the request was resumed passes its uses on."""
+        uses = request.uses.get(num_blocks, 0)
+        self.tree.give_checkpoint(request.nodes[num_blocks - 1], checkpoint, uses)
+        resumed = request.resumed
+        if uses and resumed is not None and num_blocks > resumed.depth:
+            request.resumed = None
+            self.tree.supersede(resumed)
 
     def _adopt(self, slot: int, column: int, mine: int, known: int) -> None:
         """Replace an own block by the one that was published before with the same tokens."""
@@ -462,6 +508,7 @@ class PrefixCache:
         for array, value in (
             (self._num_published, len(request.nodes)),
             (self._num_pending, len(request.pending)),
+            (self._last_use, max(request.uses, default=0)),
         ):
             self._journal.note_rows(array, slot)
             array[slot] = value

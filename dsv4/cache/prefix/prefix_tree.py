@@ -3,23 +3,25 @@
 A node is one full block, known by a hash of all tokens up to its end. Its entries lie either on the
 device or on the host. The ancestors of a node on the device are on the device too. A request that
 uses a block uses all before it, so unused blocks can always be evicted from the leaves up.
+Checkpoints lie on device or host too, in the host's blocks.
 """
 
 import hashlib
 import heapq
-from collections import OrderedDict
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
+from dsv4.cache.memory.checkpoints import Checkpoints
+from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
+from dsv4.cache.prefix.retention import PrefixNode, Retention
 from dsv4.errors import IntegrityError, OutOfBlocksError
 
 DIGEST_BYTES = 32
-CopyBlocks = Callable[[IntArray, IntArray], None]
 
 
 def root_digest(meaning: str, salt: bytes) -> bytes:
@@ -37,51 +39,20 @@ def hash_blocks(previous: bytes, token_ids: memoryview, block_bytes: int) -> Ite
         yield previous
 
 
-@dataclass(eq=False, slots=True)
-class PrefixNode:
-    """A full block.
-
-    Attributes:
-        digest: The hash of all tokens up to its end.
-        parent: The block before it; None for a first one.
-        block, host_block: The block of its entries on device or host; -1 for none.
-        checkpoint: The checkpoint at its end; -1 for none.
-        last_used: Time of the last use, of it or of a block after it.
-        num_device_children: Children on the device.
-        num_swapped: Swapped requests that need it; it may go to the host, but not be lost.
-    """
-
-    digest: bytes
-    parent: "PrefixNode | None"
-    block: int = -1
-    host_block: int = -1
-    checkpoint: int = -1
-    last_used: int = 0
-    num_device_children: int = 0
-    num_swapped: int = 0
-    children: dict[bytes, "PrefixNode"] = field(default_factory=dict)
-
-    @property
-    def is_device_leaf(self) -> bool:
-        return self.block >= 0 and not self.num_device_children
-
-    @property
-    def is_host_leaf(self) -> bool:
-        return self.block < 0 <= self.host_block and not self.children and not self.num_swapped
-
-
 class PrefixTree:
-    """Published blocks and checkpoints, least recently used first out.
+    """Published blocks and checkpoints, those of the smallest key first out.
 
     Methods that copy bytes enclose their changes by themselves: what they overwrite cannot be
     undone. The others are part of a caller's change.
 
     Args:
-        blocks, checkpoints, host_blocks: The owners of each; the tree is one of them.
-        copy_to_host, copy_to_device: Copy blocks from the first ids to the second.
+        blocks, checkpoints: The owners of each; the tree is one of them.
+        host: The host's memory, of which the tree owns some blocks.
+        holds_blocks_on_host: Evicted blocks go to the host, not only checkpoints.
 
     Attributes:
         nodes: Every node by its digest.
+        retention: The order in which things go.
         num_evicted_blocks, num_evicted_checkpoints: Those that had to leave the device.
         num_lost_blocks: Blocks that left device and host.
     """
@@ -89,28 +60,30 @@ class PrefixTree:
     def __init__(
         self,
         blocks: BlockAllocator,
-        checkpoints: BlockAllocator,
-        host_blocks: BlockAllocator,
+        checkpoints: Checkpoints,
+        host: HostMemory,
         journal: Journal,
         *,
-        copy_to_host: CopyBlocks,
-        copy_to_device: CopyBlocks,
+        holds_blocks_on_host: bool = True,
     ) -> None:
         self.nodes: dict[bytes, PrefixNode] = {}
         self.num_evicted_blocks = 0
         self.num_evicted_checkpoints = 0
         self.num_lost_blocks = 0
-        self._blocks, self._checkpoints, self._host_blocks = blocks, checkpoints, host_blocks
-        self._journal = journal
-        self._copy_to_host, self._copy_to_device = copy_to_host, copy_to_device
+        self._blocks, self._checkpoints, self._host = blocks, checkpoints, host
+        self._host_blocks, self._journal = host.block_owners, journal
+        self.retention = Retention(
+            checkpoint_blocks=checkpoints.blocks_each,
+            num_blocks=blocks.num_blocks + self._host_blocks.num_blocks,
+        )
+        self._holds_blocks_on_host = holds_blocks_on_host
         self._is_mine: BoolArray = np.zeros(blocks.num_blocks, dtype=np.bool_)
         self._num_on_host = 0  # nodes on the host alone
         self._num_kept = 0  # those of them that swapped requests need
         self._num_reserved = 0  # nodes on the device that may need room on the host
-        self._clock = 0
-        self._queue: _Queue = _Queue()
-        self._host_queue: _Queue = _Queue()
-        self._checkpointed: OrderedDict[PrefixNode, None] = OrderedDict()
+        self._checkpointed: dict[PrefixNode, None] = {}
+        self._num_host_checkpoints = 0
+        self._leaves, self._host_things, self._device_checkpoints = _Queue(), _Queue(), _Queue()
 
     @property
     def num_blocks(self) -> int:
@@ -127,6 +100,11 @@ class PrefixTree:
         return len(self._checkpointed)
 
     @property
+    def num_host_checkpoints(self) -> int:
+        """Checkpoints that are on the host."""
+        return self._num_host_checkpoints
+
+    @property
     def num_evictable(self) -> int:
         """Blocks on the device that nobody else owns."""
         return int(np.count_nonzero(self._is_mine & (self._blocks.num_owners == 1)))
@@ -135,7 +113,12 @@ class PrefixTree:
     def num_host_room(self) -> int:
         """Blocks on the host that are free, or can be, for others than swapped requests."""
         droppable = self._num_on_host - self._num_kept
-        return self._host_blocks.num_free + droppable - self._num_reserved
+        droppable += self._num_host_checkpoints * self._checkpoints.blocks_each
+        return self._num_host_free + droppable
+
+    @property
+    def _num_host_free(self) -> int:
+        return self._host_blocks.num_free - self._num_reserved
 
     def new_nodes(self) -> list[PrefixNode]:
         """Return a list for `add`; the nodes that it puts there are forgotten by an undo."""
@@ -160,14 +143,15 @@ class PrefixTree:
         """
         node = self.nodes.get(digest)
         if node is None:
-            self._clock += 1
-            node = PrefixNode(digest, parent, block, last_used=self._clock)
+            depth = 1 if parent is None else parent.depth + 1
+            node = PrefixNode(digest, parent, depth, block, last_used=self.retention.clock)
             added.append(node)
             self.nodes[digest] = node
             self._is_mine[block] = True
             if parent is not None:
                 parent.children[digest] = node
                 parent.num_device_children += 1
+                parent.had_children = True
         elif node.block < 0:
             self._put_on_device(node, block)
         else:
@@ -184,37 +168,87 @@ class PrefixTree:
                 children = parent.children.values()
                 parent.num_device_children = sum(child.block >= 0 for child in children)
 
-    def give_checkpoint(self, node: PrefixNode, checkpoint: int) -> None:
+    def give_checkpoint(self, node: PrefixNode, checkpoint: int, num_uses: int) -> None:
         """Make the tree the owner of a checkpoint, or release a node's second one."""
+        node.num_uses = max(node.num_uses, num_uses)
+        node.last_used = self.retention.clock
         if node.checkpoint >= 0:
             self._checkpoints.release(np.array([checkpoint]))
-            return
-        self._journal.note_attribute(node, "checkpoint")
-        self._journal.note_item(self._checkpointed, node)
-        node.checkpoint = checkpoint
-        self._checkpointed[node] = None
+        else:
+            self._journal.note_attribute(node, "checkpoint")
+            self._journal.note_item(self._checkpointed, node)
+            node.checkpoint, node.added = checkpoint, self.retention.clock
+            self._checkpointed[node] = None
+        self._enqueue(node)
 
-    def use_checkpoint(self, node: PrefixNode) -> int:
-        """Return the checkpoint of a node and make it the most recently used one."""
-        self._checkpointed.move_to_end(node)
-        return node.checkpoint
+    def use_checkpoint(self, node: PrefixNode, *, is_last: bool) -> int:
+        """Note that a prompt resumes at a checkpoint, and whether that is all of the prompt.
 
-    def make_checkpoint_room(self, count: int, kept: Collection[int] = ()) -> None:
-        """Drop the least recently used checkpoints, but some, until so many are free."""
-        if self._checkpoints.num_free >= count:
-            return
-        for node in list(self._checkpointed):
-            if self._checkpoints.num_free >= count:
-                return
-            if node.checkpoint not in kept:
-                with self._journal:
+        Returns:
+            The uses of the prompt's own end: those of a conversation pass on to it.
+        """
+        retention, num_uses = self.retention, 1
+        if node.depth > 1 and (is_last or not node.children):
+            retention.note_reuse(node.last_used)
+            num_uses = node.num_uses + 1
+        if is_last or node.children:
+            node.num_uses += 1
+        node.last_used = retention.clock
+        self._enqueue(node)
+        return num_uses
+
+    def supersede(self, node: PrefixNode) -> None:
+        """Note that a conversation has gone on from a checkpoint and left another."""
+        node.num_uses = 0
+        self._enqueue(node)
+
+    def make_checkpoint_room(self, count: int, kept: Collection[int] = (), *, uses: bool) -> None:
+        """Free checkpoints on the device until there are so many, those of the smallest key first.
+
+        They go to the host, if there is room for their key. Else they are dropped.
+
+        Args:
+            kept: Checkpoints that stay.
+            uses: Also drop those that have uses.
+        """
+        owners = self._checkpoints.num_owners if self._checkpoints.num_free < count else None
+        aside: list[PrefixNode] = []
+        while self._checkpoints.num_free < count:
+            node = self._pop(
+                self._device_checkpoints, self._has_device_checkpoint, self._checkpointed
+            )
+            if node is None:
+                break
+            assert owners is not None
+            if node.checkpoint in kept or owners[node.checkpoint] > 1:
+                aside.append(node)
+                continue
+            has_room = self._make_host_room(self._checkpoints.blocks_each, node.key)
+            if not has_room and node.num_uses and not uses:
+                aside.append(node)
+                break
+            with self._journal:
+                if has_room:
+                    self._move_checkpoint_to_host(node)
+                else:
                     self._drop_checkpoint(node)
-                    self.num_evicted_checkpoints += 1
+            self.num_evicted_checkpoints += 1
+        for node in aside:
+            self._device_checkpoints.push(node)
+
+    def _has_device_checkpoint(self, node: PrefixNode) -> bool:
+        return 0 <= node.checkpoint < self._checkpoints.num_device
+
+    def _move_checkpoint_to_host(self, node: PrefixNode) -> None:
+        self._journal.note_attribute(node, "checkpoint")
+        self._journal.note_attribute(self, "_num_host_checkpoints")
+        node.checkpoint = self._checkpoints.move_to_host(node.checkpoint)
+        self._num_host_checkpoints += 1
+        self._enqueue(node)
 
     def touch(self, node: PrefixNode) -> None:
         """Note that a request used this block, and those before it, until now."""
-        self._clock += 1
-        node.last_used = self._clock
+        node.last_used = self.retention.clock
         self._enqueue(node)
 
     def count_evictable(self, kept: Iterable[PrefixNode]) -> int:
@@ -224,9 +258,9 @@ class PrefixTree:
         return self.num_evictable - int(held)
 
     def evict(self, num_blocks: int, kept: Collection[PrefixNode] = ()) -> None:
-        """Free that many blocks which nobody else owns, the least recently used first.
+        """Free that many blocks which nobody else owns, those of the smallest key first.
 
-        They go to the host. Blocks that were there longest make room. Nodes that are kept stay
+        They go to the host, where they displace what has smaller keys. Nodes that are kept stay
         where they are.
 
         Raises:
@@ -238,23 +272,106 @@ class PrefixTree:
                 num_blocks, self._blocks.num_free, evictable, total=self._blocks.num_blocks
             )
         kept = set(kept)
-        self._drop_from_host(min(num_blocks, self.num_host_room), kept)
-        with self._journal:
-            victims = []
-            for _ in range(num_blocks):
-                node = self._next_victim(kept)
-                victims.append((node, node.block))
-                self._take_off_device(node)
-            self._move_to_host(victims)
-            self.num_evicted_blocks += num_blocks
-            self._blocks.release(np.array([block for _, block in victims], dtype=np.int32))
+        while num_blocks > 0:
+            chain = self._next_chain(num_blocks, kept)
+            num_held = self._make_room_for_chain(chain, kept)
+            with self._journal:
+                blocks = np.array([node.block for node in chain], dtype=np.int32)
+                for node in chain:
+                    self._take_off_device(node)
+                first_held = len(chain) - num_held
+                self._put_on_host(chain[first_held:], blocks[first_held:])
+                for node in chain[:first_held]:
+                    self._remove(node)
+                self.num_evicted_blocks += len(chain)
+                self._blocks.release(blocks)
+                if chain[-1].parent is not None:
+                    self._enqueue(chain[-1].parent)
+            num_blocks -= len(chain)
+
+    def _next_chain(self, max_blocks: int, kept: Collection[PrefixNode]) -> list[PrefixNode]:
+        """Return the leaf of the smallest key that can go, and the blocks before it that follow.
+
+        The queue drops a block that it meets in use. Its last user, such as a fork from before it
+        was published, does not queue it again. If only such blocks remain, all are queued anew.
+        """
+        owners = self._blocks.num_owners
+
+        def can_go(node: PrefixNode) -> bool:
+            return node.is_device_leaf and owners[node.block] == 1 and node not in kept
+
+        node = self._pop(self._leaves, can_go, self.nodes.values())
+        assert node is not None, "num_evictable counts blocks that can't go"
+        chain = [node]
+        while len(chain) < max_blocks:
+            parent = node.parent
+            if parent is None or len(parent.children) > 1 or parent.checkpoint >= 0:
+                break
+            if owners[parent.block] > 1 or parent in kept:
+                break
+            chain.append(parent)
+            node = parent
+        return chain
+
+    def _make_room_for_chain(self, chain: list[PrefixNode], kept: Collection[PrefixNode]) -> int:
+        """Return how many of a chain's blocks the host takes: its last ones, next to the root.
+
+        Blocks on the host that come after the others are lost with them.
+        """
+        num_needed = sum(node.num_swapped > 0 for node in chain)  # their room is reserved
+        num_held = len(chain)
+        if not self._holds_blocks_on_host:
+            num_held = num_needed
+        elif self._num_host_free < num_held - num_needed:
+            self._make_host_room(num_held - num_needed, chain[0].key, kept)
+            num_held = min(num_held, num_needed + max(0, self._num_host_free))
+        for node in chain[: len(chain) - num_held]:
+            self._lose_descendants(node)
+        return num_held
+
+    def _lose_descendants(self, node: PrefixNode) -> None:
+        """Drop all blocks on the host that come after a node."""
+        todo = [child for child in node.children.values() if child.block < 0]
+        order = []
+        while todo:
+            order.append(todo.pop())
+            todo += order[-1].children.values()
+        for lost in reversed(order):
+            with self._journal:
+                self._remove(lost)
+
+    def _make_host_room(
+        self, num_blocks: int, key: float, kept: Collection[PrefixNode] = ()
+    ) -> bool:
+        """Drop things of smaller keys on the host until so many blocks are free for others."""
+        aside: list[PrefixNode] = []
+        while self._num_host_free < num_blocks and self.num_host_room >= num_blocks:
+            node = self._pop(self._host_things, self._can_leave_host, self.nodes.values())
+            if node is None:
+                break
+            if node in kept or node.key >= key:
+                aside.append(node)
+                if node.key >= key:
+                    break
+                continue
+            with self._journal:
+                if node.is_host_leaf:
+                    self._remove(node)
+                else:
+                    self._drop_checkpoint(node)
+        for node in aside:
+            self._host_things.push(node)
+        return self._num_host_free >= num_blocks
+
+    def _can_leave_host(self, node: PrefixNode) -> bool:
+        return node.is_host_leaf or node.checkpoint >= self._checkpoints.num_device
 
     def restore(self, nodes: Sequence[PrefixNode], blocks: IntArray) -> None:
         """Copy nodes from the host to new blocks, which become the tree's."""
         if not nodes:
             return
         sources = np.array([node.host_block for node in nodes], dtype=np.int32)
-        self._copy_to_device(sources, blocks)
+        self._host.copy_blocks_in(sources, blocks)
         for node, block in zip(nodes, blocks.tolist(), strict=True):
             self._put_on_device(node, block)
 
@@ -269,19 +386,17 @@ class PrefixTree:
             self._enqueue(node)
 
     def make_host_room(self, num_blocks: int) -> None:
-        """Drop blocks on the host until so many are free there.
+        """Drop blocks and checkpoints on the host until so many blocks are free there.
 
         Raises:
-            OutOfBlocksError: There would not be so many. Nothing was changed.
+            OutOfBlocksError: There would not be so many. No request was changed.
         """
-        host = self._host_blocks
-        if num_blocks > self.num_host_room:
-            free = host.num_free - self._num_reserved
+        if not self._make_host_room(num_blocks, math.inf):
+            free = max(0, self._num_host_free)
             raise OutOfBlocksError(
-                num_blocks, free, self.num_host_room - free,
-                total=host.num_blocks, kind="host blocks",
+                num_blocks, free, max(0, self.num_host_room - free),
+                total=self._host_blocks.num_blocks, kind="host blocks",
             )  # fmt: skip
-        self._drop_from_host(num_blocks)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless the nodes agree with each other and with the owners."""
@@ -297,6 +412,11 @@ class PrefixTree:
             raise IntegrityError("Prefix tree: its nodes and its blocks on the host differ")
         if reserved > self._host_blocks.num_free:
             raise IntegrityError("Prefix tree: there is no room for blocks of swapped requests")
+        num_device = self._checkpoints.num_device
+        if self._num_host_checkpoints != sum(
+            node.checkpoint >= num_device for node in self._checkpointed
+        ):
+            raise IntegrityError("Prefix tree: its checkpoints on the host are miscounted")
         for node in self.nodes.values():
             num_children = sum(child.block >= 0 for child in node.children.values())
             is_somewhere = (node.block >= 0) != (node.host_block >= 0)
@@ -304,43 +424,57 @@ class PrefixTree:
             if num_children != node.num_device_children or not (is_somewhere and has_parent):
                 raise IntegrityError("Prefix tree: a node contradicts its parent or children")
             if (node.checkpoint >= 0) != (node in self._checkpointed):
-                raise IntegrityError("Prefix tree: a node's checkpoint is not in its order")
+                raise IntegrityError("Prefix tree: a node's checkpoint is not in its list")
 
     def owned_blocks(self) -> Int64Array:
         """Return the blocks on the device that the tree owns."""
         return np.flatnonzero(self._is_mine)
 
     def owned_host_blocks(self) -> list[int]:
-        """Return the blocks on the host that the tree owns."""
+        """Return the blocks on the host that the tree owns, beside those of checkpoints."""
         return [node.host_block for node in self.nodes.values() if node.host_block >= 0]
 
     def owned_checkpoints(self) -> list[int]:
         """Return the checkpoints that the tree owns."""
         return [node.checkpoint for node in self._checkpointed]
 
-    def _next_victim(self, kept: Collection[PrefixNode]) -> PrefixNode:
-        """Return the least recently used block that can go; there is one.
+    def _pop(
+        self,
+        queue: "_Queue",
+        can_go: Callable[[PrefixNode], bool],
+        all_nodes: Collection[PrefixNode],
+    ) -> PrefixNode | None:
+        """Take the node of the smallest key that can go; one whose key has risen waits again.
 
-        The queue drops a block that it meets in use. Its last user, such as a fork from before it
-        was published, does not queue it again. If only such blocks remain, all are queued anew.
+        A change that was undone may leave nodes in no queue. If a queue is empty, all are queued.
         """
+        for is_last in (False, True):
+            while (node := queue.pop(can_go)) is not None:
+                before = node.key
+                if self._key_of(node) != before:
+                    self._enqueue(node)
+                if node.key <= before:
+                    return node
+            if not is_last:
+                for each in all_nodes:
+                    self._enqueue(each)
+        return None
 
-        owners = self._blocks.num_owners
+    def _key_of(self, node: PrefixNode) -> float:
+        """Return the key of a node, or of a block on the host that needs it."""
+        key = self.retention.key_of(node)
+        if node.children and not node.num_device_children:
+            key = max(key, *(child.key for child in node.children.values()))
+        return key
 
-        def can_go(node: PrefixNode) -> bool:
-            return node.is_device_leaf and owners[node.block] == 1 and node not in kept
-
-        node = self._pop(self._queue, can_go)
-        assert node is not None, "num_evictable counts blocks that can't go"
-        return node
-
-    def _pop(self, queue: "_Queue", can_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
-        node = queue.pop(can_go)
-        if node is None:
-            for each in self.nodes.values():
-                self._enqueue(each)
-            node = queue.pop(can_go)
-        return node
+    def _enqueue(self, node: PrefixNode) -> None:
+        node.key = self._key_of(node)
+        if node.is_device_leaf:
+            self._leaves.push(node)
+        if self._has_device_checkpoint(node):
+            self._device_checkpoints.push(node)
+        if self._can_leave_host(node):
+            self._host_things.push(node)
 
     def _put_on_device(self, node: PrefixNode, block: int) -> None:
         journal, parent = self._journal, node.parent
@@ -358,8 +492,7 @@ class PrefixTree:
         if parent is not None:
             journal.note_attribute(parent, "num_device_children")
             parent.num_device_children += 1
-        self._clock += 1
-        node.last_used = self._clock  # its user queues it once it goes
+        node.last_used = self.retention.clock  # its user queues it once it goes
 
     def _take_off_device(self, node: PrefixNode) -> None:
         journal, parent = self._journal, node.parent
@@ -373,42 +506,25 @@ class PrefixTree:
             journal.note_attribute(parent, "num_device_children")
             parent.num_device_children -= 1
             parent.last_used = max(parent.last_used, node.last_used)
-            self._enqueue(parent)
 
-    def _move_to_host(self, victims: list[tuple[PrefixNode, int]]) -> None:
-        """Give evicted nodes a place on the host, as far as there is room; the last ones first."""
-        moved, journal = [], self._journal
-        is_needed = [node.num_swapped > 0 for node, _ in victims]
-        num_others = self._host_blocks.num_free - self._num_reserved - sum(is_needed)
-        for (node, block), must_stay in zip(reversed(victims), reversed(is_needed), strict=True):
-            num_others -= not must_stay
-            if not must_stay and num_others < 0:
-                continue
-            journal.note_attribute(node, "host_block")
-            node.host_block = int(self._host_blocks.acquire(1)[0])
+    def _put_on_host(self, nodes: Sequence[PrefixNode], blocks: IntArray) -> None:
+        """Copy evicted nodes to the host, where there is room for them."""
+        if not nodes:
+            return
+        targets = self._host_blocks.acquire(len(nodes))
+        for node, target in zip(nodes, targets.tolist(), strict=True):
+            self._journal.note_attribute(node, "host_block")
+            node.host_block = target
             self._count(node, 1)
             self._enqueue(node)
-            moved.append((block, node.host_block))
-        for node, _ in victims:
-            if node.host_block < 0:
-                self._remove(node)
-        if moved:
-            sources, targets = np.array(sorted(moved), dtype=np.int32).T
-            self._copy_to_host(sources, targets)
-
-    def _drop_from_host(self, num_free: int, kept: Collection[PrefixNode] = ()) -> None:
-        """Remove leaves that are on the host alone until so many blocks are free for others."""
-        while self._host_blocks.num_free - self._num_reserved < num_free:
-            node = self._pop(self._host_queue, lambda node: node.is_host_leaf and node not in kept)
-            if node is None:
-                return
-            with self._journal:
-                self._remove(node)
+        order = np.argsort(blocks)
+        self._host.copy_blocks_out(blocks[order], targets[order])
 
     def _remove(self, node: PrefixNode) -> None:
-        """Forget a node that is not on the device."""
+        """Forget a node that is not on the device; its hash stays as a ghost."""
         assert not node.children, node.digest
         journal, parent = self._journal, node.parent
+        self.retention.remember(node)
         if node.host_block >= 0:
             self._note_counts()
             self._count(node, -1)
@@ -426,11 +542,22 @@ class PrefixTree:
             self._enqueue(parent)
 
     def _drop_checkpoint(self, node: PrefixNode) -> None:
+        """Give up a checkpoint; one before it that it has superseded takes its uses over."""
+        is_on_host = node.checkpoint >= self._checkpoints.num_device
         self._journal.note_attribute(node, "checkpoint")
         self._journal.note_item(self._checkpointed, node)
+        self._journal.note_attribute(self, "_num_host_checkpoints")
         self._checkpoints.release(np.array([node.checkpoint]))
+        self._num_host_checkpoints -= is_on_host
         node.checkpoint = -1
         del self._checkpointed[node]
+        before = node.parent
+        while before is not None and before.checkpoint < 0:
+            before = before.parent
+        if before is not None and node.num_uses and not before.num_uses:
+            before.num_uses, before.last_used = node.num_uses, node.last_used
+            self._enqueue(before)
+        node.num_uses = 0
 
     def _count(self, node: PrefixNode, sign: int) -> None:
         """Add a node's place to the counts, or take it away."""
@@ -445,42 +572,29 @@ class PrefixTree:
         for name in ("_num_on_host", "_num_kept", "_num_reserved"):
             self._journal.note_attribute(self, name)
 
-    def _enqueue(self, node: PrefixNode) -> None:
-        if node.is_device_leaf:
-            self._queue.push(node)
-        elif node.is_host_leaf:
-            self._host_queue.push(node)
-
 
 class _Queue:
-    """Nodes by their last use. Entries that are stale, or may not go, are dropped when met.
-
-    It may hold too little or too much after a change was undone: users look at all nodes if they
-    find none here.
-    """
+    """Nodes by their keys. Entries that are stale, or may not go, are dropped when met."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, PrefixNode]] = []
+        self._heap: list[tuple[float, int, PrefixNode]] = []
         self._count = 0
         self._limit = 64
 
     def push(self, node: PrefixNode) -> None:
+        """Queue a node at its present key."""
         self._count += 1
-        heapq.heappush(self._heap, (node.last_used, self._count, node))
+        heapq.heappush(self._heap, (node.key, self._count, node))
         if len(self._heap) > self._limit:
-            self._forget_old_uses()
+            last = {node: (key, count, node) for key, count, node in self._heap}
+            self._heap = [entry for node, entry in last.items() if entry[0] == node.key]
+            heapq.heapify(self._heap)
+            self._limit = max(64, 2 * len(self._heap))
 
-    def _forget_old_uses(self) -> None:
-        """Keep one entry for each node; not again before there are twice as many."""
-        last = {node: (used, count, node) for used, count, node in self._heap}
-        heap = [entry for node, entry in last.items() if entry[0] == node.last_used]
-        heapq.heapify(heap)
-        self._heap, self._limit = heap, max(64, 2 * len(heap))
-
-    def pop(self, may_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
-        """Take the first node that may go; a node dropped here is pushed again once it is freed."""
+    def pop(self, can_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
+        """Take the first node that can go."""
         while self._heap:
-            last_used, _, node = heapq.heappop(self._heap)
-            if node.last_used == last_used and may_go(node):
+            key, _, node = heapq.heappop(self._heap)
+            if node.key == key and can_go(node):
                 return node
         return None

@@ -45,13 +45,13 @@ def _bench_prefix(num_tokens: int, num_rounds: int, device: str) -> dict[str, An
     )  # fmt: skip
     num_hit_tokens = _publish(manager, ids)
     times: dict[str, list[float]] = {"hit": [], "hit_without_copy": [], "hash_of_a_block": []}
-    load = manager.device_memory.checkpoints.load
+    load = manager._books.checkpoints.load
     for _ in range(num_rounds):
         times["hit"].append(_time_hit(manager, ids, num_hit_tokens))
         # On a GPU the copy of the fixed state costs the host nothing.
-        manager.device_memory.checkpoints.load = lambda *_: None  # type: ignore[method-assign]
+        manager._books.checkpoints.load = lambda *_: None  # type: ignore[method-assign]
         times["hit_without_copy"].append(_time_hit(manager, ids, num_hit_tokens))
-        manager.device_memory.checkpoints.load = load  # type: ignore[method-assign]
+        manager._books.checkpoints.load = load  # type: ignore[method-assign]
         times["hash_of_a_block"].append(_time_hash(ids))
     return {
         "bench": "prefix",
