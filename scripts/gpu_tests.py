@@ -15,21 +15,24 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKERS = "gpu or not slow"
-SLICE_TESTS = 40  # of one file, run by one process
+SLICE_TESTS, SLICE_SECONDS = 40, 60.0  # of one file, run by one process
 SAVE_SECONDS = 10.0
 GRACE_SECONDS = 75.0  # for tests that run when the minutes are over
 OUTCOMES = ("passed", "failed", "skipped")
+SUMS = ("seconds", "kernels", "compiler_seconds")  # of a test; kernels are those it compiled
 
 
-# What a worker writes, a JSON object a line: the tests it collected, began and finished.
+# What a worker writes, a JSON object a line: tests it collected, began, finished; what it compiled.
 
 
 def _write_line(**values: Any) -> None:
@@ -38,9 +41,20 @@ def _write_line(**values: Any) -> None:
 
 
 def pytest_collection_finish(session: Any) -> None:
-    """Write the names of all tests, for the plan."""
+    """Write the names of all tests, for the plan; or listen to the compiler before they run."""
     if session.config.option.collectonly:
         _write_line(collected=[item.nodeid for item in session.items])
+        return
+    with suppress(ImportError):
+        from triton import knobs  # after conftest.py has chosen whether the interpreter runs
+
+        knobs.compilation.listener = _write_kernel
+
+
+def _write_kernel(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+    """Write a kernel that was compiled, with the compiler's seconds."""
+    if not cache_hit:
+        _write_line(kernel=src.name, seconds=times.total / 1e6)
 
 
 def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
@@ -115,17 +129,33 @@ def save(path: Path, value: dict[str, Any]) -> None:
     fresh.replace(path)
 
 
-def slices(tests: list[str], *, size: int = SLICE_TESTS) -> list[list[str]]:
-    """Tests of one file at a time, at most `size`; files of many tests come first.
+def slices(
+    tests: list[str], *, size: int = SLICE_TESTS, seconds: dict[str, float] | None = None
+) -> list[list[str]]:
+    """Tests of one file at a time, at most `size` or of about SLICE_SECONDS; long files come first.
 
     Other files come between the slices of one file, which need the same compiled kernels.
+    `seconds` are those of a file's mean test.
     """
+    seconds = seconds or {}
     files: dict[str, list[str]] = {}
     for test in tests:
         files.setdefault(test.partition("::")[0], []).append(test)
-    ordered = sorted(files.values(), key=len, reverse=True)
-    starts = range(0, max(map(len, ordered), default=0), size)
-    return [names[i : i + size] for i in starts for names in ordered if i < len(names)]
+    ordered = sorted(files, key=lambda f: (len(files[f]) * seconds.get(f, 0), len(files[f])))
+    cut = []
+    for file in reversed(ordered):
+        each = max(1, min(size, int(SLICE_SECONDS / max(seconds.get(file, 0), 0.01))))
+        cut.append([files[file][i : i + each] for i in range(0, len(files[file]), each)])
+    return [part for turn in zip_longest(*cut) for part in turn if part]
+
+
+def mean_seconds(record: Path) -> dict[str, float]:
+    """Each file's seconds for a test in the last run, as its record has them."""
+    files = json.loads(record.read_text())["files"] if record.is_file() else {}
+    return {
+        name: file["seconds"] / sum(file[outcome] for outcome in OUTCOMES)
+        for name, file in files.items()
+    }
 
 
 def read_results(lines: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], str | None]:
@@ -135,9 +165,14 @@ def read_results(lines: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]]
     for line in lines:
         if "began" in line:
             running = line["began"]
-        if "test" not in line:
+        name = running if "kernel" in line else line.get("test")
+        if name is None:
             continue
-        result = results.setdefault(line["test"], {"outcome": "passed", "seconds": 0.0})
+        result = results.setdefault(name, {"outcome": "passed", **dict.fromkeys(SUMS, 0)})
+        if "kernel" in line:
+            result["kernels"] += 1
+            result["compiler_seconds"] += line["seconds"]
+            continue
         result["seconds"] = round(result["seconds"] + line["seconds"], 3)
         if line["outcome"] != "passed" and result["outcome"] != "failed":
             result["outcome"] = line["outcome"]
@@ -155,11 +190,10 @@ def record(state: State) -> dict[str, Any]:
     files: dict[str, dict[str, Any]] = {}
     for test in state.tests:
         if test in state.results:
-            counts = files.setdefault(
-                test.partition("::")[0], {"seconds": 0.0, **dict.fromkeys(OUTCOMES, 0)}
-            )
+            counts = files.setdefault(test.partition("::")[0], dict.fromkeys((*SUMS, *OUTCOMES), 0))
             counts[state.results[test]["outcome"]] += 1
-            counts["seconds"] = round(counts["seconds"] + state.results[test]["seconds"], 1)
+            for name in SUMS:
+                counts[name] = round(counts[name] + state.results[test].get(name, 0), 1)
     total = Counter(result["outcome"] for result in state.results.values())
     failures = [test for test in state.tests if state.results.get(test, {}).get("error")]
     return {
@@ -252,12 +286,19 @@ def finish(worker: Worker, state: State, *, is_late: bool) -> list[str]:
 
 
 def run_part(
-    state: State, folder: Path, save_state: Any, *, minutes: float, num_workers: int
+    state: State,
+    folder: Path,
+    save_state: Any,
+    *,
+    minutes: float,
+    num_workers: int,
+    seconds: dict[str, float],
 ) -> None:
     """Run tests that are left until none is, or until the minutes are over."""
     start = time.time()
     deadline = start + 60 * minutes
-    queue, workers, before, saved = slices(state.left), list[Worker](), state.seconds, start
+    queue, workers = slices(state.left, seconds=seconds), list[Worker]()
+    before, saved = state.seconds, start
     while workers or (queue and time.time() < deadline):
         while queue and len(workers) < num_workers and time.time() < deadline:
             workers.append(Worker(queue.pop(0), folder, deadline))
@@ -349,12 +390,16 @@ def main(arguments: list[str] | None = None) -> int:
         save(options.state, vars(state))
         save(options.out, record(state))
 
+    seconds = mean_seconds(options.out)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not state.tests:
             state.tests = collect(folder, options.tests)
             state.results = {t: state.results[t] for t in state.tests if t in state.results}
-        run_part(state, folder, save_state, minutes=options.minutes, num_workers=options.workers)
+        run_part(
+            state, folder, save_state, minutes=options.minutes, num_workers=options.workers,
+            seconds=seconds,
+        )  # fmt: skip
     save_state()
     counts = record(state)
     for test in counts["failures"]:

@@ -1,6 +1,6 @@
 """Small tensors gain nothing from threads, and the tests run side by side.
 
-Without a GPU, Triton's kernels run under its interpreter.
+Without a GPU, Triton's kernels run under its interpreter; with one, processes share compiled ones.
 """
 
 import os
@@ -15,6 +15,10 @@ if not torch.cuda.is_available():
     from tests import interpreter
 
     interpreter.install()
+else:
+    from tests import kernel_keys
+
+    kernel_keys.install()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -147,3 +147,31 @@ def test_slices(gpu_tests):
     assert gpu_tests.slices(tests, size=4) == [
         [f"b.py::t{n}" for n in range(4)], [f"a.py::t{n}" for n in range(3)], ["b.py::t4"],
     ]  # fmt: skip
+
+
+def test_slices_of_long_tests(gpu_tests, tmp_path):
+    tests = [*(f"a.py::t{n}" for n in range(3)), *(f"b.py::t{n}" for n in range(5))]
+    files = {"a.py": {"seconds": 120.0, "passed": 2, "failed": 0, "skipped": 2}}
+    (tmp_path / "out.json").write_text(json.dumps({"files": files}))
+    seconds = gpu_tests.mean_seconds(tmp_path / "out.json")
+    assert gpu_tests.mean_seconds(tmp_path / "none.json") == {}
+    assert gpu_tests.slices(tests, seconds=seconds) == [
+        ["a.py::t0", "a.py::t1"], [f"b.py::t{n}" for n in range(5)], ["a.py::t2"],
+    ]  # fmt: skip
+
+
+def test_kernels_count_for_the_test_that_compiled_them(gpu_tests):
+    def report(when):
+        return {"test": "a.py::t", "when": when, "outcome": "passed", "seconds": 2, "error": None}
+
+    kernel = {"kernel": "_write_kernel", "seconds": 1.5}
+    lines = [kernel, {"began": "a.py::t"}, kernel, report("setup"), kernel, report("call")]
+    results, running = gpu_tests.read_results([*lines, report("teardown")])
+    assert results["a.py::t"] == {
+        "outcome": "passed", "seconds": 6, "kernels": 2, "compiler_seconds": 3.0,
+    }  # fmt: skip
+    assert running is None
+    state = gpu_tests.State("abc", tests=["a.py::t", "a.py::old"], results=results)
+    results["a.py::old"] = {"outcome": "passed", "seconds": 1.0}  # of a run that did not count
+    counts = gpu_tests.record(state)["files"]["a.py"]
+    assert (counts["kernels"], counts["compiler_seconds"], counts["seconds"]) == (2, 3.0, 7)

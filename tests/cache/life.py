@@ -87,8 +87,8 @@ class World:
 
     @functools.cached_property
     def fresh(self):
-        """A manager that no life is about."""
-        return self.new_manager(max_requests=1)
+        """A manager that no life is about, of the same sizes and so of the same kernels."""
+        return self.new_manager()
 
     def _projections_of(self, tokens):
         ids = torch.frombuffer(bytearray(tokens), dtype=torch.uint8).to(self.device)

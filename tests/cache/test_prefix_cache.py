@@ -103,7 +103,7 @@ def test_every_boundary_resumes_as_a_cold_run(config, chunks, device):
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=needs_interpreter), GPU])
 @pytest.mark.parametrize("chunks", [[140], [126, 140]], ids=str)
 def test_the_triton_backend_checkpoints_the_same(chunks, device):
-    config = CacheConfig.tiny(**BASE, compress_ratios=(4, 128), drafts_per_step=1)
+    config = CacheConfig.tiny(**BASE, compress_ratios=(4, 128), drafts_per_step=3)
     weights, tokens = (
         [move_to(device, layer) for layer in layers]
         for layers in (model_weights(config, seed=0), model_projections(config, 140, seed=3))

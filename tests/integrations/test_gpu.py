@@ -82,7 +82,7 @@ def test_assisted_decoding_equals_greedy(model, cache):
 def test_detach_restores_the_model():
     model, untouched = (small_model(6, 4, 128).to(DEVICE) for _ in range(2))
     text = on_device(alone(prompts(5, 100)[0]))
-    cache = attach(model, max_requests=1, max_tokens=256)
+    cache = attach(model, max_requests=8, max_tokens=256)
     model.generate(**text, **GREEDY, max_new_tokens=4, past_key_values=cache)
     cache.close()
     detach(model)

@@ -29,6 +29,19 @@ def test_serving_launches_nothing_that_was_not_warmed_up():
         assert case["new"] == [], case["case"]
 
 
+def test_keys_hold_the_constants_of_callees():
+    """A key made before those of its callees would not."""
+    script = (
+        "from tests import kernel_keys; kernel_keys.install();"
+        "from dsv4.kernels.triton.topk import _topk_kernel, pivots_between;"
+        "assert pivots_between.used_global_vals and _topk_kernel.hash;"
+        "assert pivots_between.used_global_vals.keys() <= _topk_kernel.used_global_vals.keys()"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = Path(__file__).parent.parent.parent
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=root, env=environment)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafts_per_step", [0, 2])
 def test_serving_compiles_nothing(drafts_per_step, monkeypatch):

@@ -43,7 +43,7 @@ def fresh_dynamo():
 
 def make_manager(backend="reference", device="cpu", config=CONFIG):
     manager = KVCacheManager(
-        config, max_requests=3, num_blocks=6, max_forward_tokens=256, backend=backend,
+        config, max_requests=4, num_blocks=6, max_forward_tokens=256, backend=backend,
         device=device,
     )  # fmt: skip
     poison(manager)

@@ -16,8 +16,9 @@ from dsv4.kernels.reference.attention import attend_dense
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows, window_values_of
 from dsv4.kernels.triton import attention
 from dsv4.kernels.triton.hopper import attention as hopper
-from dsv4.testing import model_projections, model_weights, move_to, poison, take_rows
-from tests.kernels.test_triton_gather import DEVICE, filled
+from dsv4.testing import model_weights, move_to, poison, take_rows
+from tests.kernels.serving import write_in_parts
+from tests.kernels.test_triton_gather import DEVICE, filled, written_projections
 
 SWA, CSA, HCA = (0,), (4,), (128,)
 BF16_ROUNDOFF = 2.0**-8
@@ -443,12 +444,12 @@ def real(preset: str, ratios: tuple[int, ...], step: str, name: str = "fp8", **c
     )
     poison(manager)
     slots = [manager.open_request() for _ in before]
-    (weights,), (inputs,) = model_weights(config, seed=0), model_projections(config, 6000, seed=1)
+    (weights,), inputs = model_weights(config, seed=0), written_projections(config, 6000, seed=1)
     for starts, ends in (([0] * len(before), before), (before, after)):
         plan = prepare_forward(manager, [-1, *slots, -1], [0, *starts, 0], [1, *ends, 1])
         rows = slice(0, plan.num_tokens)
         handle = manager.acquire(0, plan)
-        handle.write(move_to("cuda", take_rows(inputs, rows)), move_to("cuda", weights))
+        write_in_parts(handle, move_to("cuda", take_rows(inputs, rows)), move_to("cuda", weights))
     return handle
 
 

@@ -22,6 +22,7 @@ from dsv4.testing import (
     poison,
     take_rows,
 )
+from tests.kernels.serving import write_in_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SWA, CSA, HCA = (0,), (4,), (128,)
@@ -65,16 +66,19 @@ def filled(
     device: str = DEVICE,
     max_forward_tokens: int = 2048,
 ):
-    """Handle of a layer after a forward; a padding row follows the first request."""
+    """Handle of a layer after a forward; a padding row follows the first request.
+
+    The reference writes, which compiles nothing.
+    """
     num_blocks = sum(-(-length // config.block_tokens) for length in after) + len(before) + 2
     manager = KVCacheManager(
         config, max_requests=len(before) + 3, num_blocks=num_blocks, device=device,
-        max_forward_tokens=max_forward_tokens,
+        max_forward_tokens=max_forward_tokens, backend="reference",
     )  # fmt: skip
     poison(manager)
     slots = [manager.open_request() for _ in range(len(before) + 1)][1:]
     weights = move_to(device, model_weights(config, seed=0)[0])
-    layers = [model_projections(config, max(after), seed=10 * s)[0] for s in range(len(after))]
+    layers = [written_projections(config, max(after), seed=10 * s) for s in range(len(after))]
     for starts, ends in (([0] * len(before), before), (before, after)):
         plan = prepare_forward(
             manager,
@@ -86,8 +90,14 @@ def filled(
         padding = take_rows(layers[0], slice(0, 1))
         inputs = move_to(device, join_rows([parts[0], padding, *parts[1:]]))
         handle = manager.acquire(0, plan)
-        handle.write(inputs, weights)
+        write_in_parts(handle, inputs, weights)
     return handle
+
+
+def written_projections(config: CacheConfig, num_tokens: int, *, seed: int):
+    """Projections of the first layer, with queries of one head, since none is written."""
+    narrow = replace(config, num_query_heads=1, index_num_heads=1)
+    return model_projections(narrow, num_tokens, seed=seed)[0]
 
 
 @pytest.fixture

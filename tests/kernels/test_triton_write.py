@@ -73,6 +73,12 @@ CASES = [
     Case("hca over the window", HCA, steps=OVER_THE_WINDOW),
     Case("hca bf16", HCA, {"tail_dtype": "bfloat16", "kv_format": "bf16"}, OVER_THE_WINDOW,
          torch.bfloat16),
+    Case("csa rows and keys that are no power of two", CSA,
+         {"head_dim": 104, "rope_dim": 24, "kv_format": "fp8_entry_scale", "index_head_dim": 96,
+          "index_hadamard": False}),
+    Case("hca more rotated channels than a group has", HCA,
+         {"head_dim": 192, "rope_dim": 128, "index_head_dim": 128, "sliding_window": 100},
+         ONE_WINDOW),
     *(Case(f"{name}, a request without tokens", ratios, steps=NONE_OF_ONE)
       for name, ratios in (("swa", SWA), ("csa", CSA), ("hca", HCA))),
     *(Case(f"swa {name}", SWA, {"kv_format": name}) for name in KV_FORMATS),
@@ -80,13 +86,15 @@ CASES = [
 ]  # fmt: skip
 
 
+def new_manager(config: CacheConfig, **where: str) -> KVCacheManager:
+    """A manager of the one size whose kernels these tests compile: sizes decide alignments."""
+    return KVCacheManager(config, max_requests=4, num_blocks=6, max_forward_tokens=256, **where)
+
+
 def run(case: Case, *, backend: str, device: str, in_parts: bool = False) -> KVCacheManager:
     """Run all steps of a case, with padding rows of NaN between the real ones."""
     config = CacheConfig.tiny(compress_ratios=case.ratios, **case.choices)
-    manager = KVCacheManager(
-        config, max_requests=4, num_blocks=6, max_forward_tokens=256, device=device,
-        backend=backend,
-    )  # fmt: skip
+    manager = new_manager(config, backend=backend, device=device)
     poison(manager)
     slots = [manager.open_request() for _ in range(4)][1:]
     lengths = [0, 0, 0]
@@ -209,9 +217,7 @@ def test_strided_inputs():
     (weights,), (inputs,) = model_weights(config, seed=0), model_projections(config, 6, seed=1)
     managers = []
     for backend, device in (("reference", "cpu"), ("triton", DEVICE)):
-        manager = KVCacheManager(
-            config, max_requests=1, num_blocks=1, backend=backend, device=device
-        )
+        manager = new_manager(config, backend=backend, device=device)
         plan = prepare_forward(manager, [manager.open_request()], [0], [6])
         moved = move_to(device, inputs)
         wide = torch.cat((moved.kv, moved.kv), dim=1)[:, : config.head_dim]
@@ -363,8 +369,8 @@ class Pair:
 def test_chunks_of_any_size_from_any_position(drafts_per_step):
     starts = (0, 1, 2, 3, 4, 5, 7, 8, 99, 120, 126, 127, 128, 129, 130, 131, 255, 256)
     sizes = (*range(1, 18), 61, 120, *range(124, 135), 200, *range(253, 260), 300, 383, 384, 400)
-    pair = Pair(
-        wide_config((0, 4, 128), drafts_per_step=drafts_per_step), max_requests=len(starts),
+    pair = Pair(  # with the alignments of `run_wide`, and so its kernels
+        wide_config((0, 4, 128), drafts_per_step=drafts_per_step), max_requests=len(starts) + 1,
         num_blocks=4 * len(starts), max_request_tokens=1024,
     )  # fmt: skip
     choose = random.Random(0)
