@@ -17,6 +17,7 @@ from dsv4.cache.memory.capacity import Capacity, ComponentBytes
 from dsv4.cache.memory.checkpoints import CheckpointPolicy
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.memory.journal import Journal
+from dsv4.cache.memory.layout import block_layout
 from dsv4.cache.memory.schema import build_schemas
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch, TrackedRequest
@@ -29,6 +30,8 @@ from dsv4.checks import NotCopyable, check_bool, check_int, check_ints, check_on
 from dsv4.config import CacheConfig
 from dsv4.kernels.backends import check_backend, default_backend
 from dsv4.kernels.external.limits import check_attention_backend, check_index_backend
+
+DEVICE_CHECKPOINTS = 8
 
 
 class KVCacheManager(NotCopyable):
@@ -51,11 +54,14 @@ class KVCacheManager(NotCopyable):
         max_request_tokens: The longest request; by default all blocks, or the model's limit.
         batch_invariant: With `triton`, give a request's attention the same bits in every batch.
             Small batches are slower.
-        num_checkpoints: Block boundaries at which requests can be resumed. With any, full blocks
-            stay for later requests with the same beginning, until their memory is needed.
+        prefix_bytes: Host memory for the prefix cache. With any, full blocks stay for later
+            requests with the same beginning, until their memory is needed. They then go to the
+            host, where checkpoints are too: block boundaries at which requests can be resumed.
+        num_checkpoints: Checkpoints on the device, before they go to the host. With any there is a
+            prefix cache. By default 8 if `prefix_bytes` is given, else none.
         checkpoint_policy: The boundaries at which checkpoints are taken.
-        host_blocks, host_slots: Blocks and slots in host memory, for requests that are swapped
-            out. Blocks evicted from the prefix cache go there too.
+        host_blocks, host_slots: More blocks in host memory, and slots, for requests that are
+            swapped out.
         undo_slots: Chunks of one forward that `plan.cancel` brings back to their length before it.
         wipe_on_free: Overwrite with zeros the slots and blocks that a request gives back.
         storage: The caller's memory for some of `tensors()`, by name; the rest is allocated.
@@ -82,7 +88,8 @@ class KVCacheManager(NotCopyable):
         max_forward_tokens: int = 8192,
         max_request_tokens: int | None = None,
         batch_invariant: bool = False,
-        num_checkpoints: int = 0,
+        prefix_bytes: int = 0,
+        num_checkpoints: int | None = None,
         checkpoint_policy: CheckpointPolicy | None = None,
         host_blocks: int = 0,
         host_slots: int = 0,
@@ -110,12 +117,17 @@ class KVCacheManager(NotCopyable):
             check_index_backend(index_backend, config, self.device)
         self.attention_backend = attention_backend or self.backend
         self.index_backend = index_backend or self.backend
-        self.capacity = Capacity(
-            config, max_requests, num_blocks, max_forward_tokens, max_request_tokens,
-            num_checkpoints, host_blocks, host_slots, undo_slots,
-        )  # fmt: skip
         self.schedule = config.schedule
         self.schemas = build_schemas(config)
+        prefix_bytes = check_int("prefix_bytes", prefix_bytes, at_least=0)
+        block_bytes = block_layout(self.schemas, page_align=config.page_align).num_bytes
+        if num_checkpoints is None:
+            num_checkpoints = DEVICE_CHECKPOINTS if prefix_bytes else 0
+        self.capacity = Capacity(
+            config, max_requests, num_blocks, max_forward_tokens, max_request_tokens,
+            num_checkpoints, check_int("host_blocks", host_blocks, at_least=0)
+            + prefix_bytes // max(1, block_bytes), host_slots, undo_slots,
+        )  # fmt: skip
         self._problem = ""
         self._journal = Journal(fatal=(torch.AcceleratorError,))
         self._requests = RequestTable(self.capacity, self._journal)
@@ -736,6 +748,6 @@ class KVCacheManager(NotCopyable):
     def _prefix(self) -> PrefixCache:
         if self._books.prefix is None:
             raise ValueError(
-                "This manager has no prefix cache: expected num_checkpoints >= 1, got 0"
+                "This manager has no prefix cache: expected prefix_bytes, or num_checkpoints >= 1"
             )
         return self._books.prefix

@@ -621,12 +621,12 @@ class Life(RuleBasedStateMachine):
         assert not tree.nodes
         assert manager._books.allocator.num_free == self.world.num_blocks
         assert manager._books.allocator.num_shares == 0
-        owners = (
+        for owners in (
             manager._books.checkpoints,
             manager._books.host.block_owners,
             manager._books.host.slot_owners,
-        )
-        assert all(each.num_free == each.num_blocks for each in owners)
+        ):
+            assert not owners.num_owners.any()
         self.folder.cleanup()
 
 

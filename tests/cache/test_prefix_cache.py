@@ -508,7 +508,7 @@ def test_a_manager_without_checkpoints_has_no_prefix_cache():
     manager.open_request()
     for call in (lambda: manager.resume_request([1]),
                  lambda: manager.note_tokens(0, [1], start=0)):  # fmt: skip
-        with pytest.raises(ValueError, match="expected num_checkpoints >= 1, got 0"):
+        with pytest.raises(ValueError, match="expected prefix_bytes, or num_checkpoints >= 1"):
             call()
 
 

@@ -48,9 +48,9 @@ class PrefixTree:
     Args:
         blocks, checkpoints: The owners of each; the tree is one of them.
         host: The host's memory, of which the tree owns some blocks.
-        holds_blocks_on_host: Evicted blocks go to the host, not only checkpoints.
 
     Attributes:
+        holds_blocks_on_host: Evicted blocks go to the host, not only checkpoints.
         nodes: Every node by its digest.
         retention: The order in which things go.
         num_evicted_blocks, num_evicted_checkpoints: Those that had to leave the device.
@@ -63,8 +63,6 @@ class PrefixTree:
         checkpoints: Checkpoints,
         host: HostMemory,
         journal: Journal,
-        *,
-        holds_blocks_on_host: bool = True,
     ) -> None:
         self.nodes: dict[bytes, PrefixNode] = {}
         self.num_evicted_blocks = 0
@@ -76,7 +74,7 @@ class PrefixTree:
             checkpoint_blocks=checkpoints.blocks_each,
             num_blocks=blocks.num_blocks + self._host_blocks.num_blocks,
         )
-        self._holds_blocks_on_host = holds_blocks_on_host
+        self.holds_blocks_on_host = True
         self._is_mine: BoolArray = np.zeros(blocks.num_blocks, dtype=np.bool_)
         self._num_on_host = 0  # nodes on the host alone
         self._num_kept = 0  # those of them that swapped requests need
@@ -320,7 +318,7 @@ class PrefixTree:
         """
         num_needed = sum(node.num_swapped > 0 for node in chain)  # their room is reserved
         num_held = len(chain)
-        if not self._holds_blocks_on_host:
+        if not self.holds_blocks_on_host:
             num_held = num_needed
         elif self._num_host_free < num_held - num_needed:
             self._make_host_room(num_held - num_needed, chain[0].key, kept)
@@ -446,10 +444,16 @@ class PrefixTree:
     ) -> PrefixNode | None:
         """Take the node of the smallest key that can go; one whose key has risen waits again.
 
-        A change that was undone may leave nodes in no queue. If a queue is empty, all are queued.
+        A change that was undone may leave nodes in no queue, and forgotten ones in some. If a queue
+        is empty, all nodes are queued.
         """
+        nodes = self.nodes
+
+        def is_known(node: PrefixNode) -> bool:
+            return nodes.get(node.digest) is node and can_go(node)
+
         for is_last in (False, True):
-            while (node := queue.pop(can_go)) is not None:
+            while (node := queue.pop(is_known)) is not None:
                 before = node.key
                 if self._key_of(node) != before:
                     self._enqueue(node)
