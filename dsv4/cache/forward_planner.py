@@ -214,7 +214,7 @@ class ForwardPlanner:
         none = np.full(len(slots), -1, dtype=np.int64)
         requests, block_tokens = self._books.requests, self._config.block_tokens
         floors, num_read_only = requests.rollback_floor[slots], requests.num_read_only[slots]
-        lowest = np.minimum(before, after - self._config.drafts_per_step)
+        lowest = np.minimum(before, after - self._capacity.max_step_tokens)
         survival = Survival(before, np.maximum(floors, lowest), none, none.copy(), num_read_only)
         if not has_chunks:
             return survival

@@ -144,7 +144,7 @@ class KVCacheManager(NotCopyable):
     def rollback_floor(self) -> Int64Array:
         """`[max_requests]`, the shortest length, beside 0, that `truncate` can always go back to.
 
-        It is `drafts_per_step` below the longest that a request has had; a copy.
+        It is `drafts_per_step + 1` below the longest that a request has had; a copy.
         """
         self._journal.finish()
         return np.where(self._requests.is_closing, 0, self._requests.rollback_floor)

@@ -36,7 +36,7 @@ class RequestTable:
         self.num_read_only: Int64Array = np.zeros(max_requests, dtype=np.int64)
         shape = (max_requests, capacity.max_request_blocks)
         self.block_table: IntArray = np.full(shape, -1, dtype=np.int32)
-        self._config = capacity.config
+        self._config, self._max_step_tokens = capacity.config, capacity.max_step_tokens
         self._journal = journal
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._changed: list[Int64Array] = []
@@ -115,7 +115,7 @@ class RequestTable:
 
     def advance(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Give slots their lengths after a forward."""
-        floors = np.maximum(self.rollback_floor[slots], lengths - self._config.drafts_per_step)
+        floors = np.maximum(self.rollback_floor[slots], lengths - self._max_step_tokens)
         self._journal.note_rows(self.lengths, slots)
         self._journal.note_rows(self.rollback_floor, slots)
         self.lengths[slots] = lengths

@@ -265,7 +265,7 @@ class Life(RuleBasedStateMachine):
         self.check_results(results, rows, grown)
         for slot, new in grown.items():
             self.tokens[slot] = new
-            floor = len(new) - self.world.config.drafts_per_step
+            floor = len(new) - self.world.config.drafts_per_step - 1
             self.floors[slot] = max(self.floors[slot], floor)
             if is_noted:
                 self.note(slot)
@@ -471,7 +471,7 @@ class Life(RuleBasedStateMachine):
         self.grow({slot: 1 + drafts[slot] for slot in sorted(self.tokens, reverse=True)}, seed)
 
     @precondition(lambda self: self.tokens)
-    @rule(choice=choices, rejected=st.integers(0, DRAFTS), seed=seeds)
+    @rule(choice=choices, rejected=st.integers(0, DRAFTS + 1), seed=seeds)
     def verify(self, choice, rejected, seed):
         slot = self.slot(choice)
         before = len(self.tokens[slot])
