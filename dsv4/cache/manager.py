@@ -533,7 +533,8 @@ class KVCacheManager(NotCopyable):
     def blocks_needed(self, slots: int | Ints, lengths: int | Ints) -> int:
         """Count the blocks that a forward of requests to these lengths takes; changes nothing.
 
-        Copies of shared blocks count. `stats()` says how many are free or can be evicted.
+        The number is exact for a forward that is prepared next. Copies of shared blocks count.
+        `stats()` says how many are free or can be evicted.
         """
         rows, after = self._open_rows(slots), check_one_or_more("length", lengths)
         before = self._requests.lengths[rows]
@@ -542,6 +543,7 @@ class KVCacheManager(NotCopyable):
                 f"Invalid lengths: expected one of at least its present length for each slot, "
                 f"{before.tolist()[:8]}, got {after.tolist()[:8]}"
             )
+        self._forward.publish()  # a request that adopts a published block shares its own no more
         return self._planner.count_blocks(rows, before, after).num_blocks
 
     def blocks_to_fork(self, slots: int | Ints) -> int:
@@ -635,7 +637,7 @@ class KVCacheManager(NotCopyable):
         return self.device_memory.tensors()
 
     def stats(self) -> CacheStats:
-        """Count free and published blocks, and the hits and evictions of the prefix cache."""
+        """Count blocks by their owners, and the hits and evictions of the prefix cache."""
         self._begin()
         self._forward.publish()
         return collect_stats(self._books, self.device_memory)

@@ -124,6 +124,23 @@ def test_a_fork_keeps_what_was_shared():
     assert_like_a_cold_run(manager, slot, after=320)
 
 
+@pytest.mark.parametrize("num_checkpoints", [0, 2])
+def test_blocks_kept_for_a_swapped_request_are_counted(num_checkpoints):
+    manager = swap_manager(num_blocks=8, num_checkpoints=num_checkpoints)
+    slot = manager.open_request()
+    feed(manager, slot, 300)
+    fork = manager.fork(slot)
+    swapped = manager.swap_out(slot)
+    stats = manager.stats()
+    assert (stats.num_free_blocks, stats.num_request_blocks, stats.num_swapped_blocks) == (5, 3, 0)
+    manager.free_request(fork)
+    stats = manager.stats()
+    assert (stats.num_free_blocks, stats.num_request_blocks, stats.num_swapped_blocks) == (6, 0, 2)
+    manager.swap_in(swapped)
+    stats = manager.stats()
+    assert (stats.num_free_blocks, stats.num_request_blocks, stats.num_swapped_blocks) == (5, 3, 0)
+
+
 def test_swapped_requests_push_evicted_blocks_from_the_host():
     manager = swap_manager(num_checkpoints=2, host_blocks=4)
     slot = run_prompt(manager, 300)
