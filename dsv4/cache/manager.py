@@ -505,8 +505,9 @@ class KVCacheManager(NotCopyable):
                 f"{len(kept)} lengths"
             )
         present = requests.lengths[rows]
-        if (kept < 0).any() or (kept > present).any():
-            row = int(((kept < 0) | (kept > present)).argmax())
+        is_wrong = (kept < 0) | (kept > present)
+        if is_wrong.any():
+            row = int(is_wrong.argmax())
             check_int(
                 "length", int(kept[row]), at_least=0, at_most=int(present[row]),
                 limit=f"the length of slot {rows[row]}",

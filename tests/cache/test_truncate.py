@@ -1,5 +1,6 @@
 """`truncate`: the last tokens are forgotten as if they had never been there."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -228,3 +229,13 @@ def test_a_ring_of_one_row_less_would_be_found():
     manager.state.layer(0).ring.data[0, oldest] = 0xFF
     got, want = feed(manager, TOKENS, 257)[0], feed(grown_manager(256), TOKENS, 257)[0]
     assert not torch.equal(got.output, want.output)
+
+
+def test_a_cancelled_plan_does_not_depend_on_the_callers_arrays():
+    manager = grown_manager(130)
+    slots, before, after = np.array([0]), np.array([130]), np.array([132])
+    plan = prepare_forward(manager, slots, before, after)
+    for array in (slots, before, after):
+        array[:] = 1
+    plan.cancel()
+    assert_goes_on_as_if_never_longer(manager, 130)
