@@ -129,6 +129,11 @@ class PagedRows:
     offset: int
     rows_per_page: int
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of all pages."""
+        return self.storage.shape[0] * self.rows_per_page
+
     @cached_property
     def data(self) -> Tensor:
         """`[num_pages, rows_per_page, data_bytes]` uint8."""

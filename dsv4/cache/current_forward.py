@@ -56,7 +56,7 @@ class CurrentForward:
         """
         for name in ("_plan", "_is_settled", "_boundaries", "_is_named"):
             self._journal.note_attribute(self, name)
-        is_named = np.zeros_like(self._is_named)
+        is_named = np.zeros(len(self._is_named), dtype=np.bool_)
         is_named[plan.request_slots] = True  # padding names the last one
         self._is_named = is_named
         self._boundaries = boundaries

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dsv4.cache.books import CacheBooks
 from dsv4.cache.current_forward import CurrentForward
-from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
+from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray, read_only
 from dsv4.cache.memory.capacity import Capacity, blocks_for
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.plan import ForwardPlan, Survival
@@ -47,6 +47,7 @@ class ForwardPlanner:
     ) -> None:
         self._capacity, self._config = capacity, capacity.config
         self._memory, self._books, self._forward = memory, books, forward
+        self._nothing = read_only(np.full(capacity.max_requests, -1, dtype=np.int64))
 
     def prepare(
         self, request_slots: Ints, positions_before: Ints, positions_after: Ints
@@ -56,12 +57,12 @@ class ForwardPlanner:
         before = check_ints("positions_before", positions_before)
         after = check_ints("positions_after", positions_after)
         _check_lengths(slots, before, after)
-        is_real = self._check_rows(slots, before, after)
         counts = after - before
+        is_real = self._check_rows(slots, before, after, counts)
         num_tokens = int(counts.sum())
         self._check_capacity(slots, num_tokens)
         self._forward.publish()
-        real = slice(None) if slots.min(initial=0) >= 0 else is_real
+        real = slice(None) if is_real.all() else is_real
         real_slots, real_before, real_after = slots[real], before[real], after[real]
         needs = self.count_blocks(real_slots, real_before, real_after)
         is_chunk = (counts > self._capacity.max_step_tokens) & is_real
@@ -124,19 +125,23 @@ class ForwardPlanner:
         """Find the blocks that a forward of these requests takes."""
         books = self._books
         need, have = blocks_for(self._config, after), books.requests.num_blocks[slots]
-        grows = np.flatnonzero(need > have)
+        grows = (need > have).nonzero()[0]
         copies = grows[:0]
         if books.allocator.num_shares:
             copies = self._find_copies(slots, before, after, have)
-        missing = (need - have)[grows]
-        return BlockNeeds(grows, missing, copies, int(missing.sum()) + len(copies))
+        missing = (need - have)[grows] if grows.size else need[:0]
+        num_missing = int(missing.sum()) if grows.size else 0
+        return BlockNeeds(grows, missing, copies, num_missing + len(copies))
 
-    def _check_rows(self, slots: Int64Array, before: Int64Array, after: Int64Array) -> BoolArray:
+    def _check_rows(
+        self, slots: Int64Array, before: Int64Array, after: Int64Array, counts: Int64Array
+    ) -> BoolArray:
         """Refuse rows that contradict the requests; return which rows are real."""
         requests, max_requests = self._books.requests, self._capacity.max_requests
         check_ints("request_slots", slots, at_least=-1, at_most=max_requests - 1)
         is_real: BoolArray = slots >= 0
-        mine = requests.check_all_open(slots[is_real], "request_slots")
+        mine = slots[is_real]
+        requests.check_open(mine, "request_slots")
         self._forward.check_idle()
         is_wrong = before[is_real] != requests.lengths[mine]
         if is_wrong.any():
@@ -145,7 +150,7 @@ class ForwardPlanner:
                 f"Invalid positions_before: expected {requests.lengths[mine[row]]}, the length of "
                 f"slot {mine[row]}, got {before[is_real][row]}"
             )
-        if (after < before).any() or before.min(initial=0) < 0:
+        if counts.min(initial=0) < 0 or before.min(initial=0) < 0:
             row = int(((after < before) | (before < 0)).argmax())
             raise ValueError(
                 "Invalid positions: expected 0 <= positions_before <= positions_after, "
@@ -177,7 +182,9 @@ class ForwardPlanner:
         """
         ratio, start = self._config.smallest_ratio, self._first_written(slots, before)
         columns = start // self._config.block_tokens
-        rows = np.flatnonzero((start // ratio < after // ratio) & (columns < have))
+        rows = ((start // ratio < after // ratio) & (columns < have)).nonzero()[0]
+        if not rows.size:
+            return rows
         ids = self._books.requests.block_table[slots[rows], columns[rows]]
         if not (self._books.allocator.num_owners[ids] > 1).any():
             return rows[:0]
@@ -211,14 +218,14 @@ class ForwardPlanner:
         a checkpoint at that length, to an undo slot (the longest first), to an earlier checkpoint,
         or to 0. A replay goes back to its halo's start, if that is later.
         """
-        none = np.full(len(slots), -1, dtype=np.int64)
         requests, block_tokens = self._books.requests, self._config.block_tokens
         floors, num_read_only = requests.rollback_floor[slots], requests.num_read_only[slots]
-        lowest = np.minimum(before, after - self._config.drafts_per_step)
-        survival = Survival(before, np.maximum(floors, lowest), none, none.copy(), num_read_only)
+        lowest = after - self._capacity.max_step_tokens  # at most the length before a step
+        before, none = before.copy(), self._nothing[: len(slots)]
         if not has_chunks:
-            return survival
-        survival = survival._replace(lengths=before.copy())
+            return Survival(before, np.maximum(floors, lowest), none, none, num_read_only)
+        lowest = np.maximum(floors, np.minimum(before, lowest))
+        survival = Survival(before, lowest, none.copy(), none.copy(), num_read_only)
         free = list(range(self._capacity.num_undo_slots))
         chunks = np.flatnonzero(is_chunk & (before > 0))
         for row in chunks[np.argsort(-before[chunks], kind="stable")].tolist():
@@ -253,11 +260,12 @@ class ForwardPlanner:
         survival: Survival,
     ) -> None:
         """Evict what the forward needs the room of; each eviction is a change of its own."""
-        self._books.make_room(
-            needs.num_blocks,
-            note=f"; in this forward {len(needs.grows)} of {num_requests} requests grow into new "
-            f"blocks, {len(needs.copies)} copy one that they share",
-        )
+        if needs.num_blocks:
+            self._books.make_room(
+                needs.num_blocks,
+                note=f"; in this forward {len(needs.grows)} of {num_requests} requests grow into "
+                f"new blocks, {len(needs.copies)} copy one that they share",
+            )
         if in_chunks and self._books.prefix is not None:
             prefix, most = self._books.prefix, self._capacity.max_forward_checkpoints
             with_uses = sum(prefix.has_uses(slot, boundary) for _, slot, boundary in in_chunks)
@@ -339,9 +347,9 @@ class ForwardPlanner:
             host["request_ids"][:batch] = host["token_starts"][:batch] = ids
             host["positions"][:batch] = before
         else:
-            first_token = np.cumsum(counts) - counts
+            first_token = counts.cumsum() - counts
             host["token_starts"][:batch] = first_token
-            ids = np.repeat(ids, counts)
+            ids = ids.repeat(counts)
             host["request_ids"][:num_tokens] = ids
             host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
         return num_chunks

@@ -251,9 +251,10 @@ class LayerCacheHandle:
 
     def _write(self, writes: LayerWrites) -> None:
         """Run the only write of these parts; a failure in it cancels the forward."""
-        plan, parts, tokens, boundaries = self.plan, self.parts, self.tokens, self.plan.boundaries
+        plan, parts = self.plan, self.parts
         window, entries = writes.window is not None, writes.entries is not None
         plan.begin_write(self.progress, window=window, entries=entries)
+        tokens, boundaries = plan.tokens, plan.boundaries
         try:
             if boundaries is not None and writes.index_keys is not None:
                 # Before the write, which may overwrite rows that an early boundary needs.

@@ -5,6 +5,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.config import CacheConfig
@@ -34,6 +35,9 @@ class LayerChecks:
     ) -> None:
         self.config, self.layer, self.schema, self.device = config, layer, schema, device
         self._query_dtypes = QUERY_DTYPES.get(attention_backend, INPUT_DTYPES)
+        self._is_csa = layer.attention_type is AttentionType.CSA
+        self._width = schema.num_series * config.head_dim
+        self._index_width = schema.num_series * config.index_head_dim
         self._accepted: LayerWeights | None = None
 
     def check_inputs(
@@ -43,8 +47,8 @@ class LayerChecks:
 
         Weights are checked once: a model gives the same ones in every forward.
         """
-        config, layer, check = self.config, self.layer, self.check_tensor
-        has_entries, is_csa = layer.ratio > 0, layer.attention_type is AttentionType.CSA
+        config, check = self.config, self.check_tensor
+        has_entries, is_csa = self._width > 0, self._is_csa
         check("kv", inputs.kv, (num_tokens, config.head_dim))
         check(
             "query", inputs.query, (num_tokens, config.num_query_heads, config.head_dim),
@@ -61,17 +65,15 @@ class LayerChecks:
             num_given = 2 * (index is not None) + (weights.indexer is not None)
             self._refuse_index(is_csa=is_csa, num_given=num_given)
         if inputs.compressor is not None:
-            width = self.schema.num_series * config.head_dim
-            check("kv", inputs.compressor.kv, (num_tokens, width))
-            check("gate", inputs.compressor.gate, (num_tokens, width))
+            check("kv", inputs.compressor.kv, (num_tokens, self._width))
+            check("gate", inputs.compressor.gate, (num_tokens, self._width))
         if index is not None:
-            width = self.schema.num_series * config.index_head_dim
-            check("index_kv", index.kv, (num_tokens, width))
-            check("index_gate", index.gate, (num_tokens, width))
+            check("index_kv", index.kv, (num_tokens, self._index_width))
+            check("index_gate", index.gate, (num_tokens, self._index_width))
             self.check_index_query(index.query, index.head_weights, num_tokens)
-        if torch.compiler.is_compiling() or weights is not self._accepted:
+        if is_compiling() or weights is not self._accepted:
             self._check_weights(weights)
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 self._accepted = weights
 
     def _check_weights(self, weights: LayerWeights) -> None:
@@ -103,7 +105,7 @@ class LayerChecks:
         """Check the inputs of `flush_compression`; return those of entries and of index keys."""
         if not self.layer.ratio:
             raise ValueError(f"Layer {self.layer.layer_idx} is SWA: it has nothing to compress")
-        is_csa = self.layer.attention_type is AttentionType.CSA
+        is_csa = self._is_csa
         has_keys = index_kv is not None, index_gate is not None, index_weights is not None
         if has_keys != (is_csa, is_csa, is_csa):
             self._refuse_index(is_csa=is_csa, num_given=sum(has_keys))
@@ -130,7 +132,7 @@ class LayerChecks:
 
     def check_selection(self, selection: Selection | None, num_tokens: int) -> None:
         """Check that CSA, and nothing else, is given a selection."""
-        is_csa = self.layer.attention_type is AttentionType.CSA
+        is_csa = self._is_csa
         if is_csa != (selection is not None):
             expected = "a selection" if is_csa else "no selection"
             raise ValueError(f"Invalid attend of {self._layer_name}: expected {expected}")

@@ -156,7 +156,7 @@ class KVCacheManager(NotCopyable):
     def rollback_floor(self) -> Int64Array:
         """`[max_requests]`, the shortest length, beside 0, that `truncate` can always go back to.
 
-        It is `drafts_per_step` below the longest that a request has had; a copy.
+        It is `drafts_per_step + 1` below the longest that a request has had; a copy.
         """
         self._journal.finish()
         return np.where(self._requests.is_closing, 0, self._requests.rollback_floor)
@@ -517,8 +517,9 @@ class KVCacheManager(NotCopyable):
                 f"{len(kept)} lengths"
             )
         present = requests.lengths[rows]
-        if (kept < 0).any() or (kept > present).any():
-            row = int(((kept < 0) | (kept > present)).argmax())
+        is_wrong = (kept < 0) | (kept > present)
+        if is_wrong.any():
+            row = int(is_wrong.argmax())
             check_int(
                 "length", int(kept[row]), at_least=0, at_most=int(present[row]),
                 limit=f"the length of slot {rows[row]}",
@@ -545,7 +546,8 @@ class KVCacheManager(NotCopyable):
     def blocks_needed(self, slots: int | Ints, lengths: int | Ints) -> int:
         """Count the blocks that a forward of requests to these lengths takes; changes nothing.
 
-        Copies of shared blocks count. `stats()` says how many are free or can be evicted.
+        The number is exact for a forward that is prepared next. Copies of shared blocks count.
+        `stats()` says how many are free or can be evicted.
         """
         rows, after = self._open_rows(slots), check_one_or_more("length", lengths)
         before = self._requests.lengths[rows]
@@ -554,6 +556,7 @@ class KVCacheManager(NotCopyable):
                 f"Invalid lengths: expected one of at least its present length for each slot, "
                 f"{before.tolist()[:8]}, got {after.tolist()[:8]}"
             )
+        self._forward.publish()  # a request that adopts a published block shares its own no more
         return self._planner.count_blocks(rows, before, after).num_blocks
 
     def blocks_to_fork(self, slots: int | Ints) -> int:
@@ -647,7 +650,7 @@ class KVCacheManager(NotCopyable):
         return self.device_memory.tensors()
 
     def stats(self) -> CacheStats:
-        """Count free and published blocks, and the hits and evictions of the prefix cache."""
+        """Count blocks by their owners, and the hits and evictions of the prefix cache."""
         self._begin()
         self._forward.publish()
         return collect_stats(self._books, self.device_memory)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -83,7 +84,7 @@ class ForwardPlan:
         """Rows of the batch, padding rows included."""
         return len(self.request_slots)
 
-    @property
+    @cached_property
     def written_rows(self) -> Int64Array:
         """The rows of requests that this forward adds tokens to."""
         is_written = (self.request_slots >= 0) & (self.positions_after > self.positions_before)

@@ -36,7 +36,7 @@ class RequestTable:
         self.num_read_only: Int64Array = np.zeros(max_requests, dtype=np.int64)
         shape = (max_requests, capacity.max_request_blocks)
         self.block_table: IntArray = np.full(shape, -1, dtype=np.int32)
-        self._config = capacity.config
+        self._config, self._max_step_tokens = capacity.config, capacity.max_step_tokens
         self._journal = journal
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._changed: list[Int64Array] = []
@@ -115,7 +115,7 @@ class RequestTable:
 
     def advance(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Give slots their lengths after a forward."""
-        floors = np.maximum(self.rollback_floor[slots], lengths - self._config.drafts_per_step)
+        floors = np.maximum(self.rollback_floor[slots], lengths - self._max_step_tokens)
         self._journal.note_rows(self.lengths, slots)
         self._journal.note_rows(self.rollback_floor, slots)
         self.lengths[slots] = lengths
@@ -136,9 +136,10 @@ class RequestTable:
         """
         kept = np.maximum(blocks_for(self._config, lengths), num_read_only)
         have = self.num_blocks[slots]
-        rows, columns = ragged(slots, kept, have - kept)
-        dropped = self.block_table[rows, columns]
-        if dropped.size:
+        dropped: IntArray = np.empty(0, dtype=np.int32)
+        if (have > kept).any():
+            rows, columns = ragged(slots, kept, have - kept)
+            dropped = self.block_table[rows, columns]
             self.set_blocks(rows, columns, -1)
             self._journal.note_rows(self.num_blocks, slots)
             self.num_blocks[slots] = kept
@@ -183,13 +184,17 @@ class RequestTable:
     def check_all_open(self, slots: object, name: str = "slot") -> Int64Array:
         """Return one open slot, or several, named once each, as an array; refuse any others."""
         array = check_one_or_more(name, slots, at_least=0, at_most=len(self.is_open) - 1)
-        is_open = self.is_open[array] & ~self.is_closing[array]
-        if not is_open.all():
-            raise ValueError(f"Invalid {name}: slot {array[~is_open][0]} is not open")
-        if len(array) > 1 and np.bincount(array).max() > 1:
-            slot = int(np.bincount(array).argmax())
-            raise ValueError(f"Invalid {name}: slot {slot} is named more than once")
+        self.check_open(array, name)
         return array
+
+    def check_open(self, slots: Int64Array, name: str) -> None:
+        """Refuse slots, all in range, that are not open or are named twice."""
+        is_open = self.is_open[slots] > self.is_closing[slots]
+        if not is_open.all():
+            raise ValueError(f"Invalid {name}: slot {slots[~is_open][0]} is not open")
+        if len(slots) > 1 and np.bincount(slots).max() > 1:
+            slot = int(np.bincount(slots).argmax())
+            raise ValueError(f"Invalid {name}: slot {slot} is named more than once")
 
     def check_free_slots(self, count: int = 1) -> None:
         """Refuse to open more slots than are free."""

@@ -13,6 +13,8 @@ class CacheStats:
     Attributes:
         num_free_blocks, num_evictable_blocks: Blocks without owner, and those that only the prefix
             cache owns.
+        num_request_blocks, num_swapped_blocks: Blocks of open requests, and those on the device
+            that only swapped requests need. These four are all blocks.
         num_prefix_blocks, num_prefix_host_blocks: Published blocks on the device and on the host.
         num_prefix_checkpoints, num_prefix_host_checkpoints: Published checkpoints, and those of
             them that are on the host.
@@ -27,6 +29,8 @@ class CacheStats:
     """
 
     num_free_blocks: int
+    num_request_blocks: int
+    num_swapped_blocks: int
     num_evictable_blocks: int = 0
     num_prefix_blocks: int = 0
     num_prefix_host_blocks: int = 0
@@ -54,9 +58,14 @@ class CacheStats:
 
 def collect_stats(books: CacheBooks, memory: DeviceMemory) -> CacheStats:
     """Collect the counts of the books as they are now."""
-    prefix = books.prefix
+    prefix, num_free = books.prefix, books.allocator.num_free
+    num_evictable = 0 if prefix is None else prefix.tree.num_evictable
+    num_swapped = books.swapped.num_kept_blocks
     common = {
-        "num_free_blocks": books.allocator.num_free,
+        "num_free_blocks": num_free,
+        "num_evictable_blocks": num_evictable,
+        "num_swapped_blocks": num_swapped,
+        "num_request_blocks": books.allocator.num_blocks - num_free - num_evictable - num_swapped,
         "num_swapped_requests": len(books.swapped),
         "bytes_to_host": books.host.num_bytes_out,
         "bytes_from_host": books.host.num_bytes_in,
@@ -68,7 +77,6 @@ def collect_stats(books: CacheBooks, memory: DeviceMemory) -> CacheStats:
     checkpoint_bytes, on_host = memory.checkpoints.storage.shape[1], tree.num_host_checkpoints
     return CacheStats(
         **common,
-        num_evictable_blocks=tree.num_evictable,
         num_prefix_blocks=tree.num_blocks,
         num_prefix_host_blocks=tree.num_host_blocks,
         num_prefix_checkpoints=tree.num_checkpoints,

@@ -86,6 +86,18 @@ class SwappedRequests:
         """The places of all requests that wait."""
         return [self.place_of(each) for each in self._waiting]
 
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks on the device that no open request has, but a request that waits."""
+        if not self._waiting:
+            return 0
+        kept = np.concatenate([place.kept[place.kept >= 0] for place in self.places])
+        blocks, times = np.unique(kept, return_counts=True)
+        others = self._allocator.num_owners[blocks] - times
+        if self._prefix is not None:
+            others -= np.isin(blocks, self._prefix.tree.owned_blocks())
+        return int(np.count_nonzero(others == 0))
+
     def make_room(self, slot: int, blocks: IntArray) -> None:
         """Make room on the host for a request with these blocks.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dsv4.kernels.backends import load_backend
@@ -135,7 +136,7 @@ def checkpoint_tails(
 
 def _run(name: str, backend: str, **arguments: Any) -> Any:
     """Call a backend's function or its op; the arguments have the order of the op's schema."""
-    is_watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    is_watched = is_compiling() or is_in_torch_dispatch_mode()
     if not is_watched and not profiler._is_profiler_enabled:
         function = getattr(load_backend(backend), name)
         if not torch.is_grad_enabled():

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dsv4 import CacheConfig, CheckpointPolicy, KVCacheManager, prepare_forward
+from dsv4.cache.stats import collect_stats
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels.backends import load_backend
@@ -199,6 +200,16 @@ def books(manager):
     )  # fmt: skip
 
 
+def check_counts(manager):
+    """Every block is counted once: free, evictable, of an open request, or kept for others."""
+    stats = collect_stats(manager._books, manager.device_memory)
+    table = manager._books.requests.block_table
+    in_requests = set(table[table >= 0].tolist())
+    kept = {block for place in manager._books.swapped.places for block in place.kept.tolist()}
+    assert stats.num_request_blocks == len(in_requests)
+    assert stats.num_swapped_blocks == len(kept - {-1} - in_requests)
+
+
 choices = st.integers(0, 3)
 seeds = st.integers(0, 3)
 
@@ -255,17 +266,21 @@ class Life(RuleBasedStateMachine):
                 len(self.tokens[slot]), len(new))
             for slot, new in grown.items()
         ]  # fmt: skip
-        manager.stats()
+        needed = manager.blocks_needed([row.slot for row in rows], [row.after for row in rows])
+        stats = manager.stats()
+        room = stats.num_free_blocks + stats.num_evictable_blocks
         before = books(manager)
         try:
             results = run_layers(manager, self.world.weights, rows)
-        except OutOfBlocksError:
+        except OutOfBlocksError as error:
+            assert error.needed == needed > room
             assert books(manager) == before
             return False
+        assert needed <= room
         self.check_results(results, rows, grown)
         for slot, new in grown.items():
             self.tokens[slot] = new
-            floor = len(new) - self.world.config.drafts_per_step
+            floor = len(new) - self.world.config.drafts_per_step - 1
             self.floors[slot] = max(self.floors[slot], floor)
             if is_noted:
                 self.note(slot)
@@ -471,7 +486,7 @@ class Life(RuleBasedStateMachine):
         self.grow({slot: 1 + drafts[slot] for slot in sorted(self.tokens, reverse=True)}, seed)
 
     @precondition(lambda self: self.tokens)
-    @rule(choice=choices, rejected=st.integers(0, DRAFTS), seed=seeds)
+    @rule(choice=choices, rejected=st.integers(0, DRAFTS + 1), seed=seeds)
     def verify(self, choice, rejected, seed):
         slot = self.slot(choice)
         before = len(self.tokens[slot])
@@ -604,6 +619,7 @@ class Life(RuleBasedStateMachine):
         for slot, tokens in self.tokens.items():
             assert_stores(self.world, self.manager, slot, tokens)
             assert self.manager.rollback_floor[slot] == self.floors[slot]
+        check_counts(self.manager)
 
     def teardown(self):
         if not hasattr(self, "manager"):

@@ -3,14 +3,18 @@
 import ast
 import random
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from dsv4 import checks
+from dsv4 import CacheConfig, KVCacheManager, checks, prepare_forward
 from dsv4.cache.memory import arrays, block_allocator, journal
 from dsv4.cache.memory.block_allocator import BlockAllocator
+from dsv4.cache.memory.layout import cache_layout
+from dsv4.cache.memory.schema import build_schemas
 from dsv4.errors import IntegrityError, OutOfBlocksError
 
 
@@ -263,3 +267,67 @@ def test_a_lost_share_is_found():
     allocator._num_owners[1] = 1
     with pytest.raises(IntegrityError, match="beyond the first are 1, counted were 2"):
         allocator.check_integrity()
+
+
+class Watched(np.ndarray):
+    """An array that is read and written by index alone, and counts its elements that are."""
+
+    num_touched = 0
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+        assert method == "at", f"{ufunc.__name__} goes over the whole pool"
+        return ufunc.at(self.view(np.ndarray), *inputs[1:])
+
+    def __array_function__(self, function, types, args, options):
+        raise AssertionError(f"{function.__name__} goes over the whole pool")
+
+    def __getitem__(self, index):
+        elements = self.view(np.ndarray)[index]
+        Watched.num_touched += np.size(elements)
+        return elements
+
+    def __setitem__(self, index, values):
+        plain = self.view(np.ndarray)
+        Watched.num_touched += np.size(plain[index])
+        plain[index] = values
+
+
+@pytest.mark.parametrize("num_blocks", [1 << 10, 1 << 16])
+def test_a_call_touches_no_more_blocks_than_it_names(num_blocks, monkeypatch):
+    """Counts and memory are the same for any pool."""
+    monkeypatch.setattr(Watched, "num_touched", 0)
+    allocator = BlockAllocator(num_blocks, journal.Journal())
+    allocator._num_owners = allocator._num_owners.view(Watched)
+    allocator._free = allocator._free.view(Watched)
+    tracemalloc.start()
+    with allocator._journal:
+        ids = allocator.acquire(8)
+        allocator.share(ids[:4])
+        allocator.release(ids)
+        allocator.release(ids[:4])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert allocator.num_free == num_blocks
+    # Read, noted and written at most: once for the ids, twice for the free list.
+    assert Watched.num_touched <= 3 * (8 + 4 + 8 + 4) + 2 * (8 + 4 + 4)
+    assert peak < 1 << 15, "half a byte for each block of the larger pool"
+
+
+def test_freeing_a_request_takes_no_memory_of_the_pools_size():
+    num_blocks = 1 << 17
+    config = CacheConfig.tiny(compress_ratios=(128,), block_tokens=128, drafts_per_step=3)
+    block_bytes = cache_layout(config, build_schemas(config)).blocks.num_bytes
+    manager = KVCacheManager(
+        config, max_requests=2, num_blocks=num_blocks, max_request_tokens=4096,
+        storage={"blocks": torch.empty(num_blocks, block_bytes, dtype=torch.uint8)},
+    )  # fmt: skip
+    slot, other = manager.open_requests(2)
+    prepare_forward(manager, [slot, other], [0, 0], [1026, 1026]).complete()
+    tracemalloc.start()
+    manager.truncate([slot, other], [1023, 1023])
+    manager.free_request(slot)
+    manager.free_request(other)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert manager.num_free_blocks == num_blocks
+    assert peak < 1 << 16, "half a byte for each block"

@@ -225,11 +225,11 @@ def test_a_request_in_a_live_forward_cannot_be_forked():
 def test_a_fork_can_be_rolled_back_as_far_as_the_request():
     manager = grown_manager(130)
     fork = manager.fork(0)
-    with pytest.raises(ValueError, match="nearest possible lengths are 0 and 127"):
-        manager.truncate(fork, 126)
-    manager.truncate(fork, 127)
+    with pytest.raises(ValueError, match="nearest possible lengths are 0 and 126"):
+        manager.truncate(fork, 125)
+    manager.truncate(fork, 126)
     feed(manager, {fork: OTHERS}, 200)
-    assert_stored_equal(stored(manager, fork), lone(OTHERS, 200, prefix=127))
+    assert_stored_equal(stored(manager, fork), lone(OTHERS, 200, prefix=126))
     assert_stored_equal(stored(manager, 0), lone(TOKENS, 130))
 
 

@@ -434,7 +434,7 @@ def test_a_fork_shares_what_is_pending_and_is_checkpointed():
 def test_a_fork_past_the_ring_has_no_checkpoint():
     manager = make_manager(checkpoint_policy=CheckpointPolicy(at_prompt_end=False))
     slot, _, _ = manager.resume_request(IDS[:300])
-    feed(manager, slot, 257)
+    feed(manager, slot, 258)
     manager.fork(slot)
     assert manager._books.checkpoints.num_free == 4
 
@@ -444,7 +444,7 @@ def test_truncate_goes_back_to_a_checkpoint():
     slot = run_prompt(manager, 400)
     with pytest.raises(ValueError, match=r"nearest possible lengths are 128 and 256$"):
         manager.truncate(slot, 200)
-    with pytest.raises(ValueError, match=r"nearest possible lengths are 384 and 400$"):
+    with pytest.raises(ValueError, match=r"nearest possible lengths are 384 and 399$"):
         manager.truncate(slot, 390)
     with pytest.raises(ValueError, match=r"nearest possible lengths are 0 and 128$"):
         manager.truncate(slot, 127)

@@ -91,10 +91,10 @@ def test_the_floor_and_the_tokens_come_back_too():
     swapped = manager.swap_out(slot)
     assert manager.stats().num_swapped_requests == 1
     slot = manager.swap_in(swapped)
-    assert manager.rollback_floor[slot] == 197
-    manager.truncate(slot, 197)
+    assert manager.rollback_floor[slot] == 196
+    manager.truncate(slot, 196)
     assert_like_a_cold_run(manager, slot, after=260)
-    manager.note_tokens(slot, IDS[197:300], start=197)
+    manager.note_tokens(slot, IDS[196:300], start=196)
     feed(manager, slot, 300)
     manager.free_request(slot)
     assert manager.stats().num_prefix_blocks == 2
@@ -122,6 +122,23 @@ def test_a_fork_keeps_what_was_shared():
     assert_like_a_cold_run(manager, fork, after=320)
     slot = manager.swap_in(swapped)
     assert_like_a_cold_run(manager, slot, after=320)
+
+
+@pytest.mark.parametrize("num_checkpoints", [0, 2])
+def test_blocks_kept_for_a_swapped_request_are_counted(num_checkpoints):
+    manager = swap_manager(num_blocks=8, num_checkpoints=num_checkpoints)
+    slot = manager.open_request()
+    feed(manager, slot, 300)
+    fork = manager.fork(slot)
+    swapped = manager.swap_out(slot)
+    stats = manager.stats()
+    assert (stats.num_free_blocks, stats.num_request_blocks, stats.num_swapped_blocks) == (5, 3, 0)
+    manager.free_request(fork)
+    stats = manager.stats()
+    assert (stats.num_free_blocks, stats.num_request_blocks, stats.num_swapped_blocks) == (6, 0, 2)
+    manager.swap_in(swapped)
+    stats = manager.stats()
+    assert (stats.num_free_blocks, stats.num_request_blocks, stats.num_swapped_blocks) == (5, 3, 0)
 
 
 def test_swapped_requests_push_evicted_blocks_from_the_host():

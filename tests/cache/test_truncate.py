@@ -1,5 +1,6 @@
 """`truncate`: the last tokens are forgotten as if they had never been there."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,7 +60,7 @@ LENGTHS = (3, 4, 5, 7, 8, 11, 126, 127, 128, 129, 130, 131, 132, 135, 254, 255, 
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("num_rejected", [1, 2, 3])
+@pytest.mark.parametrize("num_rejected", [1, 2, 3, 4])
 def test_rejected_drafts_leave_no_trace(length, num_rejected):
     manager = grown_manager(length)
     feed(manager, REJECTED, length + num_rejected)
@@ -75,7 +76,7 @@ def test_the_last_tokens_of_a_chunk_can_be_forgotten(length):
         type(mine)(*(join(a, b, length) for a, b in zip(mine, other, strict=True)))
         for mine, other in zip(TOKENS, REJECTED, strict=True)
     ]
-    feed(manager, mixed, length + DRAFTS)
+    feed(manager, mixed, length + DRAFTS + 1)
     manager.truncate(0, length)
     assert_goes_on_as_if_never_longer(manager, length)
 
@@ -102,7 +103,7 @@ def test_verify_steps_one_after_the_other(length):
     manager = grown_manager(length)
     for _ in range(5):
         now = int(manager.lengths[0])
-        feed(manager, REJECTED, now + DRAFTS)
+        feed(manager, REJECTED, now + DRAFTS + 1)
         manager.truncate(0, now)
         feed(manager, TOKENS, now + 1)
     assert_goes_on_as_if_never_longer(manager, length + 5)
@@ -110,28 +111,28 @@ def test_verify_steps_one_after_the_other(length):
 
 def test_a_truncate_does_not_lower_the_floor():
     manager = grown_manager(130)
-    assert manager.rollback_floor[0] == 127
+    assert manager.rollback_floor[0] == 126
     manager.truncate(0, 128)
-    assert manager.rollback_floor[0] == 127
+    assert manager.rollback_floor[0] == 126
     feed(manager, TOKENS, 129)
-    assert manager.rollback_floor[0] == 127
+    assert manager.rollback_floor[0] == 126
     feed(manager, TOKENS, 131)
-    assert manager.rollback_floor[0] == 128
+    assert manager.rollback_floor[0] == 127
 
 
-@pytest.mark.parametrize("length", [1, 126])
+@pytest.mark.parametrize("length", [1, 125])
 def test_below_the_floor_is_refused_with_the_nearest_lengths(length):
     manager = grown_manager(130)
     before = state_of(manager)
     match = (
-        f"Invalid length: slot 0 can have 0 or 127 to 130, got {length}: .* nearest possible "
-        "lengths are 0 and 127"
+        f"Invalid length: slot 0 can have 0 or 126 to 130, got {length}: .* nearest possible "
+        "lengths are 0 and 126"
     )
     with pytest.raises(ValueError, match=match):
         manager.truncate(0, length)
     assert state_of(manager) == before
-    manager.truncate(0, 127)
-    assert_goes_on_as_if_never_longer(manager, 127)
+    manager.truncate(0, 126)
+    assert_goes_on_as_if_never_longer(manager, 126)
 
 
 @pytest.mark.parametrize("length", [-1, 131])
@@ -203,13 +204,13 @@ def test_a_request_in_a_live_forward_is_not_truncated(length):
     assert_goes_on_as_if_never_longer(manager, 130)
 
 
-def test_drafts_of_zero_allow_no_rollback():
+def test_drafts_of_zero_allow_one_token():
     config = CacheConfig.tiny()
     manager = KVCacheManager(config, max_requests=1, num_blocks=1)
     slot = manager.open_request()
     prepare_forward(manager, [slot], [0], [9]).complete()
-    with pytest.raises(ValueError, match="can have 0 or 9 to 9"):
-        manager.truncate(slot, 8)
+    with pytest.raises(ValueError, match="can have 0 or 8 to 9"):
+        manager.truncate(slot, 7)
 
 
 def test_integrity_knows_the_floor():
@@ -222,9 +223,19 @@ def test_integrity_knows_the_floor():
 def test_a_ring_of_one_row_less_would_be_found():
     """The rows that a rollback needs are the oldest of the ring: losing one shows."""
     manager = grown_manager(256)
-    feed(manager, REJECTED, 256 + DRAFTS)
+    feed(manager, REJECTED, 256 + DRAFTS + 1)
     manager.truncate(0, 256)
     oldest = (256 - CONFIG.sliding_window + 1) % (CONFIG.sliding_window + DRAFTS)
     manager.state.layer(0).ring.data[0, oldest] = 0xFF
     got, want = feed(manager, TOKENS, 257)[0], feed(grown_manager(256), TOKENS, 257)[0]
     assert not torch.equal(got.output, want.output)
+
+
+def test_a_cancelled_plan_does_not_depend_on_the_callers_arrays():
+    manager = grown_manager(130)
+    slots, before, after = np.array([0]), np.array([130]), np.array([132])
+    plan = prepare_forward(manager, slots, before, after)
+    for array in (slots, before, after):
+        array[:] = 1
+    plan.cancel()
+    assert_goes_on_as_if_never_longer(manager, 130)

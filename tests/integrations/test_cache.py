@@ -100,7 +100,7 @@ def test_rows_that_there_is_no_room_for(model):
         ) <= (LOGIT_SHARE)
 
 
-@pytest.mark.parametrize("count", [1, 3, 20])
+@pytest.mark.parametrize("count", [1, 3, 20, 21])
 def test_crop_takes_back(model, cache, count):
     text, other = prompts(4, 150, 30)
     drafts = prompts(5, 20)[0]
@@ -109,7 +109,7 @@ def test_crop_takes_back(model, cache, count):
         model(drafts.repeat(2, 1), past_key_values=cache)
     cache.crop(-count)
     assert cache.get_seq_length() == 170 - count and cache.lengths == [170 - count, 50 - count]
-    kept = [torch.cat((row, drafts[: 20 - count])) for row in (text, other)]
+    kept = [torch.cat((row, drafts))[:-count] for row in (text, other)]
     for step in range(3):
         kept = [with_token(row, step + 40) for row in kept]
         mine = feed(model, cache, [step + 40] * 2)
@@ -123,7 +123,7 @@ def test_crop_counts_columns_and_refuses_too_many(model, cache):
     for count, problem in (
         (5, r"crop\(-n\) removes n tokens, got 5: a length in old"),
         (-61, "at most 60 columns to remove, got 61"),
-        (-21, "row 1 can be cut to 40 tokens or to none, got 39; .* larger drafts_per_step"),
+        (-22, "row 1 can be cut to 39 tokens or to none, got 38; .* larger drafts_per_step"),
     ):
         with pytest.raises(ValueError, match=problem):
             cache.crop(count)
@@ -134,12 +134,14 @@ def test_crop_counts_columns_and_refuses_too_many(model, cache):
     assert cache.lengths == [0, 0] and cache.manager._books.allocator.num_free == 32
 
 
-def test_without_drafts_nothing_is_taken_back(model):
+def test_without_drafts_one_token_is_taken_back(model):
     with poisoned(model, drafts_per_step=0) as cache:
         feed(model, cache, prompts(6, 8))
         assert not cache.is_croppable and not cache.is_recording_past(0)
         with pytest.raises(ValueError, match=r"larger drafts_per_step \(now 0\)"):
-            cache.crop(-1)
+            cache.crop(-2)
+        cache.crop(-1)
+        assert cache.lengths == [7]
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])

@@ -107,6 +107,11 @@ def test_flashmla_padding_is_nothing(flash_mla):
     assert got.output.isfinite().all()
 
 
+def test_flashmla_rows_outside_of_the_pool_are_absent(flash_mla):
+    handle = Case("", CSA, [300], [301], choices={"index_topk": 40}).filled()
+    attention_tests.assert_absent_outside_of_the_pool(load_backend("flashmla"), handle)
+
+
 def test_flashmla_in_parts(flash_mla, monkeypatch):
     """Tokens beyond one call's limit go to the next call."""
     handle = Case("", HCA, [0, 3], [11, 5]).filled()

@@ -317,6 +317,30 @@ def test_missing_rows_between_others_and_any_strides():
     assert_within_bound(handle, strided, run(triton(), handle, strided))
 
 
+def hostile(handle, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """A list with rows that the pool does not have among the others, and with -1 in their place."""
+    num_rows = handle.memory.entries.num_rows
+    wrong = [num_rows, num_rows + 5, 2**31, 2**32 + 1, 2**62, -2, -(2**31), -(2**32) + 1, -(2**63)]
+    listed, cleaned = rows.clone(), rows.clone()
+    for nth, row in enumerate(wrong):
+        listed[:, nth::16], cleaned[:, nth::16] = row, -1
+    return listed, cleaned
+
+
+def assert_absent_outside_of_the_pool(backend, handle) -> None:
+    inputs = make_inputs(handle)
+    listed, cleaned = hostile(handle, inputs.rows)
+    assert (cleaned >= 0).any()
+    got, want = (run(backend, handle, inputs._replace(rows=each)) for each in (listed, cleaned))
+    assert torch.equal(got.output, want.output) and torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_rows_outside_of_the_pool_are_absent(name):
+    handle = Case("", CSA, [300], [301], choices={"index_topk": 40}).filled()
+    assert_absent_outside_of_the_pool(load_backend(name), handle)
+
+
 @pytest.mark.parametrize("wave", [1, 2, 100])
 def test_any_number_of_splits(wave, monkeypatch):
     split_as_often_as(wave, monkeypatch)
@@ -466,6 +490,14 @@ def test_the_real_width(preset, heads, ratios, step, invariant):
     inputs = make_inputs(handle)
     got = run(triton(), handle, inputs, batch_invariant=invariant)
     assert_within_bound(handle, inputs, got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("step", LENGTHS)
+def test_rows_outside_of_the_pool_at_the_real_width(heads, step):
+    handle = real("flash", CSA, step, num_query_heads=heads)
+    assert_absent_outside_of_the_pool(triton(), handle)
 
 
 @pytest.mark.gpu

@@ -215,6 +215,22 @@ def test_shapes_of_rows(shape, dtype):
     assert_same(gather.gather_listed(pages, rows), listed_reference(pages, rows))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_rows_outside_of_the_pool_are_missing(dtype):
+    handle = filled(CacheConfig.tiny(compress_ratios=CSA), [8], [9])
+    num_rows, limits = handle.memory.entries.num_rows, torch.iinfo(dtype)
+    wrong = [num_rows, 2 * num_rows, limits.max, -2, limits.min]
+    if dtype is torch.int64:
+        wrong += [2**31, 2**32, 2**32 + 1, -(2**32) + 1]
+    right = gathered_rows(handle, 2)[0].tolist()
+    rows = torch.tensor([wrong + right], dtype=dtype, device=DEVICE)
+    cleaned = torch.tensor([[-1] * len(wrong) + right], device=DEVICE)
+    want = reference.gather_compressed_kv(handle.memory, cleaned)
+    assert want.is_present.tolist() == [[False] * len(wrong) + [True, True]]
+    for backend in (reference, triton()):
+        assert_same(backend.gather_compressed_kv(handle.memory, rows), want)
+
+
 STRIDED = {
     "transposed": lambda rows: rows.t(),
     "every other column": lambda rows: rows[:, ::2],

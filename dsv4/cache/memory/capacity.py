@@ -101,7 +101,10 @@ class Capacity:
 
     @property
     def max_step_tokens(self) -> int:
-        """The most tokens of one request in a step: its window ring still serves all of them."""
+        """The most tokens of one request in a step.
+
+        Its window ring still serves all of them, and has the rows of the length before it.
+        """
         return self.config.drafts_per_step + 1
 
     @property

@@ -450,24 +450,23 @@ class PrefixCache:
     def _publish(self, slots: Int64Array, first: Int64Array, last: Int64Array) -> None:
         """Publish these blocks of each slot, and the checkpoints at their ends."""
         taken: list[int] = []
-        extended: list[tuple[list[PrefixNode], int]] = []
-        self._journal.note(_shorten_lists, extended)
-        added = self.tree.new_nodes()
+        named, firsts = slots.tolist(), first.tolist()
+        requests = [self.requests[slot] for slot in named]
+        self._journal.note(_shorten_lists, [request.nodes for request in requests], firsts)
+        added, add = self.tree.new_nodes(), self.tree.add
         width = self._config.block_tokens * ID_DTYPE.itemsize
         known, starts = self.ids.read_bytes(slots)
         rows, columns = ragged(slots, first, last - first)
         blocks = iter(self._block_table[rows, columns].tolist())
-        for slot, start, begin, end in zip(
-            slots.tolist(), starts.tolist(), first.tolist(), last.tolist(), strict=True
+        for slot, request, start, begin, end in zip(
+            named, requests, starts.tolist(), firsts, last.tolist(), strict=True
         ):
-            request = self.requests[slot]
             nodes = request.nodes
-            extended.append((nodes, begin))
             parent, digest = (nodes[-1], nodes[-1].digest) if nodes else (None, request.root)
             part = known[start + begin * width : start + end * width]
             for known_as in hash_blocks(digest, part, width):
                 block = next(blocks)
-                parent, is_taken = self.tree.add(known_as, parent, block, added)
+                parent, is_taken = add(known_as, parent, block, added)
                 nodes.append(parent)
                 if is_taken:
                     taken.append(block)
@@ -514,6 +513,6 @@ class PrefixCache:
             array[slot] = value
 
 
-def _shorten_lists(lists: list[tuple[list[PrefixNode], int]]) -> None:
-    for items, length in lists:
+def _shorten_lists(lists: list[list[PrefixNode]], lengths: list[int]) -> None:
+    for items, length in zip(lists, lengths, strict=True):
         del items[length:]

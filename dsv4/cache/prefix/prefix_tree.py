@@ -33,9 +33,7 @@ def root_digest(meaning: str, salt: bytes) -> bytes:
 def hash_blocks(previous: bytes, token_ids: memoryview, block_bytes: int) -> Iterator[bytes]:
     """Yield the hash of each full block: of the hash before it and its ids, little-endian int32."""
     for end in range(block_bytes, len(token_ids) + 1, block_bytes):
-        hashed = hashlib.sha256(previous)
-        hashed.update(token_ids[end - block_bytes : end])
-        previous = hashed.digest()
+        previous = hashlib.sha256(previous + token_ids[end - block_bytes : end]).digest()
         yield previous
 
 

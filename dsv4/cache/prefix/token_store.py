@@ -10,7 +10,7 @@ from dsv4.cache.memory.journal import Journal
 
 TokenIds = Sequence[int] | NDArray[np.integer]
 ID_DTYPE = np.dtype("<i4")
-ID_LIMITS = np.iinfo(np.int32)
+SMALLEST_ID, LARGEST_ID = -(2**31), 2**31 - 1
 
 
 class TokenStore:
@@ -39,8 +39,8 @@ class TokenStore:
         if len(ids) == len(slots) and counts.all():  # one id each
             self._ids[first] = ids
         else:
-            ends = np.cumsum(counts)
-            self._ids[np.repeat(first - ends + counts, counts) + np.arange(len(ids))] = ids
+            ends = counts.cumsum()
+            self._ids[(first - ends + counts).repeat(counts) + np.arange(len(ids))] = ids
         self._journal.note_rows(self.num_known, slots)
         self.num_known[slots] = after
 
@@ -96,7 +96,7 @@ def as_token_ids(values: TokenIds) -> IntArray:
         raise ValueError(f"Invalid shape of token ids: expected one axis, got {list(array.shape)}")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"Invalid dtype of token ids: expected integers, got {array.dtype}")
-    if array.size and not ID_LIMITS.min <= array.min() <= array.max() <= ID_LIMITS.max:
+    if array.size and not SMALLEST_ID <= array.min() <= array.max() <= LARGEST_ID:
         raise ValueError(
             f"Invalid token ids: expected 32-bit signed integers, "
             f"got {array.min()} to {array.max()}"

@@ -345,7 +345,7 @@ class PagedCache(AttachedCache):
         """Remove the last columns: `crop(-n)` removes n of them, `crop(0)` none.
 
         Raises:
-            ValueError: A row would be cut, but not to nothing, by more than `drafts_per_step`
+            ValueError: A row would be cut, but not to nothing, by more than `drafts_per_step + 1`
                 tokens below its greatest length. Nothing was changed.
         """
         if tokens_to_remove > 0:

@@ -41,14 +41,15 @@ def has_source(token, request_ids_ptr, workspace_starts_ptr, IS_WORKSPACE: tl.co
 
 @triton.jit(
     do_not_specialize=[
-        "first_token", "num_entries", "entries_width", "rows_stride", "row_stride", "table_stride",
+        "first_token", "num_entries", "entries_width", "rows_stride", "row_stride", "pool_rows",
+        "table_stride",
     ],
     do_not_specialize_on_alignment=["rows_ptr", *PLAN_PTRS],
 )  # fmt: skip
 def _list_kernel(
     window_rows_ptr, entry_rows_ptr, entry_counts_ptr, entries_width, first_token, num_entries,
-    rows_ptr, rows_stride, row_stride, positions_ptr, request_ids_ptr, request_slots_ptr,
-    before_ptr, after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
+    rows_ptr, rows_stride, row_stride, pool_rows, positions_ptr, request_ids_ptr,
+    request_slots_ptr, before_ptr, after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
     ENTRIES: tl.constexpr, IS_WORKSPACE: tl.constexpr, WINDOW: tl.constexpr,
     WINDOW_WIDTH: tl.constexpr, RING_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr,
     RATIO: tl.constexpr, TILE: tl.constexpr,
@@ -82,8 +83,9 @@ def _list_kernel(
         count = tl.where(has_entries, count, 0)
         if ENTRIES == "listed":
             page, page_row, is_present = find_listed(
-                token, entry, entry < count, rows_ptr, rows_stride, row_stride, ENTRY_ROWS
-            )
+                token, entry, entry < count, rows_ptr, rows_stride, row_stride, pool_rows,
+                ENTRY_ROWS,
+            )  # fmt: skip
         else:
             page, page_row, is_present = find_entries(
                 request, entry, entry < count, request_slots_ptr, after_ptr, block_table_ptr,
@@ -211,10 +213,10 @@ def decode_inputs(
         entries_width=widths[1], first_token=first_token,
         num_entries=max_entries if selected_rows is None else selected_rows.shape[1],
         rows_ptr=listed, rows_stride=listed.stride(0), row_stride=listed.stride(1),
-        **token_arguments(tokens), ENTRIES=kind, IS_WORKSPACE=is_workspace,
-        WINDOW=layout.window, WINDOW_WIDTH=widths[0], RING_ROWS=layout.ring_rows,
-        ENTRY_ROWS=max(1, layout.entries_per_block), RATIO=max(1, layout.ratio),
-        TILE=LISTED_AT_ONCE, num_warps=1,
+        pool_rows=0 if entries is None else entries.num_rows, **token_arguments(tokens),
+        ENTRIES=kind, IS_WORKSPACE=is_workspace, WINDOW=layout.window, WINDOW_WIDTH=widths[0],
+        RING_ROWS=layout.ring_rows, ENTRY_ROWS=max(1, layout.entries_per_block),
+        RATIO=max(1, layout.ratio), TILE=LISTED_AT_ONCE, num_warps=1,
     )  # fmt: skip
     window = as_pages(memory.window.workspace if is_workspace else memory.window.ring)
     if entries is None:

@@ -6,7 +6,12 @@ from torch import Tensor
 from dsv4.kernels.contracts import AttentionResult, TokenMap
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.reference.arithmetic import rotate
-from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows, window_values_of
+from dsv4.kernels.reference.gather import (
+    gather_rows,
+    rows_in,
+    visible_entry_rows,
+    window_values_of,
+)
 from dsv4.rope import RopeTable
 
 _SLICE_ELEMENTS = 1 << 23  # KV elements attended at once, to bound the temporaries
@@ -30,7 +35,7 @@ def attend(
         sinks: `[heads]` logits that take weight and give no value. Without sinks, results over
             parts of the context can be merged by their lse.
         selected_rows: `[num_tokens, k]` flat rows to attend, -1 for none; None means every
-            visible entry.
+            visible entry. A row outside of the pool counts as none.
         max_entries: Upper bound of the entries that a token of this forward sees.
         batch_invariant: A token's bits must not depend on the other tokens. Kernels guarantee it.
             The reference does not: PyTorch's sums may depend on shapes.
@@ -50,7 +55,7 @@ def attend(
                     entries, tokens, part, ratio=memory.layout.ratio, max_entries=max_entries
                 )
             else:
-                rows = selected_rows[part]
+                rows = rows_in(entries, selected_rows[part])
             values = torch.cat((values, gather_rows(entries, rows)), dim=1)
             is_present = torch.cat((is_present, rows >= 0), dim=1)
         positions = tokens.positions.long()[part]

@@ -25,10 +25,18 @@ def gather_rows(pages: PagedRows, rows: Tensor, *, global_scale: Tensor | None =
     return values[inverse]
 
 
+def rows_in(pages: PagedRows, rows: Tensor) -> Tensor:
+    """Replace rows that the pages don't have by -1."""
+    return torch.where((rows >= 0) & (rows < pages.num_rows), rows, -1)
+
+
 def gather_compressed_kv(memory: LayerMemory, rows: Tensor) -> Gathered:
-    """Gather the entries at flat rows `[num_tokens, k]`, such as a selection's."""
+    """Gather the entries at flat rows `[num_tokens, k]`, such as a selection's.
+
+    Rows outside of the pool are missing, as negative ones are.
+    """
     entries = existing(memory.entries)
-    rows = rows.long().contiguous()
+    rows = rows_in(entries, rows.long().contiguous())
     return Gathered(gather_rows(entries, rows).to(entries.format.value_dtype), rows >= 0)
 
 

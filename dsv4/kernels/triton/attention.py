@@ -196,8 +196,8 @@ def _attend_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
     entries_ptr, entries_scales_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
-    num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-    workspace_starts_ptr, block_table_ptr, table_stride,
+    pool_rows, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr,
+    after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
     first_token, num_splits, split_step, tile_step, tiles_per_split,
     ROW: tl.constexpr, SPEC: tl.constexpr, NUM_HEADS: tl.constexpr, IS_SPLIT: tl.constexpr,
     IS_BF16: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
@@ -251,8 +251,9 @@ def _attend_kernel(
             is_entry = (entry >= 0) & (row < num_rows)
             if SPEC.ENTRIES == "listed":
                 page, page_row, has_entry = find_listed(
-                    token, entry, is_entry, rows_ptr, rows_stride, row_stride, SPEC.ENTRY_ROWS
-                )
+                    token, entry, is_entry, rows_ptr, rows_stride, row_stride, pool_rows,
+                    SPEC.ENTRY_ROWS,
+                )  # fmt: skip
             else:
                 request = tl.load(request_ids_ptr + token)
                 page, page_row, has_entry = find_entries(
@@ -449,7 +450,7 @@ def _row_arguments(
         "workspace_scales_ptr": window.workspace.scales, "entries_ptr": pages.data,
         "entries_scales_ptr": pages.scales, "entries_stride": pages.data.stride(0),
         "rows_ptr": rows, "rows_stride": rows.stride(0), "row_stride": rows.stride(1),
-        "num_entries": num_entries, **token_arguments(tokens),
+        "pool_rows": pages.num_rows, "num_entries": num_entries, **token_arguments(tokens),
         "SPEC": SourceSpec(
             WINDOW=layout.window, RING_ROWS=layout.ring_rows, HAS_CHUNKS=len(tokens.chunk_ids) > 0,
             ENTRIES="none" if entries is None else kind, RATIO=max(layout.ratio, 1),

@@ -21,14 +21,14 @@ from dsv4.kernels.triton.primitives import bf16_bits
 
 
 @triton.jit
-def find_listed(outer, inner, is_output, rows_ptr, outer_stride, inner_stride,
+def find_listed(outer, inner, is_output, rows_ptr, outer_stride, inner_stride, pool_rows,
                 ROWS_PER_PAGE: tl.constexpr):  # fmt: skip
-    """Page, row and presence of rows that a tensor lists."""
+    """Page, row and presence of rows that a tensor lists; those outside of the pool are absent."""
     row_ptr = rows_ptr + outer.to(tl.int64) * outer_stride + inner.to(tl.int64) * inner_stride
     flat = tl.load(row_ptr, mask=is_output, other=-1).to(tl.int64)  # [TILE]
     unsigned = flat.to(tl.uint64)  # divides in one instruction
     page, row = unsigned // ROWS_PER_PAGE, unsigned % ROWS_PER_PAGE
-    return page.to(tl.int32), row.to(tl.int32), flat >= 0
+    return page.to(tl.int32), row.to(tl.int32), unsigned < pool_rows.to(tl.uint64)
 
 
 @triton.jit
@@ -99,12 +99,14 @@ def gather_records(
 
 
 @triton.jit(
-    do_not_specialize=["num_inner", "num_tiles", "outer_stride", "inner_stride", "table_stride"],
+    do_not_specialize=[
+        "num_inner", "num_tiles", "outer_stride", "inner_stride", "pool_rows", "table_stride",
+    ],
     do_not_specialize_on_alignment=["rows_ptr", *PLAN_PTRS],
-)
+)  # fmt: skip
 def _gather_kernel(
     values_ptr, present_ptr, num_inner, num_tiles, data_ptr, scales_ptr, page_stride,
-    rows_ptr, outer_stride, inner_stride,
+    rows_ptr, outer_stride, inner_stride, pool_rows,
     positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, workspace_starts_ptr,
     block_table_ptr, table_stride, workspace_ptr, workspace_scales_ptr,
     SOURCE: tl.constexpr, ROW: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, RATIO: tl.constexpr,
@@ -121,7 +123,7 @@ def _gather_kernel(
     is_output = inner < num_inner
     if SOURCE == "listed":
         page, row, is_present = find_listed(outer, inner, is_output, rows_ptr, outer_stride,
-                                            inner_stride, ROWS_PER_PAGE)  # fmt: skip
+                                            inner_stride, pool_rows, ROWS_PER_PAGE)  # fmt: skip
     elif SOURCE == "entries":
         page, row, is_present = find_entries(outer, inner, is_output, request_slots_ptr, after_ptr,
                                              block_table_ptr, table_stride, RATIO,
@@ -146,7 +148,7 @@ def _gather_kernel(
 def gather_listed(
     pages: PagedRows, rows: Tensor, *, launch: GatherLaunch | None = None
 ) -> Gathered:
-    """Gather the rows with flat indices `rows` `[..., k]` int32 or int64; negative is missing."""
+    """Gather the rows with flat indices `rows` `[..., k]` int32 or int64; others are missing."""
     listed = rows.reshape(-1, rows.shape[-1]) if rows.numel() else rows
     return _launch(
         pages, tuple(rows.shape), launch=launch, SOURCE="listed",
@@ -196,7 +198,7 @@ def _launch(
     num_tiles = -(-shape[-1] // launch.tile)
     nothing = pages.data  # stands in for what this source doesn't have
     arguments = {
-        "rows_ptr": nothing, "outer_stride": 0, "inner_stride": 0,
+        "rows_ptr": nothing, "outer_stride": 0, "inner_stride": 0, "pool_rows": pages.num_rows,
         "workspace_ptr": nothing, "workspace_scales_ptr": nothing,
         "RATIO": 1, "WINDOW": 1, "HAS_CHUNKS": False,
         **dict.fromkeys(PLAN_PTRS, nothing), "table_stride": 0, **source,

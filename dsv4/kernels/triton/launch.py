@@ -29,8 +29,8 @@ KINDS: tuple[Kind, ...] = ("decode", "step", "chunk")
 TABLE_PATH = Path(launch_table.__file__)
 INTERPRETED_AS = "sm_90"
 ATTEND_SIZES = [
-    "rows_stride", "row_stride", "num_entries", "table_stride", "first_token", "num_splits",
-    "split_step", "tile_step", "tiles_per_split",
+    "rows_stride", "row_stride", "pool_rows", "num_entries", "table_stride", "first_token",
+    "num_splits", "split_step", "tile_step", "tiles_per_split",
 ]  # arguments that no attention kernel is compiled for  # fmt: skip
 ATTEND_UNALIGNED = ["sinks_ptr", "rows_ptr", *PLAN_PTRS]  # its pointers of any alignment
 LISTED_TYPE = "dict[str, dict[str, list[dict[str, int | None]]]]"

@@ -22,7 +22,7 @@ from dsv4.kernels.contracts import AttentionResult, LayerProjections, LayerWeigh
 from dsv4.testing import model_weights, move_to, random_projections
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.attend_case import is_close
-from dsv4.tools.bench.requests import acquire_layers, count_rows, extend, fill_rows, plan_tokens
+from dsv4.tools.bench.requests import acquire_layers, extend, fill_rows, plan_tokens
 from dsv4.tools.bench.write import write_layer
 from dsv4.tools.console import track
 
@@ -109,7 +109,7 @@ def fill_storages(manager: KVCacheManager) -> None:
                 tail.normal_()
         for pages in (memory.entries, memory.index_keys):
             if pages is not None:
-                fill_rows(pages, min(DISTINCT_BLOCKS * pages.rows_per_page, count_rows(pages)))
+                fill_rows(pages, min(DISTINCT_BLOCKS * pages.rows_per_page, pages.num_rows))
     _copy_blocks(manager.paged.storage)
 
 

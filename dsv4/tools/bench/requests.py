@@ -59,14 +59,9 @@ def fill_rows(pages: PagedRows | None, num_rows: int | None = None) -> None:
     """Fill the first rows, or all, with normal numbers; a layer without such pages has None."""
     if pages is None:
         return
-    num_rows = count_rows(pages) if num_rows is None else num_rows
+    num_rows = pages.num_rows if num_rows is None else num_rows
     device = pages.storage.device
     for start in range(0, num_rows, ENCODED_AT_ONCE):
         rows = torch.arange(start, min(start + ENCODED_AT_ONCE, num_rows), device=device)
         values = torch.randn(len(rows), pages.format.dim, device=device)
         write_rows(pages, rows, encode(pages.format, values))
-
-
-def count_rows(pages: PagedRows) -> int:
-    """Count all rows of a layer's pages."""
-    return pages.storage.shape[0] * pages.rows_per_page

@@ -59,8 +59,8 @@ def _attend_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
     entries_ptr, entries_scales_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
-    num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-    workspace_starts_ptr, block_table_ptr, table_stride,
+    pool_rows, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr,
+    after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
     first_token, num_splits, split_step, tile_step, tiles_per_split,
     SPEC: gl.constexpr, NUM_HEADS: gl.constexpr, IS_SPLIT: gl.constexpr, HEADS: gl.constexpr,
     STAGES: gl.constexpr, DECODING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
@@ -76,7 +76,7 @@ def _attend_kernel(
     window = WindowPtrs(ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr,
                         workspace_scales_ptr, before_ptr, workspace_starts_ptr)  # fmt: skip
     entries = EntryPtrs(entries_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
-                        block_table_ptr, table_stride)  # fmt: skip
+                        pool_rows, block_table_ptr, table_stride)  # fmt: skip
     results = ResultPtrs(sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr)
     tiles, token, out_loc = find_work(gl.program_id(0), tokens, splits, NUM_HEADS, HEADS, SPEC)
     row_source = place_rows(token, window, entries, SPEC)
@@ -136,8 +136,8 @@ def _attend_chunk_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
     entries_ptr, entries_scales_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
-    num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
-    workspace_starts_ptr, block_table_ptr, table_stride,
+    pool_rows, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr,
+    after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
     first_token, num_works, num_splits, split_step, tile_step, tiles_per_split,
     SPEC: gl.constexpr, NUM_HEADS: gl.constexpr, IS_SPLIT: gl.constexpr, STAGES: gl.constexpr,
     DECODING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
@@ -149,7 +149,7 @@ def _attend_chunk_kernel(
     window = WindowPtrs(ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr,
                         workspace_scales_ptr, before_ptr, workspace_starts_ptr)  # fmt: skip
     entries = EntryPtrs(entries_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
-                        block_table_ptr, table_stride)  # fmt: skip
+                        pool_rows, block_table_ptr, table_stride)  # fmt: skip
     results = ResultPtrs(sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr)
     query, memory = make_memory(HEADS, STAGES, 2)
     exchange = make_exchange()

@@ -79,8 +79,8 @@ class Stages(NamedTuple):
 class RowSource(NamedTuple):
     """Sources of a token's rows: a ring or the workspace, a list of rows, a block table.
 
-    Rows are relative to window_ptr and entries_ptr. scales_offset is from the window's data to its
-    scales.
+    Rows are relative to window_ptr and entries_ptr, which has pool_rows. scales_offset is from the
+    window's data to its scales.
     """
 
     position: gl.tensor
@@ -89,6 +89,7 @@ class RowSource(NamedTuple):
     num_rows: gl.tensor
     list_ptr: gl.tensor
     list_stride: gl.tensor
+    pool_rows: gl.tensor
     table_ptr: gl.tensor
     window_ptr: gl.tensor
     scales_offset: gl.tensor
@@ -128,7 +129,8 @@ def find_rows(tile, end, source, SPEC: gl.constexpr):
             entry = (row - SPEC.WINDOW).to(gl.int64)
             listed = gl.load(source.list_ptr + entry * source.list_stride,
                              mask=row < source.num_rows, other=-1)  # fmt: skip
-            rows = listed.to(gl.int32)  # a device's rows are fewer than 2^31
+            is_row = listed.to(gl.uint64) < source.pool_rows.to(gl.uint64)
+            rows = gl.where(is_row, listed.to(gl.int32), -1)  # a device has fewer than 2^31 rows
         elif SPEC.ENTRIES == "all":
             column = (row - SPEC.WINDOW) // SPEC.ENTRY_ROWS
             rows = gl.load(source.table_ptr + column, mask=row < source.num_rows, other=-1)

@@ -44,13 +44,14 @@ class WindowPtrs(NamedTuple):
 
 
 class EntryPtrs(NamedTuple):
-    """Memory of the entries, the lists of selected rows, and the block table."""
+    """Memory of the entries, pool_rows of them, the lists of selected rows, the block table."""
 
     entries_ptr: gl.tensor
     entries_stride: gl.tensor
     rows_ptr: gl.tensor
     rows_stride: gl.tensor
     row_stride: gl.tensor
+    pool_rows: gl.tensor
     block_table_ptr: gl.tensor
     table_stride: gl.tensor
 
@@ -161,6 +162,6 @@ def place_rows(token, window, entries, SPEC: gl.constexpr):
     return RowSource(
         token.position, window_start, in_workspace, token.num_rows,
         entries.rows_ptr + token.token_idx.to(gl.int64) * entries.rows_stride, entries.row_stride,
-        entries.block_table_ptr + token.slot * entries.table_stride,
+        entries.pool_rows, entries.block_table_ptr + token.slot * entries.table_stride,
         window_ptr, window_scales.to(gl.int32), entries.entries_ptr, entries.entries_stride,
     )  # fmt: skip

@@ -18,7 +18,6 @@ from dsv4.kernels.reference.addressing import visible_entries, window_positions
 from dsv4.kernels.reference.append import workspace_rows
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
 from dsv4.tools.bench.attend_case import AttendCase
-from dsv4.tools.bench.requests import count_rows
 
 
 class PrefillInputs(NamedTuple):
@@ -63,7 +62,7 @@ def prefill_inputs(case: AttendCase) -> PrefillInputs:
     """
     (handle,), (selected_rows,) = case.handles, case.rows
     copies = [
-        gather_rows(pages, torch.arange(count_rows(pages), device=case.query.device)).bfloat16()
+        gather_rows(pages, torch.arange(pages.num_rows, device=case.query.device)).bfloat16()
         for pages in (handle.window.workspace, existing(handle.memory.entries))
     ]
     rows, counts = _list_dense_rows(handle, selected_rows, case.num_entries)
@@ -87,7 +86,7 @@ def _list_dense_rows(
             max_entries=max_entries,
         )
         counts = (window + visible_entries(positions, ratio)).int()
-    num_window_rows = count_rows(handle.window.workspace)
+    num_window_rows = handle.window.workspace.num_rows
     dense_rows = torch.where(entry_rows >= 0, entry_rows + num_window_rows, -1)
     listed = torch.cat((window_rows, dense_rows), dim=1).int()
     padding = -listed.shape[1] % LISTED_AT_ONCE
