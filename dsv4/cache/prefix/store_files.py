@@ -78,6 +78,10 @@ class RecordFiles:
         name = address.hex()
         return self._rows / name[:2] / name
 
+    def is_lost(self, address: bytes) -> bool:
+        """Say whether nothing lies at an address."""
+        return not os.path.lexists(self.path(address))
+
     def write(self, address: bytes, payload: Sequence[memoryview], num_tokens: int) -> None:
         """Write a record, whole or not at all."""
         num_bytes = sum(part.nbytes for part in payload)

@@ -6,7 +6,7 @@ checkpoints of its log alone: what a crash of the machine loses of it are record
 
 import sqlite3
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Lock
@@ -109,20 +109,22 @@ class StoreIndex:
                 self._delete(evicted)
         return evicted
 
-    def change(
-        self,
-        *,
-        removed: Collection[bytes] = (),
-        used: Collection[bytes] = (),
-        added: Sequence[tuple[bytes, int]] = (),
-    ) -> None:
-        """Forget records, note uses, and add records with their bytes, in one transaction."""
+    def forget(self, addresses: Iterable[bytes], is_lost: Callable[[bytes], bool]) -> None:
+        """Forget those records that are lost, unless another process adds them just now."""
         with self._transaction():
-            self._delete(removed)
-            update = "UPDATE records SET last_used = ? WHERE address = ?"
-            self._writer.executemany(update, [(self._tick(), address) for address in used])
-            insert = "INSERT OR IGNORE INTO records VALUES (?, ?, ?)"
-            rows = [(address, num_bytes, self._tick()) for address, num_bytes in added]
+            self._delete([address for address in addresses if is_lost(address)])
+
+    def note_uses(self, addresses: Iterable[bytes]) -> None:
+        """Give records a new time of last use."""
+        update = "UPDATE records SET last_used = ? WHERE address = ?"
+        with self._transaction():
+            self._writer.executemany(update, [(self._tick(), address) for address in addresses])
+
+    def add(self, records: Iterable[tuple[bytes, int]]) -> None:
+        """Add records whose files are there: addresses and bytes."""
+        insert = "INSERT OR IGNORE INTO records VALUES (?, ?, ?)"
+        with self._transaction():
+            rows = [(address, num_bytes, self._tick()) for address, num_bytes in records]
             self._writer.executemany(insert, rows)
 
     def close(self) -> None:
@@ -131,7 +133,7 @@ class StoreIndex:
             self._reader.close()
         self._writer.close()
 
-    def _delete(self, addresses: Collection[bytes]) -> None:
+    def _delete(self, addresses: Sequence[bytes]) -> None:
         rows = [(address,) for address in addresses]
         self._writer.executemany("DELETE FROM records WHERE address = ?", rows)
 

@@ -36,7 +36,8 @@ class ReadHandle:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for all reads; say whether they are over."""
-        return not wait(self._futures, timeout).not_done
+        # `wait` alone would wait for a thread to pass by a cancelled one.
+        return not wait([f for f in self._futures if not f.cancelled()], timeout).not_done
 
     def cancel(self) -> None:
         """Skip reads that have not begun, and wait for the others."""
@@ -93,7 +94,7 @@ class StoreReader:
     def close(self) -> None:
         """Skip reads that have not begun, and end the threads."""
         self._is_closed = True
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown()  # what is queued sees the flag
 
     def _read(self, address: bytes, into: ByteArray) -> int:
         """Read one record, and return its tokens; -1 if it was not found."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dsv4.cache.prefix.store_files import RecordFiles, file_bytes
 from dsv4.cache.prefix.store_index import StoreIndex
 
-# A batch is one transaction. Room for a whole batch is made before its first file is written.
+# Room for a whole batch is made before its first file is written.
 BATCH_BYTES = 32 << 20
 _USES_PER_BATCH = 1000
 _SECONDS_BETWEEN_USES = 5.0
@@ -143,7 +143,7 @@ class StoreWriter:
             rows = self._index.find_beginning(first)
             files = self._files.find(first)
             if rows - files:
-                self._index.change(removed=rows - files)
+                self._index.forget(rows - files, self._files.is_lost)
             self._files.remove_orphans(files - rows)
 
     def _is_due(self) -> bool:
@@ -166,7 +166,7 @@ class StoreWriter:
 
     def _take_records(self) -> list[QueuedRecord]:
         records: list[QueuedRecord] = []
-        room = BATCH_BYTES
+        room = min(BATCH_BYTES, self._max_bytes)
         while self._records:
             room -= file_bytes(self._records[0].num_bytes)
             if records and room < 0:
@@ -178,15 +178,18 @@ class StoreWriter:
         new = batch.records
         written: list[QueuedRecord] = []
         try:
-            if batch.removed or batch.used:
-                self._index.change(removed=batch.removed, used=batch.used)
+            if batch.removed:
+                self._index.forget(batch.removed, self._files.is_lost)
+            known = self._index.find([record.address for record in new])
+            if batch.used or known:
+                self._index.note_uses([*batch.used, *known])
+            new = [record for record in new if record.address not in known]
             if new:
-                known = self._index.find([record.address for record in new])
-                new = [record for record in new if record.address not in known]
                 self._make_room(sum(file_bytes(record.num_bytes) for record in new))
                 written = [record for record in new if self._write(record)]
-                added = [(record.address, file_bytes(record.num_bytes)) for record in written]
-                self._index.change(used=known, added=added)
+                self._index.add(
+                    (record.address, file_bytes(record.num_bytes)) for record in written
+                )
         except sqlite3.Error:  # busy for too long, a full disk, a damaged index
             for record in written:
                 self._files.remove(record.address)
