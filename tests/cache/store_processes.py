@@ -2,7 +2,7 @@
 
 import hashlib
 import multiprocessing
-from itertools import count
+import signal
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from dsv4.cache.prefix.store import PrefixStore
 
 NUM_BYTES = 5000
 FILE_BYTES = 3 * 4096
+NUM_RECORDS = 60
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([__name__])
@@ -34,15 +35,16 @@ def read(bound, numbers):
     return found
 
 
-def write_for_ever(path, max_bytes, told) -> None:
+def write_until_killed(path, max_bytes, told) -> None:
     """Write records, and tell of each; some are read, so that their uses are noted."""
     bound = PrefixStore(path, max_bytes).bind("fingerprint")
-    for number in count():
+    for number in range(NUM_RECORDS):
         bound.put("block", name(number), [memoryview(payload(number))])
         if number % 8 == 7:
             bound.flush()
             read(bound, [number - 3])
         told.send(number)
+    signal.pause()
 
 
 def write_and_read(path, max_bytes, numbers, told) -> None:

@@ -21,12 +21,13 @@ from dsv4.cache.prefix.store_files import DamagedRecordError, RecordFiles, file_
 from tests.cache.store_processes import (
     FILE_BYTES,
     NUM_BYTES,
+    NUM_RECORDS,
     context,
     name,
     payload,
     read,
     write_and_read,
-    write_for_ever,
+    write_until_killed,
 )
 from tests.marks import quick
 
@@ -550,7 +551,7 @@ def test_a_lost_index_is_a_miss(opened):
 def _kill_once(path, max_bytes, seed):
     choose = random.Random(seed)
     heard, told = context.Pipe(duplex=False)
-    process = context.Process(target=write_for_ever, args=(path, max_bytes, told))
+    process = context.Process(target=write_until_killed, args=(path, max_bytes, told))
     process.start()
     told.close()
     last = -1
@@ -575,7 +576,7 @@ def test_a_store_is_whole_after_sigkill(path, seed):
         with PrefixStore(path, max_bytes) as store:
             bound = store.bind("fingerprint")
             bound.flush()
-            numbers = [*range(100), 1000]
+            numbers = [*range(NUM_RECORDS), 1000]
             known = contains(bound, *numbers)
             # All up to the last flush that was told of, where nothing is evicted.
             if max_bytes == MANY:
