@@ -200,7 +200,7 @@ class BoundStore:
                 another length counts as damaged.
         """
         self.store._check()
-        buffers = _buffers(into)
+        hashes, buffers = list(hashes), _buffers(into)
         if len(buffers) != len(hashes):
             raise ValueError(f"Invalid into: expected {len(hashes)} buffers, got {len(buffers)}")
         return self.store._reader.start(self._addresses(kind), hashes, buffers)
