@@ -11,6 +11,7 @@ from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prefix.prefix_cache import PrefixHit, PrefixMatch
+from dsv4.cache.prefix.store import PrefixStore
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.cache.stats import CacheStats
 from dsv4.cache.swap import SwappedRequest
@@ -67,6 +68,7 @@ __all__ = [
     "PagedKVPool",
     "PrefixHit",
     "PrefixMatch",
+    "PrefixStore",
     "SWAView",
     "Selection",
     "StateCachePool",

@@ -93,7 +93,8 @@ def test_import_needs_torch_and_numpy_only():
     code = (
         "import sys, dsv4\n"
         "names = {name.partition('.')[0] for name in sys.modules}\n"
-        "print(sorted(names & {'transformers', 'rich', 'triton', 'matplotlib', 'safetensors'}))"
+        "extras = {'transformers', 'rich', 'triton', 'matplotlib', 'safetensors', 'xxhash'}\n"
+        "print(sorted(names & extras))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stderr
