@@ -58,7 +58,7 @@ def test_a_prompt_that_goes_on_is_no_branch():
 def test_a_branch_of_lost_blocks_is_known():
     manager = make_manager(num_blocks=6, checkpoint_policy=CheckpointPolicy(every_blocks=0))
     first = text(0, 5)
-    ask(manager, first + [1])
+    ask(manager, [*first, 1])
     ask(manager, text(1, 6))  # nothing of the first is left
     assert ask(manager, [*first[:16], *text(2, 2), 1]) == 0
     assert ask(manager, [*first[:16], *text(3, 2), 1]) == 16
@@ -67,11 +67,11 @@ def test_a_branch_of_lost_blocks_is_known():
 def test_the_caller_names_boundaries():
     manager = make_manager(checkpoint_policy=ONLY_ENDS)
     ids = text(0, 6)
-    ask(manager, ids + [1], checkpoint_at=[21, 30])
+    ask(manager, [*ids, 1], checkpoint_at=[21, 30])
     assert manager.stats().num_prefix_checkpoints == 2
     assert ask(manager, [*ids[:26], *text(1, 2)], checkpoint_at=[0]) == 24
     assert ask(manager, [*ids[:20], *text(2, 2)], checkpoint_at=[0]) == 16
-    with pytest.raises(ValueError, match="Invalid checkpoint_at: expected .* got 50"):
+    with pytest.raises(ValueError, match=r"Invalid checkpoint_at: expected .* got 50"):
         manager.resume_request(ids, checkpoint_at=[50])
 
 
@@ -80,30 +80,30 @@ def test_a_conversation_outlives_single_prompts():
     manager = make_manager(num_blocks=12, checkpoint_policy=ONLY_ENDS)
     talk = text(0, 4)
     for num_blocks in (2, 3, 4):
-        ask(manager, talk[: 8 * num_blocks] + [1])
+        ask(manager, [*talk[: 8 * num_blocks], 1])
     for seed in range(1, 8):
-        ask(manager, text(seed, 3) + [1])
-    assert ask(manager, talk + [2]) == 32
+        ask(manager, [*text(seed, 3), 1])
+    assert ask(manager, [*talk, 2]) == 32
 
 
 def test_turns_are_remembered_after_blocks_are_lost():
     manager = make_manager(num_blocks=6, checkpoint_policy=ONLY_ENDS)
     talk = text(0, 4)
-    ask(manager, talk[:16] + [1])
-    ask(manager, talk[:24] + [1])
+    ask(manager, [*talk[:16], 1])
+    ask(manager, [*talk[:24], 1])
     ask(manager, text(1, 6))
     assert manager.match_prefix(talk).num_tokens == 0
-    slot = manager.resume_request(talk + [1]).slot
+    slot = manager.resume_request([*talk, 1]).slot
     assert manager._books.prefix.requests[slot].uses == {4: 3}
 
 
 def test_a_superseded_end_comes_back_if_the_later_one_is_lost():
     retention = make_manager(checkpoint_policy=ONLY_ENDS)
     talk = text(0, 4)
-    ask(retention, talk[:16] + [1])
-    ask(retention, talk[:32] + [1])
+    ask(retention, [*talk[:16], 1])
+    ask(retention, [*talk[:32], 1])
     tree = retention._books.prefix.tree
-    early, late = sorted(tree._checkpointed, key=lambda node: node.depth)
+    early, late = sorted(tree._on_device, key=lambda node: node.depth)
     assert (early.num_uses, late.num_uses) == (0, 2)
     with retention._journal:
         tree._drop_checkpoint(late)
@@ -113,20 +113,20 @@ def test_a_superseded_end_comes_back_if_the_later_one_is_lost():
 def test_sparse_checkpoints_make_no_other_go():
     manager = make_manager(num_checkpoints=2, checkpoint_policy=CheckpointPolicy(every_blocks=1))
     ids, other = text(0, 3), text(1, 4)
-    ask(manager, ids + [1])
-    ask(manager, other + [1])
-    assert [ask(manager, each + [2]) for each in (ids, other)] == [24, 32]
+    ask(manager, [*ids, 1])
+    ask(manager, [*other, 1])
+    assert [ask(manager, [*each, 2]) for each in (ids, other)] == [24, 32]
 
 
 def test_checkpoints_go_to_the_host_and_come_back():
     manager = make_manager(num_checkpoints=1, host_blocks=100, checkpoint_policy=ONLY_ENDS)
     prompts = [text(seed, 3) for seed in range(4)]
     for ids in prompts:
-        ask(manager, ids + [1])
+        ask(manager, [*ids, 1])
     stats = manager.stats()
     assert (stats.num_prefix_checkpoints, stats.num_prefix_host_checkpoints) == (4, 3)
     assert stats.prefix_host_bytes == 3 * manager.device_memory.checkpoints.storage.shape[1]
-    assert [ask(manager, ids + [2]) for ids in prompts] == [24] * 4
+    assert [ask(manager, [*ids, 2]) for ids in prompts] == [24] * 4
 
 
 def test_one_pool_on_the_host_holds_what_is_worth_most():
@@ -137,10 +137,10 @@ def test_one_pool_on_the_host_holds_what_is_worth_most():
     )
     talk = text(0, 6)
     for num_blocks in (3, 4, 5, 6):
-        ask(manager, talk[: 8 * num_blocks] + [1])
+        ask(manager, [*talk[: 8 * num_blocks], 1])
     for seed in range(1, 9):
-        ask(manager, text(seed, 6) + [1])
-    assert ask(manager, talk + [2]) == 48
+        ask(manager, [*text(seed, 6), 1])
+    assert ask(manager, [*talk, 2]) == 48
 
 
 def test_prefix_bytes_are_all_that_is_set():
@@ -149,9 +149,9 @@ def test_prefix_bytes_are_all_that_is_set():
         CONFIG, max_requests=2, num_blocks=8, prefix_bytes=30 * block_bytes + 5
     )
     assert (manager.capacity.host_blocks, manager.capacity.num_checkpoints) == (30, 8)
-    assert ask(manager, text(0, 5) + [1]) == 0
-    assert ask(manager, text(0, 5) + [2]) == 40
-    with pytest.raises(ValueError, match="Invalid prefix_bytes: expected .* got -1"):
+    assert ask(manager, [*text(0, 5), 1]) == 0
+    assert ask(manager, [*text(0, 5), 2]) == 40
+    with pytest.raises(ValueError, match=r"Invalid prefix_bytes: expected .* got -1"):
         KVCacheManager(CONFIG, max_requests=2, num_blocks=8, prefix_bytes=-1)
 
 

@@ -77,8 +77,8 @@ class PrefixTree:
         self._num_on_host = 0  # nodes on the host alone
         self._num_kept = 0  # those of them that swapped requests need
         self._num_reserved = 0  # nodes on the device that may need room on the host
-        self._checkpointed: dict[PrefixNode, None] = {}
-        self._num_host_checkpoints = 0
+        self._on_device: dict[PrefixNode, None] = {}  # nodes with a checkpoint there
+        self._on_host: dict[PrefixNode, None] = {}
         self._leaves, self._host_things, self._device_checkpoints = _Queue(), _Queue(), _Queue()
 
     @property
@@ -93,12 +93,12 @@ class PrefixTree:
 
     @property
     def num_checkpoints(self) -> int:
-        return len(self._checkpointed)
+        return len(self._on_device) + len(self._on_host)
 
     @property
     def num_host_checkpoints(self) -> int:
         """Checkpoints that are on the host."""
-        return self._num_host_checkpoints
+        return len(self._on_host)
 
     @property
     def num_evictable(self) -> int:
@@ -109,7 +109,7 @@ class PrefixTree:
     def num_host_room(self) -> int:
         """Blocks on the host that are free, or can be, for others than swapped requests."""
         droppable = self._num_on_host - self._num_kept
-        droppable += self._num_host_checkpoints * self._checkpoints.blocks_each
+        droppable += len(self._on_host) * self._checkpoints.blocks_each
         return self._num_host_free + droppable
 
     @property
@@ -171,10 +171,9 @@ class PrefixTree:
         if node.checkpoint >= 0:
             self._checkpoints.release(np.array([checkpoint]))
         else:
-            self._journal.note_attribute(node, "checkpoint")
-            self._journal.note_item(self._checkpointed, node)
+            self._note_checkpoint(node)
             node.checkpoint, node.added = checkpoint, self.retention.clock
-            self._checkpointed[node] = None
+            self._on_device[node] = None
         self._enqueue(node)
 
     def use_checkpoint(self, node: PrefixNode, *, is_last: bool) -> int:
@@ -207,21 +206,21 @@ class PrefixTree:
             kept: Checkpoints that stay.
             uses: Also drop those that have uses.
         """
-        owners = self._checkpoints.num_owners if self._checkpoints.num_free < count else None
-        aside: list[PrefixNode] = []
-        while self._checkpoints.num_free < count:
+        if self._checkpoints.num_free >= count:
+            return
+        owners, stay = self._checkpoints.num_owners, set(kept)
+        held = {
+            node for node in self._on_device
+            if node.checkpoint in stay or owners[node.checkpoint] > 1
+        }  # fmt: skip
+        while self._checkpoints.num_free < count and len(self._on_device) > len(held):
             node = self._pop(
-                self._device_checkpoints, self._has_device_checkpoint, self._checkpointed
+                self._device_checkpoints, self._on_device.__contains__, self._on_device, held
             )
-            if node is None:
-                break
-            assert owners is not None
-            if node.checkpoint in kept or owners[node.checkpoint] > 1:
-                aside.append(node)
-                continue
+            assert node is not None
             has_room = self._make_host_room(self._checkpoints.blocks_each, node.key)
             if not has_room and node.num_uses and not uses:
-                aside.append(node)
+                self._device_checkpoints.push(node)
                 break
             with self._journal:
                 if has_room:
@@ -229,18 +228,18 @@ class PrefixTree:
                 else:
                     self._drop_checkpoint(node)
             self.num_evicted_checkpoints += 1
-        for node in aside:
-            self._device_checkpoints.push(node)
-
-    def _has_device_checkpoint(self, node: PrefixNode) -> bool:
-        return 0 <= node.checkpoint < self._checkpoints.num_device
 
     def _move_checkpoint_to_host(self, node: PrefixNode) -> None:
-        self._journal.note_attribute(node, "checkpoint")
-        self._journal.note_attribute(self, "_num_host_checkpoints")
+        self._note_checkpoint(node)
         node.checkpoint = self._checkpoints.move_to_host(node.checkpoint)
-        self._num_host_checkpoints += 1
+        del self._on_device[node]
+        self._on_host[node] = None
         self._enqueue(node)
+
+    def _note_checkpoint(self, node: PrefixNode) -> None:
+        self._journal.note_attribute(node, "checkpoint")
+        for nodes in (self._on_device, self._on_host):
+            self._journal.note_item(nodes, node)
 
     def touch(self, node: PrefixNode) -> None:
         """Note that a request used this block, and those before it, until now."""
@@ -294,9 +293,9 @@ class PrefixTree:
         owners = self._blocks.num_owners
 
         def can_go(node: PrefixNode) -> bool:
-            return node.is_device_leaf and owners[node.block] == 1 and node not in kept
+            return node.is_device_leaf and owners[node.block] == 1
 
-        node = self._pop(self._leaves, can_go, self.nodes.values())
+        node = self._pop(self._leaves, can_go, self.nodes.values(), kept)
         assert node is not None, "num_evictable counts blocks that can't go"
         chain = [node]
         while len(chain) < max_blocks:
@@ -340,27 +339,24 @@ class PrefixTree:
         self, num_blocks: int, key: float, kept: Collection[PrefixNode] = ()
     ) -> bool:
         """Drop things of smaller keys on the host until so many blocks are free for others."""
-        aside: list[PrefixNode] = []
-        while self._num_host_free < num_blocks and self.num_host_room >= num_blocks:
-            node = self._pop(self._host_things, self._can_leave_host, self.nodes.values())
+        staying = sum(node.host_block >= 0 and not node.num_swapped for node in kept)
+        staying += self._checkpoints.blocks_each * sum(node in self._on_host for node in kept)
+        while self._num_host_free < num_blocks <= self.num_host_room - staying:
+            node = self._pop(self._host_things, self._can_leave_host, self.nodes.values(), kept)
             if node is None:
                 break
-            if node in kept or node.key >= key:
-                aside.append(node)
-                if node.key >= key:
-                    break
-                continue
+            if node.key >= key:
+                self._host_things.push(node)
+                break
             with self._journal:
                 if node.is_host_leaf:
                     self._remove(node)
                 else:
                     self._drop_checkpoint(node)
-        for node in aside:
-            self._host_things.push(node)
         return self._num_host_free >= num_blocks
 
     def _can_leave_host(self, node: PrefixNode) -> bool:
-        return node.is_host_leaf or node.checkpoint >= self._checkpoints.num_device
+        return node.is_host_leaf or node in self._on_host
 
     def restore(self, nodes: Sequence[PrefixNode], blocks: IntArray) -> None:
         """Copy nodes from the host to new blocks, which become the tree's."""
@@ -408,18 +404,18 @@ class PrefixTree:
             raise IntegrityError("Prefix tree: its nodes and its blocks on the host differ")
         if reserved > self._host_blocks.num_free:
             raise IntegrityError("Prefix tree: there is no room for blocks of swapped requests")
-        num_device = self._checkpoints.num_device
-        if self._num_host_checkpoints != sum(
-            node.checkpoint >= num_device for node in self._checkpointed
-        ):
-            raise IntegrityError("Prefix tree: its checkpoints on the host are miscounted")
+        for places, is_on_host in ((self._on_device, False), (self._on_host, True)):
+            for node in places:
+                is_right = self._checkpoints.is_on_host(node.checkpoint) == is_on_host
+                if self.nodes.get(node.digest) is not node or not is_right:
+                    raise IntegrityError("Prefix tree: a checkpoint is not where it is listed")
         for node in self.nodes.values():
             num_children = sum(child.block >= 0 for child in node.children.values())
             is_somewhere = (node.block >= 0) != (node.host_block >= 0)
             has_parent = node.parent is None or node.parent.block >= 0 or node.block < 0
             if num_children != node.num_device_children or not (is_somewhere and has_parent):
                 raise IntegrityError("Prefix tree: a node contradicts its parent or children")
-            if (node.checkpoint >= 0) != (node in self._checkpointed):
+            if (node.checkpoint >= 0) != (node in self._on_device or node in self._on_host):
                 raise IntegrityError("Prefix tree: a node's checkpoint is not in its list")
 
     def owned_blocks(self) -> Int64Array:
@@ -432,35 +428,42 @@ class PrefixTree:
 
     def owned_checkpoints(self) -> list[int]:
         """Return the checkpoints that the tree owns."""
-        return [node.checkpoint for node in self._checkpointed]
+        return [node.checkpoint for node in (*self._on_device, *self._on_host)]
 
     def _pop(
         self,
         queue: "_Queue",
         can_go: Callable[[PrefixNode], bool],
         all_nodes: Collection[PrefixNode],
+        kept: Collection[PrefixNode],
     ) -> PrefixNode | None:
-        """Take the node of the smallest key that can go; one whose key has risen waits again.
+        """Take the node of the smallest key that can go and is not kept; there should be one.
 
-        A change that was undone may leave nodes in no queue, and forgotten ones in some. If a queue
-        is empty, all nodes are queued.
+        One whose key has risen waits again. A change that was undone may leave nodes in no queue,
+        and forgotten ones in some. If a queue is empty, all nodes are queued.
         """
-        nodes = self.nodes
+        nodes, aside, found = self.nodes, [], None
 
         def is_known(node: PrefixNode) -> bool:
             return nodes.get(node.digest) is node and can_go(node)
 
         for is_last in (False, True):
-            while (node := queue.pop(is_known)) is not None:
+            while found is None and (node := queue.pop(is_known)) is not None:
                 before = node.key
+                if node in kept:
+                    aside.append(node)
+                    continue
                 if self._key_of(node) != before:
                     self._enqueue(node)
                 if node.key <= before:
-                    return node
-            if not is_last:
+                    found = node
+            if found is None and not is_last:
+                aside = []
                 for each in all_nodes:
                     self._enqueue(each)
-        return None
+        for node in aside:
+            queue.push(node)
+        return found
 
     def _key_of(self, node: PrefixNode) -> float:
         """Return the key of a node, or of a block on the host that needs it."""
@@ -473,7 +476,7 @@ class PrefixTree:
         node.key = self._key_of(node)
         if node.is_device_leaf:
             self._leaves.push(node)
-        if self._has_device_checkpoint(node):
+        if node in self._on_device:
             self._device_checkpoints.push(node)
         if self._can_leave_host(node):
             self._host_things.push(node)
@@ -545,14 +548,11 @@ class PrefixTree:
 
     def _drop_checkpoint(self, node: PrefixNode) -> None:
         """Give up a checkpoint; one before it that it has superseded takes its uses over."""
-        is_on_host = node.checkpoint >= self._checkpoints.num_device
-        self._journal.note_attribute(node, "checkpoint")
-        self._journal.note_item(self._checkpointed, node)
-        self._journal.note_attribute(self, "_num_host_checkpoints")
+        self._note_checkpoint(node)
         self._checkpoints.release(np.array([node.checkpoint]))
-        self._num_host_checkpoints -= is_on_host
         node.checkpoint = -1
-        del self._checkpointed[node]
+        self._on_device.pop(node, None)
+        self._on_host.pop(node, None)
         before = node.parent
         while before is not None and before.checkpoint < 0:
             before = before.parent

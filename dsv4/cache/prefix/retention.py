@@ -1,8 +1,8 @@
 """`Retention`: the order in which the prefix cache gives things up, and its memory of lost ones.
 
 A checkpoint is worth what it saves over what it costs: `uses × gain / cost`. The gain is the tokens
-to prefill again without it, from the checkpoint before it. The cost is its bytes, with those of the
-blocks that it alone needs. The worth halves with each half-life without a use. As a number that
+to prefill again without it, from the checkpoint with uses before it. The cost is its bytes, with
+those of the blocks that it alone needs. The worth halves with each half-life without a use. As a number that
 does not change with time, it is `last_used + half_life × log2(worth)`, the key: the smallest goes
 first.
 
@@ -60,6 +60,11 @@ class PrefixNode:
     children: dict[bytes, "PrefixNode"] = field(default_factory=dict)
 
     @property
+    def has_uses(self) -> bool:
+        """It has a checkpoint with uses."""
+        return self.checkpoint >= 0 and self.num_uses > 0
+
+    @property
     def is_device_leaf(self) -> bool:
         return self.block >= 0 and not self.num_device_children
 
@@ -102,14 +107,14 @@ class Retention:
 
     def key_of(self, node: PrefixNode) -> float:
         """Return a node's place in the order now."""
-        if node.checkpoint < 0 or not node.num_uses:
+        if not node.has_uses:
             return node.last_used - WITHOUT_USES
         parent, num_own = node.parent, 0
         if not node.children:  # else its blocks are needed without it
             num_own = 1
-            while parent is not None and parent.checkpoint < 0 and len(parent.children) == 1:
+            while parent is not None and not parent.has_uses and len(parent.children) == 1:
                 num_own, parent = num_own + 1, parent.parent
-        while parent is not None and parent.checkpoint < 0:
+        while parent is not None and not parent.has_uses:
             parent = parent.parent
         gain = node.depth - (0 if parent is None else parent.depth)
         worth = node.num_uses * gain / (num_own + self._checkpoint_blocks)
@@ -124,7 +129,7 @@ class Retention:
 
     def remember(self, node: PrefixNode) -> None:
         """Keep the hash of a block that is lost."""
-        num_uses = node.num_uses if node.checkpoint >= 0 else 0
+        num_uses = node.num_uses if node.has_uses else 0
         self._ghosts[node.digest] = Ghost(node.had_children, num_uses, node.last_used)
         if len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
