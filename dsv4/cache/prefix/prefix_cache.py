@@ -224,9 +224,9 @@ class PrefixCache:
         if node is not None:
             uses = tree.use_checkpoint(node, is_last=node.depth == num_blocks)
             request.resumed = None if node.children else node
-        if ghosts and ghosts[-1].num_uses:
-            tree.retention.note_reuse(ghosts[-1].last_used)
-            uses = max(uses, ghosts[-1].num_uses + 1)
+        if last is not None and last.num_uses and last is not node:
+            tree.retention.note_reuse(last.last_used)
+            uses = max(uses, last.num_uses + 1)
         ends = {each // block_tokens for each in named}
         if not ends and self.policy.at_prompt_end:
             ends = {num_blocks}

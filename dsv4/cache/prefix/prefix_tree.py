@@ -10,6 +10,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -79,7 +80,8 @@ class PrefixTree:
         self._num_reserved = 0  # nodes on the device that may need room on the host
         self._on_device: dict[PrefixNode, None] = {}  # nodes with a checkpoint there
         self._on_host: dict[PrefixNode, None] = {}
-        self._leaves, self._host_things, self._device_checkpoints = _Queue(), _Queue(), _Queue()
+        self._leaves = _Queue("block_key")
+        self._host_things, self._device_checkpoints = _Queue("key"), _Queue("key")
 
     @property
     def num_blocks(self) -> int:
@@ -218,7 +220,7 @@ class PrefixTree:
                 self._device_checkpoints, self._on_device.__contains__, self._on_device, held
             )
             assert node is not None
-            has_room = self._make_host_room(self._checkpoints.blocks_each, node.key)
+            has_room = self._make_host_room(self._checkpoints.blocks_each, node.key, (node,))
             if not has_room and node.num_uses and not uses:
                 self._device_checkpoints.push(node)
                 break
@@ -318,7 +320,7 @@ class PrefixTree:
         if not self.holds_blocks_on_host:
             num_held = num_needed
         elif self._num_host_free < num_held - num_needed:
-            self._make_host_room(num_held - num_needed, chain[0].key, kept)
+            self._make_host_room(num_held - num_needed, chain[0].block_key, kept)
             num_held = min(num_held, num_needed + max(0, self._num_host_free))
         for node in chain[: len(chain) - num_held]:
             self._lose_descendants(node)
@@ -449,13 +451,12 @@ class PrefixTree:
 
         for is_last in (False, True):
             while found is None and (node := queue.pop(is_known)) is not None:
-                before = node.key
                 if node in kept:
                     aside.append(node)
                     continue
-                if self._key_of(node) != before:
-                    self._enqueue(node)
-                if node.key <= before:
+                before = queue.key_of(node)
+                self._enqueue(node)
+                if queue.key_of(node) <= before:
                     found = node
             if found is None and not is_last:
                 aside = []
@@ -465,15 +466,15 @@ class PrefixTree:
             queue.push(node)
         return found
 
-    def _key_of(self, node: PrefixNode) -> float:
-        """Return the key of a node, or of a block on the host that needs it."""
-        key = self.retention.key_of(node)
+    def _update_keys(self, node: PrefixNode) -> None:
+        """Give a node its keys of now; its block is needed by others after it on the host."""
+        node.key = node.block_key = self.retention.key_of(node)
         if node.children and not node.num_device_children:
-            key = max(key, *(child.key for child in node.children.values()))
-        return key
+            others = (child.block_key for child in node.children.values())
+            node.block_key = max(node.key, *others)
 
     def _enqueue(self, node: PrefixNode) -> None:
-        node.key = self._key_of(node)
+        self._update_keys(node)
         if node.is_device_leaf:
             self._leaves.push(node)
         if node in self._on_device:
@@ -547,19 +548,23 @@ class PrefixTree:
             self._enqueue(parent)
 
     def _drop_checkpoint(self, node: PrefixNode) -> None:
-        """Give up a checkpoint; one before it that it has superseded takes its uses over."""
+        """Give up a checkpoint; the one before it takes its uses over, if it was superseded."""
         self._note_checkpoint(node)
         self._checkpoints.release(np.array([node.checkpoint]))
         node.checkpoint = -1
         self._on_device.pop(node, None)
         self._on_host.pop(node, None)
+        if node.children:
+            node.num_uses = 0
+            return
         before = node.parent
-        while before is not None and before.checkpoint < 0:
+        while before is not None and before.checkpoint < 0 and len(before.children) == 1:
             before = before.parent
-        if before is not None and node.num_uses and not before.num_uses:
+        if before is None or before.checkpoint < 0 or len(before.children) > 1:
+            return
+        if node.num_uses and not before.num_uses:
             before.num_uses, before.last_used = node.num_uses, node.last_used
             self._enqueue(before)
-        node.num_uses = 0
 
     def _count(self, node: PrefixNode, sign: int) -> None:
         """Add a node's place to the counts, or take it away."""
@@ -576,9 +581,10 @@ class PrefixTree:
 
 
 class _Queue:
-    """Nodes by their keys. Entries that are stale, or may not go, are dropped when met."""
+    """Nodes by one of their keys. Entries that are stale, or may not go, are dropped when met."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str) -> None:
+        self.key_of = attrgetter(key)
         self._heap: list[tuple[float, int, PrefixNode]] = []
         self._count = 0
         self._limit = 64
@@ -586,10 +592,10 @@ class _Queue:
     def push(self, node: PrefixNode) -> None:
         """Queue a node at its present key."""
         self._count += 1
-        heapq.heappush(self._heap, (node.key, self._count, node))
+        heapq.heappush(self._heap, (self.key_of(node), self._count, node))
         if len(self._heap) > self._limit:
-            last = {node: (key, count, node) for key, count, node in self._heap}
-            self._heap = [entry for node, entry in last.items() if entry[0] == node.key]
+            valid = {entry[2]: entry for entry in self._heap if entry[0] == self.key_of(entry[2])}
+            self._heap = list(valid.values())
             heapq.heapify(self._heap)
             self._limit = max(64, 2 * len(self._heap))
 
@@ -597,6 +603,6 @@ class _Queue:
         """Take the first node that can go."""
         while self._heap:
             key, _, node = heapq.heappop(self._heap)
-            if node.key == key and can_go(node):
+            if self.key_of(node) == key and can_go(node):
                 return node
         return None

@@ -2,9 +2,9 @@
 
 A checkpoint is worth what it saves over what it costs: `uses × gain / cost`. The gain is the tokens
 to prefill again without it, from the checkpoint with uses before it. The cost is its bytes, with
-those of the blocks that it alone needs. The worth halves with each half-life without a use. As a number that
-does not change with time, it is `last_used + half_life × log2(worth)`, the key: the smallest goes
-first.
+those of the blocks that it alone needs. The worth halves with each half-life without a use. As a
+number that does not change with time, it is `last_used + half_life × log2(worth)`, the key: the
+smallest goes first.
 
 Uses count the turns of a conversation. They pass from one prompt's end to that of the prompt which
 goes on from there. A checkpoint without uses, and a block that leads to no checkpoint, go before
@@ -38,7 +38,8 @@ class PrefixNode:
         num_uses: Uses of its checkpoint.
         last_used: Prompts that were looked up before its last use, or that of a block after it.
         added: Prompts that were looked up before it got its checkpoint.
-        key: Its place in the order; see `Retention`.
+        key: The place of its checkpoint in the order; see `Retention`.
+        block_key: That of its block, which blocks after it on the host need too.
         had_children: Other blocks have come after it.
         num_device_children: Children on the device.
         num_swapped: Swapped requests that need it; it may go to the host, but not be lost.
@@ -54,6 +55,7 @@ class PrefixNode:
     last_used: int = 0
     added: int = 0
     key: float = 0.0
+    block_key: float = 0.0
     had_children: bool = False
     num_device_children: int = 0
     num_swapped: int = 0
@@ -129,8 +131,8 @@ class Retention:
 
     def remember(self, node: PrefixNode) -> None:
         """Keep the hash of a block that is lost."""
-        num_uses = node.num_uses if node.has_uses else 0
-        self._ghosts[node.digest] = Ghost(node.had_children, num_uses, node.last_used)
+        self._ghosts[node.digest] = Ghost(node.had_children, node.num_uses, node.last_used)
+        self._ghosts.move_to_end(node.digest)
         if len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
 
