@@ -133,7 +133,7 @@ def test_one_pool_on_the_host_holds_what_is_worth_most():
     """Blocks and checkpoints displace each other by worth: conversations stay."""
     each = make_manager(num_checkpoints=1)._books.checkpoints.blocks_each
     manager = make_manager(
-        num_blocks=8, num_checkpoints=1, host_blocks=2 * (each + 6), checkpoint_policy=ONLY_ENDS
+        num_blocks=8, num_checkpoints=2, host_blocks=2 * (each + 6), checkpoint_policy=ONLY_ENDS
     )
     talk = text(0, 6)
     for num_blocks in (3, 4, 5, 6):
