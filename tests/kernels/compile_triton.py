@@ -226,7 +226,8 @@ def main(arch: int) -> None:
         report(record_index(index_format, length=2**14)[:2], index_format, arch)
     for index_format in chunk_scores.DTYPES:
         names = ("_operand_kernel", "_score_kernel", "_rescore_kernel")
-        launches = record_index(index_format, length=2**14, num_tokens=64)
+        launches = record_index(index_format, length=2**14, num_tokens=8)  # no room for operands
+        launches += record_index(index_format, length=2**14, num_tokens=64)
         first = {launch[0]: launch for launch in launches if launch[0].__name__ in names}
         report(list(first.values()), f"{index_format} chunk", arch)
     for length in (2**14, 2**18):  # of one part, and of several

@@ -105,7 +105,7 @@ def serve_all_layers(keys: dict[str, dict]) -> dict:
 def main() -> None:
     keys = record_kernels()
     print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=0, max_requests=7)))
-    print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=2)))
+    print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=2, index_num_heads=64)))
     print(json.dumps(serve_all_layers(keys)))
 
 

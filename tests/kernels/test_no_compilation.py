@@ -46,7 +46,9 @@ def test_keys_hold_the_constants_of_callees():
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafts_per_step", [0, 2])
 def test_serving_compiles_nothing(drafts_per_step, monkeypatch):
-    server = Server(drafts_per_step=drafts_per_step, max_requests=64, device="cuda")
+    server = Server(
+        drafts_per_step=drafts_per_step, max_requests=64, index_num_heads=64, device="cuda"
+    )
     for module in (
         attention, chunk_scores, flush_write, gather, indexer, topk, hopper, index_scores
     ):  # fmt: skip

@@ -174,21 +174,25 @@ def _rescore_kernel(
                     score_by_groups(nth, pages_ptr, counts, out_ptr, operands, keys, KEY, SPEC)
 
 
+def has_chunk_kernel(memory: LayerMemory, tokens: TokenMap, *, num_heads: int) -> bool:
+    """Whether `hopper.index_scores` can score the chunks of a forward."""
+    layout, device = memory.layout, memory.index_scratch.device
+    is_fit = (num_heads, layout.index_row.dim) == (HEADS, DIM) and layout.index_format in DTYPES
+    return not INTERPRETED and len(tokens.chunk_ids) > 0 and is_fit and is_hopper(device)
+
+
 def cut_chunk_keys(
     query: Tensor, memory: LayerMemory, tokens: TokenMap, *, max_entries: int
 ) -> ChunkKeys | None:
     """Cut the operands of a forward's chunks from the front of the layer's workspace.
 
-    None where `hopper.index_scores` is not used: without chunks, with other queries or key formats,
-    or if the operands would take more than half of the workspace.
+    None without `has_chunk_kernel`, or if they would take more than half of the workspace.
     """
     storage, name = memory.index_scratch, memory.layout.index_format
-    is_fit = query.shape[1:] == (HEADS, DIM) and name in DTYPES
-    if INTERPRETED or not len(tokens.chunk_ids) or not is_fit or not is_hopper(storage.device):
-        return None
     stride = round_up(max_entries, KEY_TILE)
     num_keys = stride * len(tokens.chunk_ids)
-    if num_keys * KEY_BYTES > storage.numel() // 2:
+    has_room = num_keys * KEY_BYTES <= storage.numel() // 2
+    if not has_room or not has_chunk_kernel(memory, tokens, num_heads=query.shape[1]):
         return None
     codes, extras = storage[: num_keys * KEY_BYTES].split((num_keys * DIM, num_keys * EXTRA_BYTES))
     operands = codes.view(DTYPES[name]).view(num_keys, DIM)

@@ -38,6 +38,7 @@ from dsv4.kernels.triton.chunk_scores import (
     ChunkKeys,
     are_pairs_scored,
     cut_chunk_keys,
+    has_chunk_kernel,
     score_chunks,
     store_operands,
     tokens_at_once,
@@ -309,11 +310,11 @@ def _score_kernel(
     scale_ptr, page_stride, first_token, num_tokens, topk, positions_ptr, request_ids_ptr,
     request_slots_ptr, workspace_starts_ptr, block_table_ptr, table_stride, are_chunks_scored,
     RATIO: tl.constexpr, KEY: tl.constexpr, OPERAND_BYTES: tl.constexpr, TOGETHER: tl.constexpr,
-    ALONE: tl.constexpr,
+    ALONE: tl.constexpr, HAS_CHUNK_KERNEL: tl.constexpr,
 ):  # fmt: skip
     """Score a part of the entries that TOKENS tokens see: TOGETHER if they are of one request.
 
-    If are_chunks_scored is not 0, `chunk_scores` has scored the pairs of tokens of one chunk.
+    With HAS_CHUNK_KERNEL and are_chunks_scored, pairs of tokens of one chunk are scored already.
     """
     TOKENS: tl.constexpr = TOGETHER.TOKENS
     start = tl.program_id(0) * TOKENS
@@ -321,10 +322,10 @@ def _score_kernel(
     token = first_token + tl.minimum(row, num_tokens - 1)
     slots, counts = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
     counts = tl.where((row < num_tokens) & (counts > topk), counts, 0)  # [TOKENS]
-    if are_chunks_scored != 0:
+    if HAS_CHUNK_KERNEL:
         is_scored = are_pairs_scored(row, num_tokens, first_token, request_ids_ptr,
                                      workspace_starts_ptr)  # fmt: skip
-        counts = tl.where(is_scored, 0, counts)
+        counts = tl.where(is_scored & (are_chunks_scored != 0), 0, counts)
     slot = tl.max(slots, axis=0)
     wait_for_launch_before(STARTS_NEXT=False)
     operands = QueryOperands(query_operand_ptr, query_weights_ptr, query_weights_stride)
@@ -457,6 +458,8 @@ def score_entries(
     shared = _shared_arguments(scratch, memory, tokens, part, num_heads)
     if chunk_keys is not None:
         score_chunks(chunk_keys, scratch, memory, tokens, part, shared, max_entries=max_entries)
+        if len(tokens.request_slots) == 1:
+            return
     launch = score_launch(keys.format.name, tokens)
     num_groups = -(-len(part) // launch.tokens)
     programs = launch.programs_per_sm * num_multiprocessors(keys.data.device)
@@ -471,6 +474,7 @@ def score_entries(
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         workspace_starts_ptr=tokens.workspace_starts,
         are_chunks_scored=int(chunk_keys is not None),
+        HAS_CHUNK_KERNEL=has_chunk_kernel(memory, tokens, num_heads=num_heads),
         num_tokens=len(part), TOGETHER=spec, ALONE=spec._replace(TOKENS=1),
         num_warps=launch.num_warps, maxnreg=launch.maxnreg, launch_pdl=True, **shared,
     )  # fmt: skip

@@ -154,6 +154,7 @@ def measure_prefill(name: IndexFormatName, num_entries: int = CHUNK_ENTRIES) -> 
     sizes = {"max_entries": num_entries}
     keys = chunk_scores.cut_chunk_keys(case.query, handle.memory, handle.tokens, **sizes)
     scratch = indexer.index_scratch(case.query, handle.memory, **sizes, chunk_keys=keys)
+    prepare_queries(case._replace(scratch=scratch), handle)
     counts = (handle.positions.long() + 1) // RATIO
     num_flops = 2 * int(counts.sum()) * case.query[0].numel()
 
