@@ -91,10 +91,20 @@ def test_whole_waves_of_programs():
     assert [tokens_at_once(n, cpu) for n in (1, 7, 8, 9, 23, 24)] == [1, 7, 8, 8, 16, 24]
 
 
-def test_where_chunks_are_not_scored_apart():
-    handle = handle_of("fp8", [300], [330], device="cpu")
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "after", "num_rows", "is_apart"),
+    [("fp8", 330, 64, True), ("fp8", 301, 64, False), ("bf16", 330, 64, False),
+     ("fp8", 330, 1, False)],
+)  # fmt: skip
+def test_where_chunks_are_scored_apart(name, after, num_rows, is_apart):
+    """Keys of 2 bytes, a step, and a workspace of few rows are left to the other kernel."""
+    handle = handle_of(name, [300], [after])
     query, _weights = random_query(handle)
-    assert chunk_scores.cut_chunk_keys(query, handle.memory, handle.tokens, max_entries=82) is None
+    row = 64 * 128 * 2 + 64 * 4 + 82 * 4
+    memory = handle.memory._replace(index_scratch=handle.memory.index_scratch[: num_rows * row])
+    keys = chunk_scores.cut_chunk_keys(query, memory, handle.tokens, max_entries=82)
+    assert (keys is not None) == is_apart
 
 
 def both_scores(handle, query, weights, *, num_rows: int | None = None) -> list[torch.Tensor]:
