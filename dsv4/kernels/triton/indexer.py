@@ -16,7 +16,7 @@ Operands of the products, by key format. Each operand is exact, and so is each p
 Hopper adds products of E4M3 and E5M2 with 13 bits after the leading one; fp32 has 23.
 
 A program scores a few tokens of a chunk together if they belong to one request. It then reads
-the keys once for all of them.
+the keys once for all of them. On Hopper `chunk_scores` has a kernel of its own for most chunks.
 """
 
 from typing import Any
