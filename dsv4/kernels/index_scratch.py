@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4.formats import BYTE_ALIGN, next_power_of_two, round_up
 
-SCRATCH_LIMIT = 64 << 20  # bytes; a token that needs more is taken alone
+SCRATCH_LIMIT = 192 << 20  # bytes; a token that needs more is taken alone
 WHOLE_ENTRIES = 8192  # the most entries that one program of the top-k takes without groups
 NARROW_ENTRIES = 4096  # the fewest scores of a program that starts from groups
 GROUP = 8  # neighbours that their largest score stands for

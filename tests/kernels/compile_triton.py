@@ -17,19 +17,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels.contracts import LayerWrites
-from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
+from dsv4.kernels.triton import attention, chunk_scores, flush_write, gather, indexer, topk
 from dsv4.kernels.triton import launch as launch_module
 from dsv4.kernels.triton.hopper import attention as hopper
-from dsv4.kernels.triton.launch import KINDS, WORKS, Launch, architecture_steps, work_name
+from dsv4.kernels.triton.hopper import index_scores
+from dsv4.kernels.triton.launch import KINDS, Launch, architecture_steps, work_name
 from dsv4.testing import model_projections, model_weights
 
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int32: "i32",
-    torch.int64: "i64",
+    torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
 
 
@@ -106,11 +108,12 @@ def record_gathers(kv_format: str) -> list:
 def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list:
     """Record the launches that select entries of a request of that length, at V4-Flash's width."""
     launches: list = []
-    owners = {"_query_kernel": indexer, "_score_kernel": indexer, "_group_kernel": topk,
-              "_topk_kernel": topk}  # fmt: skip
-    kernels = {name: getattr(module, name) for name, module in owners.items()}
-    for name, module in owners.items():
-        setattr(module, name, Recorder(kernels[name], launches))
+    owners = [(indexer, "_query_kernel"), (indexer, "_score_kernel"), (topk, "_group_kernel"),
+              (topk, "_topk_kernel"), (chunk_scores, "_operand_kernel"),
+              (chunk_scores, "_rescore_kernel"), (index_scores, "_score_kernel")]  # fmt: skip
+    kernels = [getattr(module, name) for module, name in owners]
+    for (module, name), kernel in zip(owners, kernels, strict=True):
+        setattr(module, name, Recorder(kernel, launches))
     config = CacheConfig.v4_flash(
         compress_ratios=(4,), num_query_heads=1, index_format=index_format
     )
@@ -125,8 +128,8 @@ def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list
         inputs.indexer.query, inputs.indexer.head_weights, handle.memory, handle.tokens,
         max_entries=length // 4,
     )  # fmt: skip
-    for name, module in owners.items():
-        setattr(module, name, kernels[name])
+    for (module, name), kernel in zip(owners, kernels, strict=True):
+        setattr(module, name, kernel)
     return launches
 
 
@@ -162,6 +165,9 @@ def compile_launch(kernel, arguments: dict, arch: int):
         value = arguments[name]
         if parameter.is_constexpr:
             signature[name], constants[(position,)] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            dtype = TYPES[value.base.dtype]
+            signature[name] = f"tensordesc<{dtype}{value.block_shape},{value.layout!r}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + TYPES[value.dtype]
             if not parameter.do_not_specialize_on_alignment:
@@ -218,9 +224,12 @@ def main(arch: int) -> None:
             print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
     for index_format in INDEX_FORMATS:
         report(record_index(index_format, length=2**14)[:2], index_format, arch)
-    for index_format in (name for name in INDEX_FORMATS if f"score {name} chunk" in WORKS):
-        launches = record_index(index_format, length=2**14, num_tokens=8)
-        report(launches[1:2], f"{index_format} chunk", arch)
+    for index_format in chunk_scores.DTYPES:
+        names = ("_operand_kernel", "_score_kernel", "_rescore_kernel")
+        launches = record_index(index_format, length=2**14, num_tokens=8)  # no room for operands
+        launches += record_index(index_format, length=2**14, num_tokens=64)
+        first = {launch[0]: launch for launch in launches if launch[0].__name__ in names}
+        report(list(first.values()), f"{index_format} chunk", arch)
     for length in (2**14, 2**18):  # of one part, and of several
         report(record_index("fp8", length=length)[2:], f"{length} tokens", arch)
     for case in ATTENTION:

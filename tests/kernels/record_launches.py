@@ -11,8 +11,9 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward, warm_up
-from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
+from dsv4.kernels.triton import attention, chunk_scores, flush_write, gather, indexer, topk
 from dsv4.kernels.triton.hopper import attention as hopper
+from dsv4.kernels.triton.hopper import index_scores
 from dsv4.testing import model_projections, model_weights
 from tests.kernels.serving import Server, attend, serve
 
@@ -45,7 +46,9 @@ class LaunchKeys:
 def record_kernels() -> dict[str, dict]:
     """Replace every kernel; their launches fill the returned dict."""
     keys: dict[str, dict] = {}
-    for module in (attention, flush_write, gather, hopper, indexer, topk):
+    for module in (
+        attention, chunk_scores, flush_write, gather, hopper, index_scores, indexer, topk
+    ):  # fmt: skip
         kernels = {n: k for n, k in vars(module).items() if isinstance(k, JITFunction)}
         for name, kernel in kernels.items():
             if name.endswith("_kernel"):
@@ -102,7 +105,7 @@ def serve_all_layers(keys: dict[str, dict]) -> dict:
 def main() -> None:
     keys = record_kernels()
     print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=0, max_requests=7)))
-    print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=2)))
+    print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=2, index_num_heads=64)))
     print(json.dumps(serve_all_layers(keys)))
 
 

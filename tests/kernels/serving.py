@@ -20,13 +20,14 @@ class Server:
         *,
         drafts_per_step: int,
         max_requests: int = BATCH,
+        index_num_heads: int = 1,
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         config = CacheConfig.v4_flash(
             compress_ratios=(0, 4, 128),
             num_query_heads=1,
-            index_num_heads=1,
+            index_num_heads=index_num_heads,
             drafts_per_step=drafts_per_step,
         )
         self.manager = KVCacheManager(

@@ -11,8 +11,9 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from dsv4 import warm_up
-from dsv4.kernels.triton import attention, flush_write, gather, indexer, topk
+from dsv4.kernels.triton import attention, chunk_scores, flush_write, gather, indexer, topk
 from dsv4.kernels.triton.hopper import attention as hopper
+from dsv4.kernels.triton.hopper import index_scores
 from tests.kernels.serving import Server, serve
 
 
@@ -45,8 +46,12 @@ def test_keys_hold_the_constants_of_callees():
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafts_per_step", [0, 2])
 def test_serving_compiles_nothing(drafts_per_step, monkeypatch):
-    server = Server(drafts_per_step=drafts_per_step, max_requests=64, device="cuda")
-    for module in (attention, flush_write, gather, indexer, topk, hopper):
+    server = Server(
+        drafts_per_step=drafts_per_step, max_requests=64, index_num_heads=64, device="cuda"
+    )
+    for module in (
+        attention, chunk_scores, flush_write, gather, indexer, topk, hopper, index_scores
+    ):  # fmt: skip
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):  # an earlier test may have compiled what is missing
                 kernel.device_caches.clear()

@@ -32,7 +32,9 @@ def test_no_kernel_spills(arch):
     counts = Counter(kernel["kernel"] for kernel in kernels)
     assert counts["_gather_kernel"] == 4 * 4  # row formats, and what is gathered
     assert counts["_query_kernel"] == 5  # key formats
-    assert counts["_score_kernel"] == 5 + 1  # and fp8 in a chunk
+    assert counts["_score_kernel"] == 5 + 2  # and two in a chunk
+    assert counts["gluon_score_kernel"] == counts["_operand_kernel"] == (2 if arch == 90 else 0)
+    assert counts["_rescore_kernel"] == (1 if arch == 90 else 0)
     assert counts["_attend_kernel"] == (4 if arch == 90 else 11)
     assert counts["gluon_attend_kernel"] == (4 if arch == 90 else 0)
     assert counts["gluon_attend_chunk_kernel"] == (3 if arch == 90 else 0)
@@ -44,6 +46,7 @@ def test_no_kernel_spills(arch):
     # chunk, whose decoding has fewer, some numbers in every tile.
     assert spilling.pop("gluon_attend_kernel", 0) <= 40
     assert spilling.pop("gluon_attend_chunk_kernel", 0) <= 200
+    assert spilling.pop("gluon_score_kernel", 0) <= 80
     assert +spilling == {}
     if arch == 90:  # the table's 5 programs run at once on a multiprocessor
         (mxfp4,) = (k for k in kernels if (k["kernel"], k["kind"]) == ("_score_kernel", "mxfp4"))

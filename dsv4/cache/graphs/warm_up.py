@@ -17,6 +17,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.kernels import ops
 from dsv4.kernels.contracts import CompressorInputs, IndexInputs, LayerProjections, LayerWeights
+from dsv4.kernels.index_scratch import index_scratch_bytes
 from dsv4.layer_schedule import AttentionType
 
 if TYPE_CHECKING:
@@ -180,11 +181,19 @@ def _select_entries(manager: KVCacheManager, handle: LayerCacheHandle, dtype: to
     shape = (handle.plan.num_tokens, config.index_num_heads, config.index_head_dim)
     query = torch.zeros(shape, dtype=dtype, device=manager.device)
     longest = manager.capacity.max_request_tokens // handle.layer.ratio
-    for max_entries in distinct_sizes(longest, topk=config.index_topk):
-        ops.select_entries(
-            query, query[:, :, 0].contiguous(), handle.memory, handle.tokens,
-            max_entries=max_entries, backend=manager.index_backend,
+    memories = [handle.memory]
+    if len(handle.tokens.chunk_ids):  # too small a workspace for operands of chunks
+        least = index_scratch_bytes(
+            config.index_format, num_heads=config.index_num_heads, dim=config.index_head_dim,
+            topk=config.index_topk, max_entries=longest, max_tokens=1,
         )  # fmt: skip
+        memories.append(handle.memory._replace(index_scratch=handle.memory.index_scratch[:least]))
+    for max_entries in distinct_sizes(longest, topk=config.index_topk):
+        for memory in memories:
+            ops.select_entries(
+                query, query[:, :, 0].contiguous(), memory, handle.tokens,
+                max_entries=max_entries, backend=manager.index_backend,
+            )  # fmt: skip
 
 
 def _score_by_deepgemm(manager: KVCacheManager, dtype: torch.dtype) -> None:

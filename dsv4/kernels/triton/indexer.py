@@ -16,7 +16,7 @@ Operands of the products, by key format. Each operand is exact, and so is each p
 Hopper adds products of E4M3 and E5M2 with 13 bits after the leading one; fp32 has 23.
 
 A program scores a few tokens of a chunk together if they belong to one request. It then reads
-the keys once for all of them.
+the keys once for all of them. On Hopper `chunk_scores` has a kernel of its own for most chunks.
 """
 
 from typing import Any
@@ -34,6 +34,15 @@ from dsv4.kernels.index_scratch import (
     padded_heads,
 )
 from dsv4.kernels.layer_memory import LayerMemory, existing
+from dsv4.kernels.triton.chunk_scores import (
+    ChunkKeys,
+    are_pairs_scored,
+    cut_chunk_keys,
+    has_chunk_kernel,
+    score_chunks,
+    store_operands,
+    tokens_at_once,
+)
 from dsv4.kernels.triton.decode import e2m1_values, e4m3_values
 from dsv4.kernels.triton.key_tiles import (
     KeyPages,
@@ -213,13 +222,9 @@ def nvfp4_products(key_ptr, key_scale_ptr, queries, DIM: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def sum_heads(products, weights, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+def sum_heads(positive, weights, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
               TOKENS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """`[TILE, TOKENS]`: sum_h w_h ReLU(q_h · k) of products `[TILE, TOKENS × BLOCK_HEADS]`.
-
-    NaN stays NaN.
-    """
-    positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    """`[TILE, TOKENS]`: sum_h w_h x_h of positive `[TILE, TOKENS × BLOCK_HEADS]`."""
     weighted = tl.reshape(positive * weights[None, :], (TILE, TOKENS, BLOCK_HEADS))
     if HEADS < BLOCK_HEADS:  # an infinite key makes the products of padding heads NaN
         is_head = tl.arange(0, BLOCK_HEADS)[None, None, :] < HEADS
@@ -263,9 +268,13 @@ def score_tiles(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
         else:
             values = load_keys(key_ptr, FORMAT, KEY.DIM, KEY.BLOCK)  # [TILE, BLOCK]
             products = tl.dot(values, queries[0], input_precision="ieee")  # [TILE, ROWS]
-        score = sum_heads(products, weights, SPEC.HEADS, SPEC.BLOCK_HEADS, SPEC.TOKENS, TILE)
+        if FORMAT == "index_fp8":  # twice the ReLU, as in `hopper.index_scores`
+            positive = products + tl.abs(products)
+        else:
+            positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        score = sum_heads(positive, weights, SPEC.HEADS, SPEC.BLOCK_HEADS, SPEC.TOKENS, TILE)
         if FORMAT == "index_fp8":
-            score *= tl.load(key_scale_ptr.to(tl.pointer_type(tl.float32)))[:, None]
+            score *= tl.load(key_scale_ptr.to(tl.pointer_type(tl.float32)))[:, None] * 0.5
         score = tl.where((blocks >= 0)[:, None], score, 0.0)  # [TILE, TOKENS]
         tl.store(scores_ptr + entry[:, None], score, mask=entry[:, None] < counts[None, :])
 
@@ -292,23 +301,31 @@ def score_tokens(row, slot, counts, scores_ptr, scores_stride, operands, keys,
 @triton.jit(
     do_not_specialize=[
         "first_token", "num_tokens", "topk", "scores_stride", "table_stride",
-        "query_weights_stride",
+        "query_weights_stride", "are_chunks_scored",
     ],
     do_not_specialize_on_alignment=PLAN_PTRS,
 )  # fmt: skip
 def _score_kernel(
     scores_ptr, scores_stride, query_operand_ptr, query_weights_ptr, query_weights_stride, data_ptr,
     scale_ptr, page_stride, first_token, num_tokens, topk, positions_ptr, request_ids_ptr,
-    request_slots_ptr, block_table_ptr, table_stride, RATIO: tl.constexpr, KEY: tl.constexpr,
-    OPERAND_BYTES: tl.constexpr, TOGETHER: tl.constexpr, ALONE: tl.constexpr,
+    request_slots_ptr, workspace_starts_ptr, block_table_ptr, table_stride, are_chunks_scored,
+    RATIO: tl.constexpr, KEY: tl.constexpr, OPERAND_BYTES: tl.constexpr, TOGETHER: tl.constexpr,
+    ALONE: tl.constexpr, HAS_CHUNK_KERNEL: tl.constexpr,
 ):  # fmt: skip
-    """Score a part of the entries that TOKENS tokens see: TOGETHER if they are of one request."""
+    """Score a part of the entries that TOKENS tokens see: TOGETHER if they are of one request.
+
+    With HAS_CHUNK_KERNEL and are_chunks_scored, pairs of tokens of one chunk are scored already.
+    """
     TOKENS: tl.constexpr = TOGETHER.TOKENS
     start = tl.program_id(0) * TOKENS
     row = start + tl.arange(0, TOKENS)  # [TOKENS]
     token = first_token + tl.minimum(row, num_tokens - 1)
     slots, counts = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
     counts = tl.where((row < num_tokens) & (counts > topk), counts, 0)  # [TOKENS]
+    if HAS_CHUNK_KERNEL:
+        is_scored = are_pairs_scored(row, num_tokens, first_token, request_ids_ptr,
+                                     workspace_starts_ptr)  # fmt: skip
+        counts = tl.where(is_scored & (are_chunks_scored != 0), 0, counts)
     slot = tl.max(slots, axis=0)
     wait_for_launch_before(STARTS_NEXT=False)
     operands = QueryOperands(query_operand_ptr, query_weights_ptr, query_weights_stride)
@@ -341,13 +358,17 @@ def select_entries(
         unread = chosen.entry_idx
         choose_best(chosen, unread, unread, tokens, layout, all_tokens, max_entries=max_entries)
         return chosen
-    scratch = index_scratch(query, memory, max_entries=max_entries)
+    chunk_keys = cut_chunk_keys(query, memory, tokens, max_entries=max_entries)
+    scratch = index_scratch(query, memory, max_entries=max_entries, chunk_keys=chunk_keys)
+    if chunk_keys is not None:
+        store_operands(chunk_keys, memory, tokens, max_entries=max_entries)
     for first in range(0, num_tokens, scratch.num_rows):
         part = all_tokens[first : first + scratch.num_rows]
         prepare_queries(query, head_weights, scratch, memory, tokens, part)
         score_entries(
-            scratch, memory, tokens, part, num_heads=query.shape[1], max_entries=max_entries
-        )
+            scratch, memory, tokens, part, num_heads=query.shape[1], max_entries=max_entries,
+            chunk_keys=chunk_keys,
+        )  # fmt: skip
         choose_best(
             chosen, scratch.scores, scratch.group_tops, tokens, layout, part,
             max_entries=max_entries,
@@ -365,15 +386,28 @@ def empty_selection(num_tokens: int, topk: int, device: torch.device) -> Selecti
 
 
 def index_scratch(
-    query: Tensor, memory: LayerMemory, *, max_entries: int, num_tokens: int | None = None
+    query: Tensor,
+    memory: LayerMemory,
+    *,
+    max_entries: int,
+    num_tokens: int | None = None,
+    chunk_keys: ChunkKeys | None = None,
 ) -> IndexScratch:
-    """Divide the layer's workspace for queries of that shape, or for num_tokens of them."""
+    """Divide the layer's workspace for queries of that shape, or for num_tokens of them.
+
+    chunk_keys have its front.
+    """
     num_queries, num_heads, dim = query.shape
+    num_tokens, storage = num_tokens or num_queries, memory.index_scratch
     row = index_row_bytes(
         memory.layout.index_format,
         num_heads=num_heads, dim=dim, topk=memory.layout.index_topk, max_entries=max_entries,
     )  # fmt: skip
-    return cut_index_scratch(memory.index_scratch, row, num_tokens=num_tokens or num_queries)
+    if chunk_keys is not None:
+        storage = storage[chunk_keys.codes.nbytes + chunk_keys.extras.nbytes :]
+        num_rows = min(num_tokens, storage.numel() // sum(row))
+        num_tokens = max(1, tokens_at_once(num_rows, storage.device))
+    return cut_index_scratch(storage, row, num_tokens=num_tokens)
 
 
 def prepare_queries(
@@ -414,9 +448,18 @@ def score_entries(
     *,
     num_heads: int,
     max_entries: int,
+    chunk_keys: ChunkKeys | None = None,
 ) -> None:
-    """Write the workspace's scores of the tokens `part`, whose queries it holds."""
+    """Write the workspace's scores of the tokens `part`, whose queries it holds.
+
+    chunk_keys, if there are any, hold the operands of the chunks' keys.
+    """
     keys = existing(memory.index_keys)
+    shared = _shared_arguments(scratch, memory, tokens, part, num_heads)
+    if chunk_keys is not None:
+        score_chunks(chunk_keys, scratch, memory, tokens, part, shared, max_entries=max_entries)
+        if len(tokens.request_slots) == 1:
+            return
     launch = score_launch(keys.format.name, tokens)
     num_groups = -(-len(part) // launch.tokens)
     programs = launch.programs_per_sm * num_multiprocessors(keys.data.device)
@@ -429,9 +472,11 @@ def score_entries(
         scores_ptr=scratch.scores, scores_stride=scratch.scores.stride(0),
         data_ptr=keys.data, scale_ptr=keys.scales, page_stride=keys.data.stride(0),
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
+        workspace_starts_ptr=tokens.workspace_starts,
+        are_chunks_scored=int(chunk_keys is not None),
+        HAS_CHUNK_KERNEL=has_chunk_kernel(memory, tokens, num_heads=num_heads),
         num_tokens=len(part), TOGETHER=spec, ALONE=spec._replace(TOKENS=1),
-        num_warps=launch.num_warps, maxnreg=launch.maxnreg, launch_pdl=True,
-        **_shared_arguments(scratch, memory, tokens, part, num_heads),
+        num_warps=launch.num_warps, maxnreg=launch.maxnreg, launch_pdl=True, **shared,
     )  # fmt: skip
 
 

@@ -144,19 +144,29 @@ def index_case(
     return IndexCase(handles, query, head_weights, scratch, num_entries)
 
 
-def measure_prefill(name: IndexFormatName) -> dict[str, Any]:
+def measure_prefill(name: IndexFormatName, num_entries: int = CHUNK_ENTRIES) -> dict[str, Any]:
     """Time a chunk of CHUNK_TOKENS queries: its scores alone, and the whole index."""
-    from dsv4.kernels.triton import indexer
+    from dsv4.kernels.triton import chunk_scores, indexer
 
-    case = index_case(name, CHUNK_ENTRIES, 1, step_tokens=CHUNK_TOKENS)
+    case = index_case(name, num_entries, 1, step_tokens=CHUNK_TOKENS)
     check_scores(case)
     handle = case.handles[0]
+    sizes = {"max_entries": num_entries}
+    keys = chunk_scores.cut_chunk_keys(case.query, handle.memory, handle.tokens, **sizes)
+    scratch = indexer.index_scratch(case.query, handle.memory, **sizes, chunk_keys=keys)
+    prepare_queries(case._replace(scratch=scratch), handle)
     counts = (handle.positions.long() + 1) // RATIO
     num_flops = 2 * int(counts.sum()) * case.query[0].numel()
 
     def score() -> None:
-        for first in range(0, len(case.query), case.scratch.num_rows):
-            score_entries(case, handle, first_token=first)
+        if keys is not None:
+            chunk_scores.store_operands(keys, handle.memory, handle.tokens, **sizes)
+        for first in range(0, len(case.query), scratch.num_rows):
+            part = range(len(case.query))[first : first + scratch.num_rows]
+            indexer.score_entries(
+                scratch, handle.memory, handle.tokens, part,
+                num_heads=case.query.shape[1], **sizes, chunk_keys=keys,
+            )  # fmt: skip
 
     def select() -> None:
         indexer.select_entries(
@@ -166,7 +176,7 @@ def measure_prefill(name: IndexFormatName) -> dict[str, Any]:
 
     score_us, select_us = (timing.replay_time(run, num_replays=5) for run in (score, select))
     return {
-        "format": name, "tokens": CHUNK_TOKENS, "entries": CHUNK_ENTRIES,
+        "format": name, "tokens": CHUNK_TOKENS, "entries": num_entries,
         "score_us": score_us, "score_tflops": num_flops / score_us / 1e6,
         "select_us": select_us, "select_tflops": num_flops / select_us / 1e6,
     }  # fmt: skip
@@ -182,13 +192,12 @@ def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
     )  # fmt: skip
 
 
-def score_entries(case: IndexCase, handle: LayerCacheHandle, *, first_token: int = 0) -> None:
+def score_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
     """Score every entry of a layer for as many tokens as the workspace holds."""
     from dsv4.kernels.triton import indexer
 
-    part = range(len(case.query))[first_token : first_token + case.scratch.num_rows]
     indexer.score_entries(
-        case.scratch, handle.memory, handle.tokens, part,
+        case.scratch, handle.memory, handle.tokens, range(case.scratch.num_rows),
         num_heads=case.query.shape[1], max_entries=case.num_entries,
     )  # fmt: skip
 

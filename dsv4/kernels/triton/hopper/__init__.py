@@ -1,4 +1,5 @@
-"""Attention kernels for Hopper alone, in Gluon: they assign warps, registers and barriers.
+"""Kernels for Hopper alone, in Gluon: they assign warps, registers and barriers.
 
-`kernels.triton.attention` chooses them, and has the kernel for every other GPU.
+`kernels.triton.attention` and `kernels.triton.chunk_scores` choose them. Every other GPU has the
+kernels of `kernels.triton`.
 """
