@@ -73,13 +73,12 @@ def flush_rows(
 ):  # fmt: skip
     """Norm, rotate and store the entries of the windows that close at `position` `[ROWS]`.
 
-    Only where is_closing, and not to the slot's read-only blocks. pooled is `[ROWS, BLOCK]`.
+    Only where is_closing. pooled is `[ROWS, BLOCK]`.
     """
     ROW: tl.constexpr = SPEC.ROW
     table_column = position // (SPEC.RATIO * SPEC.ENTRIES_PER_BLOCK)
     id_ptr = pages.block_table_ptr + slot * pages.table_stride + table_column
-    is_written = is_closing & (table_column >= tl.load(pages.num_read_only_ptr + slot))
-    block = tl.load(id_ptr, mask=is_written, other=-1).to(tl.int64)  # [ROWS]
+    block = tl.load(id_ptr, mask=is_closing, other=-1).to(tl.int64)  # [ROWS]
     weight = load_norm(norm_ptr, ROWS, ROW.DIM, ROW.BLOCK)
     first_position = position + 1 - SPEC.RATIO
     cos, sin = load_rope(rope, first_position, is_closing, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
@@ -101,6 +100,13 @@ def flush_rows(
 def tokens_to_closing(position, SPEC: tl.constexpr):
     """Number of tokens from the one at `position` to the one that closes its window."""
     return SPEC.RATIO - 1 - position % SPEC.RATIO
+
+
+@triton.jit
+def can_write(position, slot, pages, SPEC: tl.constexpr):
+    """Whether the block of the entry that closes at `position` is not read-only."""
+    table_column = position // (SPEC.RATIO * SPEC.ENTRIES_PER_BLOCK)
+    return table_column >= tl.load(pages.num_read_only_ptr + slot)
 
 
 @triton.jit
@@ -127,12 +133,13 @@ def compress_csa_token(
     kv, gate = load_row(compressor, token, position, column + DIM, mask, SPEC)
     tail_ptr = slot_tail(compressor, slot, SPEC)
     if (slot >= 0) & (position % CSA_RATIO == CSA_RATIO - 1):
-        if IS_DECODE:
-            pooled = pool_csa_decode(kv, gate, tail_ptr, position, column, mask, SPEC)
-        else:
-            pooled = pool_csa_edge(compressor, tail_ptr, token, place, column, mask, SPEC)
-        flush_rows(pooled, as_row(position), slot, as_row(slot) >= 0, compressor.norm_ptr, rope,
-                   pages, eps, global_scale, 1, SPEC)  # fmt: skip
+        if can_write(position, slot, pages, SPEC):
+            if IS_DECODE:
+                pooled = pool_csa_decode(kv, gate, tail_ptr, position, column, mask, SPEC)
+            else:
+                pooled = pool_csa_edge(compressor, tail_ptr, token, place, column, mask, SPEC)
+            flush_rows(pooled, as_row(position), slot, as_row(slot) >= 0, compressor.norm_ptr,
+                       rope, pages, eps, global_scale, 1, SPEC)  # fmt: skip
     mask = mask & is_kept
     store_tail(next_kv, next_gate, tail_ptr, position, column, mask, SPEC)
     store_tail(kv, gate, tail_ptr, position, column + DIM, mask, SPEC)
@@ -169,6 +176,7 @@ def compress_csa_segment(
     if (count > 0) & (place.slot >= 0) & (place.workspace_start >= 0):
         ahead = tokens_to_closing(position, SPEC) + tl.arange(0, ROWS) * CSA_RATIO  # [ROWS]
         is_closing = (ahead < count) & (position + ahead - (CSA_ROWS - 1) >= place.before)
+        is_closing &= can_write(position + ahead, place.slot, pages, SPEC)
         pooled = pool_csa_chunk(compressor, token + ahead, is_closing, ROWS, SPEC)
         flush_rows(pooled, position + ahead, place.slot, is_closing, compressor.norm_ptr, rope,
                    pages, eps, global_scale, ROWS, SPEC)  # fmt: skip
@@ -213,7 +221,10 @@ def compress_hca_token(
     slot = place.slot
     kv, gate = load_row(compressor, token, position, column, mask, SPEC)
     tail_ptr = slot_tail(compressor, slot, SPEC)
-    if (slot >= 0) & (position % HCA_RATIO == HCA_RATIO - 1):
+    is_closing = (slot >= 0) & (position % HCA_RATIO == HCA_RATIO - 1)
+    if is_closing:
+        is_closing = can_write(position, slot, pages, SPEC)
+    if is_closing:
         # request + token // HCA_RATIO: the row of `pooled`, another one for every closing window.
         if IS_DECODE:
             window = token + token // HCA_RATIO
@@ -253,7 +264,10 @@ def compress_hca_segment(
             num_kept = tl.where(position == before, place.after - before, 0)
             num_reached = tl.where(position + ahead - (HCA_RATIO - 1) < before, num_kept, count)
         tail_ptr = slot_tail(compressor, place.slot, SPEC)
-        if ahead < num_reached:
+        is_closing = ahead < num_reached
+        if is_closing:
+            is_closing = can_write(position + ahead, place.slot, pages, SPEC)
+        if is_closing:
             window = tl.load(tokens.request_ids_ptr + token) + (token + ahead) // HCA_RATIO
             pool_hca(compressor, tail_ptr, token + ahead, position + ahead, before,
                      split * CHANNELS, window, pooled_ptr, CHANNELS, SPEC)  # fmt: skip
