@@ -31,6 +31,7 @@ from tests.cache.store_processes import (
 )
 from tests.marks import quick
 
+pytest.importorskip("xxhash", reason="the extra `store` is not installed")
 MANY = 1 << 30
 KEY = b"a key of some bytes"
 
