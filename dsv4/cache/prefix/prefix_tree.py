@@ -278,8 +278,7 @@ class PrefixTree:
                     self._take_off_device(node)
                 first_held = len(chain) - num_held
                 self._put_on_host(chain[first_held:], blocks[first_held:])
-                for node in chain[:first_held]:
-                    self._remove(node)
+                self._remove(chain[:first_held])
                 self.num_evicted_blocks += len(chain)
                 self._blocks.release(blocks)
                 if chain[-1].parent is not None:
@@ -333,9 +332,8 @@ class PrefixTree:
         while todo:
             order.append(todo.pop())
             todo += order[-1].children.values()
-        for lost in reversed(order):
-            with self._journal:
-                self._remove(lost)
+        with self._journal:
+            self._remove(order[::-1])
 
     def _make_host_room(
         self, num_blocks: int, key: float, kept: Collection[PrefixNode] = ()
@@ -352,10 +350,25 @@ class PrefixTree:
                 break
             with self._journal:
                 if node.is_host_leaf:
-                    self._remove(node)
+                    self._remove(self._host_chain(node, num_blocks - self._num_host_free, kept))
                 else:
                     self._drop_checkpoint(node)
         return self._num_host_free >= num_blocks
+
+    def _host_chain(
+        self, node: PrefixNode, max_blocks: int, kept: Collection[PrefixNode]
+    ) -> list[PrefixNode]:
+        """Return a leaf on the host, and the blocks before it that are worth nothing without it."""
+        chain = [node]
+        while len(chain) < max_blocks:
+            parent = node.parent
+            if parent is None or parent.block >= 0 or len(parent.children) > 1:
+                break
+            if parent.checkpoint >= 0 or parent.num_swapped or parent in kept:
+                break
+            chain.append(parent)
+            node = parent
+        return chain
 
     def _can_leave_host(self, node: PrefixNode) -> bool:
         return node.is_host_leaf or node in self._on_host
@@ -526,26 +539,27 @@ class PrefixTree:
         order = np.argsort(blocks)
         self._host.copy_blocks_out(blocks[order], targets[order])
 
-    def _remove(self, node: PrefixNode) -> None:
-        """Forget a node that is not on the device; its hash stays as a ghost."""
-        assert not node.children, node.digest
-        journal, parent = self._journal, node.parent
-        self.retention.remember(node)
-        if node.host_block >= 0:
-            self._note_counts()
+    def _remove(self, nodes: Sequence[PrefixNode]) -> None:
+        """Forget nodes that are not on the device, children first; their hashes stay as ghosts."""
+        self._note_counts()
+        host_blocks = [node.host_block for node in nodes if node.host_block >= 0]
+        for node in nodes:
+            assert not node.children, node.digest
+            self.retention.remember(node)
             self._count(node, -1)
-            journal.note_attribute(node, "host_block")
-            self._host_blocks.release(np.array([node.host_block]))
+            self._journal.note_attribute(node, "host_block")
             node.host_block = -1
-        if node.checkpoint >= 0:
-            self._drop_checkpoint(node)
-        journal.note_item(self.nodes, node.digest)
-        del self.nodes[node.digest]
-        self.num_lost_blocks += 1
-        if parent is not None:
-            journal.note_item(parent.children, node.digest)
-            del parent.children[node.digest]
-            self._enqueue(parent)
+            if node.checkpoint >= 0:
+                self._drop_checkpoint(node)
+            self._journal.note_item(self.nodes, node.digest)
+            del self.nodes[node.digest]
+            if node.parent is not None:
+                self._journal.note_item(node.parent.children, node.digest)
+                del node.parent.children[node.digest]
+        self.num_lost_blocks += len(nodes)
+        self._host_blocks.release(np.array(host_blocks, dtype=np.int32))
+        if nodes and nodes[-1].parent is not None:
+            self._enqueue(nodes[-1].parent)
 
     def _drop_checkpoint(self, node: PrefixNode) -> None:
         """Give up a checkpoint; the one before it takes its uses over, if it was superseded."""

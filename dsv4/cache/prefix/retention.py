@@ -111,12 +111,10 @@ class Retention:
         """Return a node's place in the order now."""
         if not node.has_uses:
             return node.last_used - WITHOUT_USES
-        parent, num_own = node.parent, 0
-        if not node.children:  # else its blocks are needed without it
-            num_own = 1
-            while parent is not None and not parent.has_uses and len(parent.children) == 1:
-                num_own, parent = num_own + 1, parent.parent
-        while parent is not None and not parent.has_uses:
+        parent, num_own, is_own = node.parent, int(not node.children), not node.children
+        while parent is not None and not (parent.num_uses and parent.has_uses):
+            is_own = is_own and len(parent.children) == 1  # else others need it too
+            num_own += is_own
             parent = parent.parent
         gain = node.depth - (0 if parent is None else parent.depth)
         worth = node.num_uses * gain / (num_own + self._checkpoint_blocks)

@@ -36,7 +36,9 @@ class TokenStore:
         if is_full.any():
             self._make_room(slots[is_full], 2 * after[is_full])
         first = self._starts[slots] + known
-        if len(ids) == len(slots) and counts.all():  # one id each
+        if len(slots) == 1:
+            self._ids[first[0] : first[0] + len(ids)] = ids
+        elif len(ids) == len(slots) and counts.all():  # one id each
             self._ids[first] = ids
         else:
             ends = counts.cumsum()

@@ -14,7 +14,7 @@ from dsv4.config import CacheConfig
 from dsv4.tools.bench.environment import environment
 from dsv4.tools.bench.timing import summarize
 
-HIT_TARGET_US = 2000.0
+HIT_TARGET_US = 1000.0
 HASH_TARGET_US = 20.0
 
 
