@@ -10,6 +10,7 @@ from dsv4.cache.memory.paged_cache import PagedKVPool
 from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prefix.events import BlockRemoved, BlockStored
 from dsv4.cache.prefix.prefix_cache import PrefixHit, PrefixMatch
 from dsv4.cache.prefix.store import PrefixStore
 from dsv4.cache.prepare_forward import prepare_forward
@@ -43,6 +44,8 @@ __all__ = [
     "AttentionSubBlock",
     "AttentionType",
     "BlockAllocator",
+    "BlockRemoved",
+    "BlockStored",
     "CacheConfig",
     "CacheStats",
     "CapturedForward",

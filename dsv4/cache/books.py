@@ -16,6 +16,7 @@ from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prefix.events import EventLog, OnEvents
 from dsv4.cache.prefix.prefix_cache import PrefixCache
 from dsv4.cache.prefix.prefix_tree import PrefixTree
 from dsv4.cache.prefix.retention import PrefixNode
@@ -46,6 +47,7 @@ class CacheBooks:
         journal: Journal,
         *,
         wipe_on_free: bool,
+        on_events: OnEvents | None = None,
     ) -> None:
         self.journal = journal
         self.requests = requests
@@ -62,13 +64,18 @@ class CacheBooks:
             memory.checkpoints, memory.state.storage, self.host, journal,
             on_free=self._wiper(memory.checkpoints.storage),
         )  # fmt: skip
-        self.prefix = self._new_prefix_cache(capacity, policy)
+        self.prefix = self._new_prefix_cache(capacity, policy, on_events)
         self.swapped = SwappedRequests(self.host, self.allocator, self.prefix, journal)
 
-    def _new_prefix_cache(self, capacity: Capacity, policy: CheckpointPolicy) -> PrefixCache | None:
+    def _new_prefix_cache(
+        self, capacity: Capacity, policy: CheckpointPolicy, on_events: OnEvents | None
+    ) -> PrefixCache | None:
         if not capacity.num_checkpoints:
             return None
-        tree = PrefixTree(self.allocator, self.checkpoints, self.host, self.journal)
+        tree = PrefixTree(
+            self.allocator, self.checkpoints, self.host, self.journal,
+            EventLog(self.journal, on_events, capacity.config.block_tokens),
+        )  # fmt: skip
         return PrefixCache(
             capacity.config, policy, tree, self.journal,
             max_requests=capacity.max_requests,

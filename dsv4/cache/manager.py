@@ -20,6 +20,7 @@ from dsv4.cache.memory.journal import Journal
 from dsv4.cache.memory.layout import block_layout
 from dsv4.cache.memory.schema import build_schemas
 from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prefix.events import OnEvents
 from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch, TrackedRequest
 from dsv4.cache.prefix.token_store import TokenIds, as_token_ids
 from dsv4.cache.request_table import RequestTable
@@ -64,6 +65,8 @@ class KVCacheManager(NotCopyable):
             swapped out.
         undo_slots: Chunks of one forward that `plan.cancel` brings back to their length before it.
         wipe_on_free: Overwrite with zeros the slots and blocks that a request gives back.
+        on_events: Is told which blocks the prefix cache has got and lost, for routers; see
+            `BlockStored`. It is called at the start of the manager's next call.
         storage: The caller's memory for some of `tensors()`, by name; the rest is allocated.
 
     Attributes:
@@ -95,6 +98,7 @@ class KVCacheManager(NotCopyable):
         host_slots: int = 0,
         undo_slots: int = 1,
         wipe_on_free: bool = False,
+        on_events: OnEvents | None = None,
         storage: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         check_bool("batch_invariant", batch_invariant)
@@ -137,6 +141,7 @@ class KVCacheManager(NotCopyable):
         self._books = CacheBooks(
             self.capacity, self.device_memory, self._requests,
             checkpoint_policy or CheckpointPolicy(), self._journal, wipe_on_free=wipe_on_free,
+            on_events=on_events,
         )  # fmt: skip
         self._forward = CurrentForward(self.capacity, self.device_memory, self._books)
         self._planner = ForwardPlanner(
@@ -712,6 +717,8 @@ class KVCacheManager(NotCopyable):
             raise RuntimeError(f"This manager is {self._problem}")
         self._journal.finish()
         self._forward.settle()
+        if self._books.prefix is not None:
+            self._books.prefix.tree.events.send()
 
     def _open_rows(self, slots: int | Ints) -> Int64Array:
         self._begin()

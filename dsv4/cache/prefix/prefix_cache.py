@@ -464,19 +464,33 @@ class PrefixCache:
             nodes = request.nodes
             parent, digest = (nodes[-1], nodes[-1].digest) if nodes else (None, request.root)
             part = known[start + begin * width : start + end * width]
+            num_known = len(nodes)
             for known_as in hash_blocks(digest, part, width):
                 block = next(blocks)
                 parent, is_taken = add(known_as, parent, block, added)
                 nodes.append(parent)
                 if is_taken:
                     taken.append(block)
-                elif parent.block != block:
+                    continue
+                num_known += 1
+                if parent.block != block:
                     self._adopt(slot, len(nodes) - 1, block, parent.block)
+            if self.tree.events.is_wanted:
+                self._tell(slot, nodes, num_known)
             if request.pending:
                 self._publish_checkpoints(slot, request, end)
         self._blocks.share(np.array(taken, dtype=np.int32))
         self._journal.note_rows(self._num_published, slots)
         self._num_published[slots] = last
+
+    def _tell(self, slot: int, nodes: list[PrefixNode], first: int) -> None:
+        """Tell of blocks that a request has published, from the first one that was not there."""
+        block_tokens = self._config.block_tokens
+        ids = self.ids.read(slot)[first * block_tokens : len(nodes) * block_tokens]
+        self.tree.events.note_stored(
+            [node.digest for node in nodes[first:]], nodes[first - 1].digest if first else None,
+            token_ids=ids,
+        )  # fmt: skip
 
     def _publish_checkpoints(self, slot: int, request: TrackedRequest, num_final: int) -> None:
         pending, block_tokens = request.pending, self._config.block_tokens

@@ -19,6 +19,7 @@ from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.checkpoints import Checkpoints
 from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
+from dsv4.cache.prefix.events import DEVICE, HOST, EventLog
 from dsv4.cache.prefix.retention import PrefixNode, Retention
 from dsv4.errors import IntegrityError, OutOfBlocksError
 
@@ -47,6 +48,7 @@ class PrefixTree:
     Args:
         blocks, checkpoints: The owners of each; the tree is one of them.
         host: The host's memory, of which the tree owns some blocks.
+        events: Is told of blocks that come and go.
 
     Attributes:
         holds_blocks_on_host: Evicted blocks go to the host, not only checkpoints.
@@ -62,7 +64,9 @@ class PrefixTree:
         checkpoints: Checkpoints,
         host: HostMemory,
         journal: Journal,
+        events: EventLog,
     ) -> None:
+        self.events = events
         self.nodes: dict[bytes, PrefixNode] = {}
         self.num_evicted_blocks = 0
         self.num_evicted_checkpoints = 0
@@ -276,6 +280,7 @@ class PrefixTree:
                 blocks = np.array([node.block for node in chain], dtype=np.int32)
                 for node in chain:
                     self._take_off_device(node)
+                self.events.note_removed([node.digest for node in chain])
                 first_held = len(chain) - num_held
                 self._put_on_host(chain[first_held:], blocks[first_held:])
                 self._remove(chain[:first_held])
@@ -379,6 +384,7 @@ class PrefixTree:
             return
         sources = np.array([node.host_block for node in nodes], dtype=np.int32)
         self._host.copy_blocks_in(sources, blocks)
+        self._note_stored(nodes, DEVICE)
         for node, block in zip(nodes, blocks.tolist(), strict=True):
             self._put_on_device(node, block)
 
@@ -495,6 +501,12 @@ class PrefixTree:
         if self._can_leave_host(node):
             self._host_things.push(node)
 
+    def _note_stored(self, nodes: Sequence[PrefixNode], medium: str) -> None:
+        """Tell of nodes, each the child of the one before."""
+        parent = nodes[0].parent
+        digests = [node.digest for node in nodes]
+        self.events.note_stored(digests, None if parent is None else parent.digest, medium=medium)
+
     def _put_on_device(self, node: PrefixNode, block: int) -> None:
         journal, parent = self._journal, node.parent
         journal.note_attribute(node, "block")
@@ -505,6 +517,7 @@ class PrefixTree:
             journal.note_attribute(node, "host_block")
             self._host_blocks.release(np.array([node.host_block]))
             node.host_block = -1
+            self.events.note_removed([node.digest], medium=HOST)
         node.block = block
         self._is_mine[block] = True
         self._count(node, 1)
@@ -536,6 +549,7 @@ class PrefixTree:
             node.host_block = target
             self._count(node, 1)
             self._enqueue(node)
+        self._note_stored(nodes[::-1], HOST)
         order = np.argsort(blocks)
         self._host.copy_blocks_out(blocks[order], targets[order])
 
@@ -543,6 +557,9 @@ class PrefixTree:
         """Forget nodes that are not on the device, children first; their hashes stay as ghosts."""
         self._note_counts()
         host_blocks = [node.host_block for node in nodes if node.host_block >= 0]
+        self.events.note_removed(
+            [each.digest for each in nodes if each.host_block >= 0], medium=HOST
+        )
         for node in nodes:
             assert not node.children, node.digest
             self.retention.remember(node)
