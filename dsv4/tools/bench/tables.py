@@ -105,7 +105,13 @@ def show_trace(result: Result) -> Shown:
         ],
         [
             f"a block is {result['block_bytes']:,} bytes, a checkpoint "
-            f"{result['checkpoint_blocks']} blocks, a halo {result['halo_blocks']:.1f}"
+            f"{result['checkpoint_blocks']} blocks, a halo {result['halo_blocks']:.1f}",
+            *(
+                f"one budget of {row['size']} blocks: {row['device_blocks']:,} on the device and "
+                f"{row['host_blocks']:,} on the host, the rest for checkpoints on their way there"
+                for row in rows
+                if row["policy"] == "one budget" and row["blocks"]
+            ),
         ],
     )
 

@@ -127,11 +127,17 @@ def _cases(prompts: Sequence[TracePrompt], sizes: Sequence[int]) -> list[Case]:
     distinct = len({each for prompt in prompts for each in prompt.hashes})
     every = CheckpointPolicy().every_blocks
     most_checkpoints = distinct // every + 2 * len(prompts) + STAGED_CHECKPOINTS
-    everything = DEVICE_SHARE * distinct + _sizes(narrow_config())[1] * most_checkpoints
+    needed = distinct + _sizes(narrow_config())[1] * most_checkpoints
     bound = found_by_lru(prompts, distinct)
     return [
-        Case(size, size or everything, longest, found_by_lru(prompts, size or distinct), bound)
-        for size in (*(size for size in sizes if size < everything), 0)
+        Case(
+            size,
+            size or DEVICE_SHARE * needed,
+            longest,
+            found_by_lru(prompts, size or distinct),
+            bound,
+        )
+        for size in (*(size for size in sizes if size < needed), 0)
     ]
 
 
