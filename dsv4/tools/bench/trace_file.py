@@ -28,8 +28,9 @@ def read_trace(path: Path, *, first: int, count: int) -> list[TracePrompt]:
     The last id of a prompt may stand for less than a block, and changes with the next turn. So
     a prompt keeps the ids of its whole blocks.
     """
+    open_text = gzip.open if path.suffix == ".gz" else open
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        with open_text(path, "rt", encoding="utf-8") as lines:
             prompts = [
                 _read_prompt(line, f"line {number} of {path}")
                 for number, line in islice(enumerate(lines, 1), first - 1, first - 1 + count)
