@@ -24,7 +24,7 @@ def plot_trace(result: Mapping[str, Any], path: Path) -> None:
     rows = result["rows"]
     sizes = sorted({row["blocks"] for row in rows if row["blocks"]})
     labels = [f"{size:,}" for size in sizes] + ["all"]
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.subplots()
     for name, (color, line) in STYLES.items():
         if name in LABELS:
@@ -38,5 +38,5 @@ def plot_trace(result: Mapping[str, Any], path: Path) -> None:
     axes.set_ylabel("found, % of the prompt tokens")
     last = result["first"] + result["num_requests"] - 1
     axes.set_title(f"{result['file']}, requests {result['first']:,} to {last:,}", parse_math=False)
-    axes.legend(loc="upper left")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=150)
