@@ -133,7 +133,7 @@ def move_to(device: str, value: _Nested) -> _Nested:
     return cast(_Nested, _map_tensors(lambda tensor: tensor.to(device), value))
 
 
-def take_rows(inputs: LayerProjections, rows: slice) -> LayerProjections:
+def take_rows(inputs: LayerProjections, rows: slice | Tensor) -> LayerProjections:
     """Take the projections of some of the tokens."""
     return cast(LayerProjections, _map_tensors(lambda tensor: tensor[rows], inputs))
 

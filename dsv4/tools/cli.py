@@ -224,6 +224,7 @@ def _demo(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     try:
         bench_command.use_external_folder(options)
+        bench_command.check_plot(options)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return bench_command.run_bench(options)

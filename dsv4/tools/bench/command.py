@@ -4,34 +4,45 @@ import argparse
 import importlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsv4.kernels.external.find import add_folder
 from dsv4.tools.bench import tables
 from dsv4.tools.bench.tables import Result, Shown
 from dsv4.tools.console import make_console, printable
+from dsv4.tools.outputs import add_force, check_new
+from dsv4.tools.pictures import check_picture
 from dsv4.tools.planner.command import positive
 
 
 class Option(NamedTuple):
-    """An option of a bench and the parameter that it sets: a number above 0, or a switch."""
+    """An option of a bench and the parameter that it sets.
+
+    Attributes:
+        default: False for a switch.
+        parse: Reads its text, by default a number above 0.
+    """
 
     flag: str
     parameter: str
-    default: int
+    default: int | None
     help: str | None = None
+    parse: Callable[[str], object] = positive
 
 
 class Bench(NamedTuple):
     """A bench `NAME`: `dsv4.tools.bench.NAME.bench_NAME`, which takes its options by name.
 
-    external names the projects whose kernels `--compare` times beside ours.
+    external names the projects whose kernels `--compare` times beside ours. reads_file is for a
+    bench that takes a FILE.
     """
 
     help: str
     show: Callable[[Result], Shown]
     options: tuple[Option, ...] = ()
     external: str | None = None
+    reads_file: bool = False
 
 
 REQUESTS = Option("--requests", "num_requests", 256)
@@ -47,6 +58,16 @@ BENCHES = {
     "prefix": Bench(
         "host time of a prefix hit and of a block's hash", tables.show_prefix,
         (Option("--tokens", "num_tokens", 100_000), Option("--rounds", "num_rounds", 50)),
+    ),
+    "trace": Bench(
+        "what the prefix cache finds of a trace's prompts", tables.show_trace,
+        (
+            Option("--requests", "num_requests", 600),
+            Option("--first", "first", 1, "the line of the first request"),
+            Option("--blocks", "num_blocks", None, "memory in blocks; by default several sizes"),
+            Option("--plot", "plot", None, "draw found over memory: .png or .svg", Path),
+        ),
+        reads_file=True,
     ),
     "swap": Bench(
         "a request to host memory and back, on a GPU", tables.show_swap,
@@ -82,12 +103,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench", required=True)
     for name, bench in BENCHES.items():
         command = commands.add_parser(name, help=bench.help)
-        for flag, parameter, default, text in _options(bench):
+        if bench.reads_file:
+            command.add_argument("file", type=Path, metavar="FILE", help="one JSON object a line")
+            add_force(command)
+        for flag, parameter, default, text, parse in _options(bench):
             if isinstance(default, bool):
                 command.add_argument(flag, dest=parameter, action="store_true", help=text)
                 continue
             command.add_argument(
-                flag, dest=parameter, type=positive, default=default, help=text,
+                flag, dest=parameter, type=parse, default=default, help=text,
                 metavar=flag.removeprefix("--").upper(),
             )  # fmt: skip
         if bench.external is not None:
@@ -111,6 +135,13 @@ def use_external_folder(options: argparse.Namespace) -> None:
         add_folder(options.peers)
 
 
+def check_plot(options: argparse.Namespace) -> None:
+    """Refuse a plot that cannot be drawn or would replace a file."""
+    if getattr(options, "plot", None) is not None:
+        check_picture(options.plot, what="plot", option="--plot")
+        check_new([options.plot], force=options.force)
+
+
 def run_bench(options: argparse.Namespace) -> int:
     """Run one bench; print its tables, unless --json, and its result as one line of JSON.
 
@@ -120,7 +151,7 @@ def run_bench(options: argparse.Namespace) -> int:
     run = getattr(
         importlib.import_module(f"dsv4.tools.bench.{options.bench}"), f"bench_{options.bench}"
     )
-    names = [option.parameter for option in _options(bench)]
+    names = ["file"] * bench.reads_file + [option.parameter for option in _options(bench)]
     result: dict[str, Any] = run(**{name: getattr(options, name) for name in names})
     if not options.json:
         shown = bench.show(result)

@@ -70,6 +70,52 @@ def show_prefix(result: Result) -> Shown:
     return Shown([_times_and_targets(title, "best", result)])
 
 
+def show_trace(result: Result) -> Shown:
+    """Show what was found with each size of memory, and what a hit and the tiers cost."""
+    last = result["first"] + result["num_requests"] - 1
+    title = f"Found of the prompt tokens: {result['file']}, requests {result['first']} to {last}"
+    rows = [
+        {
+            **row,
+            "size": f"{row['blocks']:,}" if row["blocks"] else "all",
+            "ratio": "-" if row["ratio"] is None else f"{row['ratio']:.3f}",
+            "target": "" if row["target"] is None else f"{row['target']:.2f}",
+            **{f"{tier}_gb": count / 1e9 for tier, count in row["bytes"].items()},
+        }
+        for row in result["rows"]
+    ]
+    found = (
+        ("blocks", "{size}"), ("policy", "{policy}"), ("bound", "{bound:.2%}"),
+        ("plain LRU", "{lru:.2%}"), ("found", "{found:.2%}"), ("of LRU", "{ratio}"),
+        ("target", "{target}"),
+    )  # fmt: skip
+    cost = (
+        ("blocks", "{size}"), ("policy", "{policy}"),
+        ("replayed blocks a hit", "{replayed_blocks_per_hit:.2f}"),
+        ("resume, median us", "{resume_median_us:.0f}"), ("90 %", "{resume_p90_us:.0f}"),
+        ("device GB", "{device_blocks_gb:.2f}"), ("staged", "{device_checkpoints_gb:.2f}"),
+        ("host GB", "{host_blocks_gb:.2f}"), ("checkpoints", "{host_checkpoints_gb:.2f}"),
+    )  # fmt: skip
+    return Shown(
+        [
+            build_table(title, rows, found, num_left=2),
+            build_table(
+                "Cost of a hit, and bytes at the end as V4-Flash's", rows, cost, num_left=2
+            ),
+        ],
+        [
+            f"a block is {result['block_bytes']:,} bytes, a checkpoint "
+            f"{result['checkpoint_blocks']} blocks, a halo {result['halo_blocks']:.1f}",
+            *(
+                f"one budget of {row['size']} blocks: {row['device_blocks']:,} on the device and "
+                f"{row['host_blocks']:,} on the host, the rest for checkpoints on their way there"
+                for row in rows
+                if row["policy"] == "one budget" and row["blocks"]
+            ),
+        ],
+    )
+
+
 def _times_and_targets(title: str, first: str, result: Result) -> Table:
     rows = [
         {
