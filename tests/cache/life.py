@@ -366,7 +366,8 @@ class Life(RuleBasedStateMachine):
                     slot = manager.swap_in(manager.swap_out(slot))
             elif event == 3:
                 plan = prepare_forward(manager, [slot], [length], [end])
-                self.run_layer(plan, [Row(slot, projections, length, end)], 0)
+                if len(self.world.weights) > 1:  # else the forward would be complete
+                    self.run_layer(plan, [Row(slot, projections, length, end)], 0)
                 plan.cancel()
                 length = int(manager.lengths[slot])
                 assert length in (piece, start)
