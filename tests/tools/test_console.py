@@ -28,7 +28,10 @@ COMMANDS = {
     "inspect": (["inspect", "FOLDER/file"], "dsv4.tools.inspector.report.RequestInspector"),
     "info": (["info"], "dsv4.tools.info.collect_info"),
     **{
-        f"bench {name}": (["bench", name], f"dsv4.tools.bench.{name}.bench_{name}")
+        f"bench {name}": (
+            ["bench", name, *(["FOLDER/file"] if name == "trace" else [])],
+            f"dsv4.tools.bench.{name}.bench_{name}",
+        )
         for name in BENCHES
     },
 }
