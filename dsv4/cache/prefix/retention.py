@@ -29,6 +29,8 @@ GHOSTS_PER_BLOCK = 4
 class PrefixNode:
     """A full block.
 
+    Uses, times and keys are hints: an undone change may leave them as they are.
+
     Attributes:
         digest: The hash of all tokens up to its end.
         parent: The block before it; None for a first one.
