@@ -229,3 +229,17 @@ def test_kernels_write_no_entry_of_a_replay(ratios, block_tokens, device):
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     ids_of_blocks = manager.blocks_of(slot)[:2]
     assert torch.equal(manager.paged.storage[ids_of_blocks], blocks[ids_of_blocks])
+
+
+def test_a_long_prompt_is_resumed_for_a_halo():
+    assert CacheConfig.v4_flash().halo_tokens == 5462
+    config = CacheConfig.tiny(compress_ratios=(0, 4), num_query_heads=1, max_position=1 << 17)
+    ids = np.random.default_rng(0).integers(0, 1 << 17, 100_000)
+    manager = new_manager(config, num_blocks=400, max_forward_tokens=len(ids))
+    slot = manager.resume_request(ids).slot
+    manager.prepare_forward([slot], [0], [len(ids)]).complete()
+    manager.free_request(slot)
+    hit = manager.resume_request(ids)
+    known = len(ids) // config.block_tokens * config.block_tokens
+    assert (hit.num_tokens, hit.num_replayed) == (known - 255, 255)
+    assert manager.stats().num_prefix_checkpoints == 0
