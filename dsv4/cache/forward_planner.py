@@ -67,7 +67,7 @@ class ForwardPlanner:
         needs = self.count_blocks(real_slots, real_before, real_after)
         is_chunk = (counts > self._capacity.max_step_tokens) & is_real
         has_chunks = bool(is_chunk.any())
-        chosen = self._choose_boundaries(slots, before, after)
+        chosen = self._choose_boundaries(slots, before, after, is_chunk)
         in_chunks = [each for each in chosen if is_chunk[each[0]]]
         in_steps = [each for each in chosen if not is_chunk[each[0]]]
         survival = self._plan_survival(slots, before, after, is_chunk, has_chunks=has_chunks)
@@ -194,14 +194,14 @@ class ForwardPlanner:
         return rows[num_before < self._books.allocator.num_owners[ids] - 1]
 
     def _choose_boundaries(
-        self, slots: Int64Array, before: Int64Array, after: Int64Array
+        self, slots: Int64Array, before: Int64Array, after: Int64Array, is_chunk: BoolArray
     ) -> list[tuple[int, int, int]]:
         """Choose the boundaries to checkpoint; a replay's fixed state is right at its end."""
         prefix = self._books.prefix
         if prefix is None:
             return []
         start = np.maximum(before, self._books.requests.written_from(slots) - 1)
-        return prefix.choose_boundaries(slots, start, after)
+        return prefix.choose_boundaries(slots, start, after, is_chunk)
 
     def _plan_survival(
         self,

@@ -75,6 +75,21 @@ def test_the_caller_names_boundaries():
         manager.resume_request(ids, checkpoint_at=[50])
 
 
+@pytest.mark.parametrize(("in_generation", "found"), [(True, 24), (False, 16)])
+def test_a_conversation_goes_on_from_its_answer(in_generation, found):
+    policy = CheckpointPolicy(every_blocks=0, in_generation=in_generation)
+    manager = make_manager(checkpoint_policy=policy)
+    prompt, answer = text(0, 2), text(1, 2)[:13]
+    slot = manager.resume_request(prompt).slot
+    run_forward(manager, WEIGHTS, [Row(slot, TOKENS, 0, 16)])
+    for length, token in enumerate(answer, start=16):
+        manager.note_tokens(slot, [token], start=length)
+        run_forward(manager, WEIGHTS, [Row(slot, TOKENS, length, length + 1)])
+    manager.free_request(slot)
+    hit = manager.resume_request([*prompt, *answer, 1, 2, 3])
+    assert (hit.num_tokens, hit.num_replayed) == (found, 24 - found)
+
+
 def test_a_conversation_outlives_single_prompts():
     """Its turns count; prompts that were asked once go first, though they were used later."""
     manager = make_manager(num_blocks=12, checkpoint_policy=ONLY_ENDS)

@@ -29,18 +29,22 @@ class CheckpointPolicy:
             if that names no others.
         at_branches: Checkpoint the boundary at which a prompt leaves one that was there before.
         at_forks: Checkpoint the last boundary before a fork, if the window ring still holds it.
+        in_generation: Checkpoint boundaries between generated tokens, a few in each step, so that
+            a conversation goes on from its answer. They too are the first to go.
     """
 
     every_blocks: int = 8
     at_prompt_end: bool = True
     at_branches: bool = True
     at_forks: bool = True
+    in_generation: bool = True
 
     def __post_init__(self) -> None:
         check_int("every_blocks", self.every_blocks, at_least=0)
         check_bool("at_prompt_end", self.at_prompt_end)
         check_bool("at_branches", self.at_branches)
         check_bool("at_forks", self.at_forks)
+        check_bool("in_generation", self.in_generation)
 
     def may_choose(self, first: Int64Array, last: Int64Array) -> BoolArray:
         """Tell for many requests at once whether `chosen` may return any boundary."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsv4.cache.memory.arrays import Int64Array, IntArray, ragged
+from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray, ragged
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.checkpoints import CheckpointPolicy, Checkpoints
 from dsv4.cache.memory.journal import Journal
@@ -65,6 +65,7 @@ class ResumePoint(NamedTuple):
     path: list[PrefixNode]
 
 
+GENERATED_PER_STEP = 2  # checkpoints, so that a step in which many blocks close stays short
 NO_POINT = ResumePoint(0, None, [])
 
 
@@ -292,12 +293,13 @@ class PrefixCache:
         self.has_news = True
 
     def choose_boundaries(
-        self, slots: Int64Array, before: Int64Array, after: Int64Array
+        self, slots: Int64Array, before: Int64Array, after: Int64Array, is_chunk: BoolArray
     ) -> list[tuple[int, int, int]]:
         """Choose the boundaries that a forward passes and that are worth a checkpoint.
 
         Args:
             slots, before, after: Slots and lengths of all rows; rows of slot -1 are left out.
+            is_chunk: Rows with more tokens than a step.
 
         Returns:
             Row, slot and boundary; those with uses first, and of a row the last one first.
@@ -307,15 +309,21 @@ class PrefixCache:
         may_choose = (slots >= 0) & (first <= last)
         if not may_choose.any():
             return []
-        may_choose &= self.policy.may_choose(first, last) | (first <= self._last_use[slots])
+        may_want = self.policy.may_choose(first, last) | (first <= self._last_use[slots])
+        rows = (may_choose & may_want).nonzero()[0].tolist()
+        if self.policy.in_generation:
+            generated = (may_choose & ~may_want & ~is_chunk).nonzero()[0]
+            rows += generated[:GENERATED_PER_STEP].tolist()
         with_uses: list[tuple[int, int, int]] = []
         others: list[tuple[int, int, int]] = []
-        for row in may_choose.nonzero()[0].tolist():
+        for row in rows:
             slot, low, high = int(slots[row]), int(first[row]), int(last[row])
             request = self.requests.get(slot)
             if request is None:
                 continue
             blocks = set(self.policy.chosen(low, high))
+            if not may_want[row]:
+                blocks.add(high)
             blocks.update(block for block in request.uses if low <= block <= high)
             for block in sorted(blocks, reverse=True):
                 chosen = with_uses if request.uses.get(block) else others
