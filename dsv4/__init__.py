@@ -10,6 +10,7 @@ from dsv4.cache.memory.paged_cache import PagedKVPool
 from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prefix.disk_tier import Prefetch
 from dsv4.cache.prefix.events import BlockRemoved, BlockStored
 from dsv4.cache.prefix.prefix_cache import PrefixHit, PrefixMatch
 from dsv4.cache.prefix.store import PrefixStore
@@ -69,6 +70,7 @@ __all__ = [
     "NoFreeSlotError",
     "OutOfBlocksError",
     "PagedKVPool",
+    "Prefetch",
     "PrefixHit",
     "PrefixMatch",
     "PrefixStore",

@@ -156,7 +156,7 @@ class Engine:
                 if request.swapped is not None:
                     request.slot, found = manager.swap_in(request.swapped), 1
                 else:
-                    request.slot, found, _ = manager.resume_request(request.ids, salt=request.salt)
+                    request.slot, found, *_ = manager.resume_request(request.ids, salt=request.salt)
             except OutOfBlocksError:  # of swap_in: others on the host keep blocks on the device
                 self.restart(request, "recomputed")
                 continue

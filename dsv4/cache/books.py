@@ -16,10 +16,12 @@ from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prefix.disk_tier import DiskTier
 from dsv4.cache.prefix.events import EventLog, OnEvents
 from dsv4.cache.prefix.prefix_cache import PrefixCache
 from dsv4.cache.prefix.prefix_tree import PrefixTree
 from dsv4.cache.prefix.retention import PrefixNode
+from dsv4.cache.prefix.store import PrefixStore
 from dsv4.cache.request_table import RequestTable
 from dsv4.cache.swap import SwappedRequests
 from dsv4.errors import OutOfBlocksError
@@ -48,6 +50,7 @@ class CacheBooks:
         *,
         wipe_on_free: bool,
         on_events: OnEvents | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         self.journal = journal
         self.requests = requests
@@ -64,23 +67,35 @@ class CacheBooks:
             memory.checkpoints, memory.state.storage, self.host, journal,
             on_free=self._wiper(memory.checkpoints.storage),
         )  # fmt: skip
-        self.prefix = self._new_prefix_cache(capacity, policy, on_events)
+        self.prefix = self._new_prefix_cache(capacity, policy, on_events, store)
         self.swapped = SwappedRequests(self.host, self.allocator, self.prefix, journal)
 
     def _new_prefix_cache(
-        self, capacity: Capacity, policy: CheckpointPolicy, on_events: OnEvents | None
+        self,
+        capacity: Capacity,
+        policy: CheckpointPolicy,
+        on_events: OnEvents | None,
+        store: PrefixStore | None,
     ) -> PrefixCache | None:
+        if store is not None and not (capacity.num_checkpoints and self.host.blocks.numel()):
+            raise ValueError(
+                "Invalid store: expected a manager with a prefix cache that has blocks on the "
+                "host (prefix_bytes, or num_checkpoints and host_blocks), got none"
+            )
         if not capacity.num_checkpoints:
             return None
         tree = PrefixTree(
             self.allocator, self.checkpoints, self.host, self.journal,
             EventLog(self.journal, on_events, capacity.config.block_tokens),
         )  # fmt: skip
+        tier = None
+        if store is not None:
+            tier = DiskTier(store, capacity.config, tree, self.checkpoints, self.host, self.journal)
         return PrefixCache(
             capacity.config, policy, tree, self.journal,
             max_requests=capacity.max_requests,
             blocks=self.allocator, checkpoints=self.checkpoints,
-            block_table=self.requests.block_table, set_blocks=self.requests.set_blocks,
+            block_table=self.requests.block_table, set_blocks=self.requests.set_blocks, tier=tier,
         )  # fmt: skip
 
     def make_room(

@@ -107,6 +107,7 @@ def _owner_problems(books: CacheBooks, forward: CurrentForward) -> Iterator[str]
             *forward.held_checkpoints.tolist(),
         ]  # fmt: skip
         host_blocks += prefix.tree.owned_host_blocks() + books.checkpoints.host_blocks()
+        host_blocks += [] if prefix.tier is None else prefix.tier.owned_host_blocks()
         for slot, request in prefix.requests.items():
             if type(slot) is not int or not books.requests.is_open[slot]:
                 yield f"the prefix cache tracks {slot!r}, which is not an open slot"

@@ -20,8 +20,10 @@ from dsv4.cache.memory.journal import Journal
 from dsv4.cache.memory.layout import block_layout
 from dsv4.cache.memory.schema import build_schemas
 from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prefix.disk_tier import Prefetch
 from dsv4.cache.prefix.events import OnEvents
 from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch, TrackedRequest
+from dsv4.cache.prefix.store import PrefixStore
 from dsv4.cache.prefix.token_store import TokenIds, as_token_ids
 from dsv4.cache.request_table import RequestTable
 from dsv4.cache.saved_request import copy_request, read_saved, write_saved
@@ -68,6 +70,9 @@ class KVCacheManager(NotCopyable):
         on_events: Is told which blocks the prefix cache has got and lost, for routers; see
             `BlockStored`. It is called at the start of the manager's next call.
         storage: The caller's memory for some of `tensors()`, by name; the rest is allocated.
+        store: Records on disk, for a prefix cache with blocks on the host. What is published is
+            written there, and read back to the host by `prefetch` and `resume_request`. Close the
+            manager first.
 
     Attributes:
         schedule: One `LayerSpec` per layer.
@@ -100,6 +105,7 @@ class KVCacheManager(NotCopyable):
         wipe_on_free: bool = False,
         on_events: OnEvents | None = None,
         storage: Mapping[str, torch.Tensor] | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         check_bool("batch_invariant", batch_invariant)
         check_bool("wipe_on_free", wipe_on_free)
@@ -142,6 +148,7 @@ class KVCacheManager(NotCopyable):
             self.capacity, self.device_memory, self._requests,
             checkpoint_policy or CheckpointPolicy(), self._journal, wipe_on_free=wipe_on_free,
             on_events=on_events,
+            store=store,
         )  # fmt: skip
         self._forward = CurrentForward(self.capacity, self.device_memory, self._books)
         self._planner = ForwardPlanner(
@@ -235,6 +242,9 @@ class KVCacheManager(NotCopyable):
         window rows and tails. The request cannot be truncated below `num_tokens + num_replayed`,
         except to a checkpoint or to 0.
 
+        Where the store has records with which more would be found, they are read now. An engine
+        may wait for the hit's `prefetch`, free the slot and resume again.
+
         Args:
             token_ids: The prompt, 32-bit integers.
             salt: The prompt's owner; other salts never share.
@@ -254,13 +264,14 @@ class KVCacheManager(NotCopyable):
         self._begin()
         requests.check_free_slots()
         self._forward.publish()
-        (length, checkpointed, path), tracked = prefix.start_request(
+        (length, checkpointed, path), tracked, in_memory = prefix.start_request(
             prompt, books.count_fitting, named
         )
         num_missing = sum(node.block < 0 for node in path)
         books.make_room(num_missing, path)
         known = len(path) * self.config.block_tokens
-        prefix.count_lookup(len(prompt.ids), length)
+        on_device = (len(path) - num_missing) * self.config.block_tokens
+        prefix.count_lookup(len(prompt.ids), length, max(0, length - on_device))
         with self._journal:
             slot = books.open_slots(1)[0]
             if path:
@@ -273,7 +284,24 @@ class KVCacheManager(NotCopyable):
                     slot, blocks, length=length, rollback_floor=known, num_read_only=len(path)
                 )
             prefix.track(slot, tracked, prompt.ids)
-            return PrefixHit(slot, length, known - length)
+        prefetch = prefix.prefetch(prompt, in_memory, length)
+        return PrefixHit(slot, length, known - length, prefetch)
+
+    def prefetch(self, token_ids: TokenIds, *, salt: bytes = b"") -> Prefetch | None:
+        """Start to read from disk what `resume_request` would not find of a prompt in memory.
+
+        Threads read into host memory, where things that are worth less make room. The manager's
+        first call after they are done makes the blocks known.
+
+        Returns:
+            None if the store has no more of the prompt, or the host no room for it.
+        """
+        prefix = self._prefix()
+        prompt = prefix.read_prompt(token_ids, salt)
+        self._begin()
+        self._forward.publish()
+        path = prefix.find_blocks(prompt)
+        return prefix.prefetch(prompt, path, prefix.choose_start(path).num_tokens)
 
     def match_prefix(self, token_ids: TokenIds, *, salt: bytes = b"") -> PrefixMatch:
         """Count the tokens of a prompt that `resume_request` would find now; changes nothing."""
@@ -684,6 +712,8 @@ class KVCacheManager(NotCopyable):
                 f"{self.open_slots} and {used} blocks; free, save or swap out the requests"
             )
         if prefix is not None:
+            if prefix.tier is not None:
+                prefix.tier.finish_writes()
             prefix.tree.evict(evictable)
             prefix.tree.make_checkpoint_room(self.capacity.num_checkpoints, uses=True)
         self._forward.retire()
@@ -698,7 +728,13 @@ class KVCacheManager(NotCopyable):
             self._problem = ""
 
     def close(self) -> None:
-        """Give all memory back; the manager cannot be used again."""
+        """Give all memory back; the manager cannot be used again.
+
+        Published blocks that wait are given to the store first.
+        """
+        tier = None if self._books.prefix is None else self._books.prefix.tier
+        if tier is not None:
+            tier.close(is_usable=not self._problem and not self._journal.is_lost)
         self._problem = "closed"
         self._forward.retire()
         self._layers = []
@@ -717,8 +753,11 @@ class KVCacheManager(NotCopyable):
             raise RuntimeError(f"This manager is {self._problem}")
         self._journal.finish()
         self._forward.settle()
-        if self._books.prefix is not None:
-            self._books.prefix.tree.events.send()
+        prefix = self._books.prefix
+        if prefix is not None:
+            if prefix.tier is not None:
+                prefix.tier.advance()
+            prefix.tree.events.send()
 
     def _open_rows(self, slots: int | Ints) -> Int64Array:
         self._begin()

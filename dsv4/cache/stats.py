@@ -21,6 +21,11 @@ class CacheStats:
         prefix_bytes, prefix_host_bytes: Their bytes on the device and on the host.
         num_lookups, num_hits: Calls of `resume_request`, and those that found a beginning.
         num_asked_tokens, num_hit_tokens: Tokens of their prompts, and those that were found.
+        num_host_hit_tokens: Those of the tokens found whose blocks were on the host.
+        num_disk_tokens: Tokens whose blocks were loaded from disk to the host.
+        num_disk_given, num_disk_skipped: Records that were given to the store, and those that had
+            left the device before, or that it refused.
+        num_disk_damaged: Records of the store that were found damaged.
         num_evicted_blocks, num_evicted_checkpoints: Those that left the device to make room.
         num_lost_blocks: Published blocks that left device and host.
         num_skipped_checkpoints: Boundaries that the policy chose when no checkpoint was left.
@@ -42,6 +47,11 @@ class CacheStats:
     num_hits: int = 0
     num_asked_tokens: int = 0
     num_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
+    num_disk_tokens: int = 0
+    num_disk_given: int = 0
+    num_disk_skipped: int = 0
+    num_disk_damaged: int = 0
     num_evicted_blocks: int = 0
     num_evicted_checkpoints: int = 0
     num_lost_blocks: int = 0
@@ -72,6 +82,11 @@ def collect_stats(books: CacheBooks, memory: DeviceMemory) -> CacheStats:
     }
     if prefix is None:
         return CacheStats(**common)
+    if (tier := prefix.tier) is not None:
+        common["num_disk_tokens"] = tier.num_loaded_tokens
+        common["num_disk_given"] = tier.num_given
+        common["num_disk_skipped"] = tier.num_skipped
+        common["num_disk_damaged"] = tier.num_damaged
     tree = prefix.tree
     block_bytes = memory.paged.layout.num_bytes
     checkpoint_bytes, on_host = memory.checkpoints.storage.shape[1], tree.num_host_checkpoints
@@ -88,6 +103,7 @@ def collect_stats(books: CacheBooks, memory: DeviceMemory) -> CacheStats:
         num_hits=prefix.num_hits,
         num_asked_tokens=prefix.num_asked_tokens,
         num_hit_tokens=prefix.num_hit_tokens,
+        num_host_hit_tokens=prefix.num_host_hit_tokens,
         num_evicted_blocks=tree.num_evicted_blocks,
         num_evicted_checkpoints=tree.num_evicted_checkpoints,
         num_lost_blocks=tree.num_lost_blocks,

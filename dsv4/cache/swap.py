@@ -110,7 +110,7 @@ class SwappedRequests:
         needed = int(np.count_nonzero(~self._is_shared(blocks[len(nodes) :])))
         if self._prefix is not None:
             needed += sum(node.num_swapped == 0 for node in nodes)
-            self._prefix.tree.make_host_room(needed)
+            self._prefix.make_host_room(needed)
         elif needed > host.block_owners.num_free:
             raise OutOfBlocksError(
                 needed, host.block_owners.num_free,

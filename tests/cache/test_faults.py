@@ -58,7 +58,7 @@ class Scene:
         manager.check_integrity()
 
     def resume(self, text):
-        slot, found, _ = self.manager.resume_request(list(text))
+        slot, found, *_ = self.manager.resume_request(list(text))
         self.tokens[slot] = text[:found]
         return slot
 

@@ -33,7 +33,7 @@ def feed(manager, slot, after):
 @pytest.mark.parametrize("kind", [torch.tensor, np.int64, np.array, np.uint16])
 def test_a_slot_of_another_type_is_the_same_slot(kind):
     manager = make_manager()
-    slot, _, _ = manager.resume_request(IDS[:300], salt=b"first")
+    slot, *_ = manager.resume_request(IDS[:300], salt=b"first")
     feed(manager, slot, 300)
     manager.free_request(kind(slot))
     assert not manager._books.prefix.requests
@@ -88,7 +88,7 @@ class RaisingPolicy(CheckpointPolicy):
 
 def test_a_policy_that_raises_changes_nothing():
     manager = make_manager(checkpoint_policy=RaisingPolicy())
-    slot, _, _ = manager.resume_request(IDS[:300])
+    slot, *_ = manager.resume_request(IDS[:300])
     with pytest.raises(RuntimeError, match="no policy"):
         feed(manager, slot, 300)
     assert manager.lengths[slot] == 0 and manager.live_plan is None
@@ -141,7 +141,7 @@ def test_a_selection_of_another_layer_or_forward_is_refused():
 
 def test_a_loaded_request_keeps_its_salt(tmp_path):
     manager = make_manager()
-    slot, _, _ = manager.resume_request(IDS[:300], salt=b"mine")
+    slot, *_ = manager.resume_request(IDS[:300], salt=b"mine")
     feed(manager, slot, 300)
     manager.save_request(slot, tmp_path / "file")
     other = make_manager(checkpoint_policy=CheckpointPolicy(every_blocks=1))
@@ -155,7 +155,7 @@ def test_a_loaded_request_keeps_its_salt(tmp_path):
 
 def test_the_memory_goes_with_the_manager():
     manager = make_manager(host_blocks=2, host_slots=1)
-    slot, _, _ = manager.resume_request(IDS[:300])
+    slot, *_ = manager.resume_request(IDS[:300])
     feed(manager, slot, 300)
     prepare_forward(manager, [slot], [300], [301])
     memory = weakref.ref(manager.paged.storage)
@@ -183,7 +183,7 @@ def test_a_closed_manager_has_no_memory_and_takes_no_calls():
 
 def test_sleep_gives_the_memory_back_and_wake_takes_it_again():
     manager = make_manager(host_blocks=4, host_slots=1)
-    slot, _, _ = manager.resume_request(IDS[:300])
+    slot, *_ = manager.resume_request(IDS[:300])
     feed(manager, slot, 300)
     with pytest.raises(RuntimeError, match=r"Cannot sleep: .* got slots \[0\]"):
         manager.sleep()
@@ -237,7 +237,7 @@ def test_what_is_given_back_is_wiped():
 
 def test_admission_without_trying():
     manager = make_manager(num_blocks=4, max_requests=2)
-    slot, _, _ = manager.resume_request(IDS[:300])
+    slot, *_ = manager.resume_request(IDS[:300])
     assert manager.blocks_needed(slot, 300) == 3
     feed(manager, slot, 300)
     fork = manager.fork(slot)

@@ -130,7 +130,7 @@ def test_a_checkpoint_of_rejected_tokens_is_found(monkeypatch, is_broken):
     assert machine.grow({0: 1 + DRAFTS}, seed=seed)
     tokens = machine.tokens[0]
     machine.manager.stats()
-    slot, num_tokens, _ = machine.manager.resume_request(list(tokens[:18]))
+    slot, num_tokens, *_ = machine.manager.resume_request(list(tokens[:18]))
     assert num_tokens == 16
     if is_broken:
         with pytest.raises(AssertionError):

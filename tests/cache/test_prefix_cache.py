@@ -51,7 +51,7 @@ def feed(manager, slot, after):
 
 def run_prompt(manager, length):
     """Resume a prompt, run what was not found, and return its slot."""
-    slot, _, _ = manager.resume_request(IDS[:length])
+    slot, *_ = manager.resume_request(IDS[:length])
     feed(manager, slot, length)
     return slot
 
@@ -88,13 +88,13 @@ def test_every_boundary_resumes_as_a_cold_run(config, chunks, device):
     manager = make_manager(
         config, device=device, checkpoint_policy=CheckpointPolicy(every_blocks=1)
     )
-    slot, num_tokens, _ = manager.resume_request(IDS[:400])
+    slot, num_tokens, *_ = manager.resume_request(IDS[:400])
     assert num_tokens == 0
     for after in chunks:
         feed(manager, slot, after)
     manager.free_request(slot)
     for boundary in (384, 256, 128):
-        slot, num_tokens, _ = manager.resume_request(IDS[: boundary + 1])
+        slot, num_tokens, *_ = manager.resume_request(IDS[: boundary + 1])
         assert num_tokens == boundary == manager.lengths[slot]
         assert_like_a_cold_run(manager, slot, after=boundary + 150)
         manager.free_request(slot)
@@ -111,7 +111,7 @@ def test_the_triton_backend_checkpoints_the_same(chunks, device):
     stored = []
     for backend in ("reference", "triton"):
         manager = make_manager(config, device=device, backend=backend)
-        slot, _, _ = manager.resume_request(IDS[:140])
+        slot, *_ = manager.resume_request(IDS[:140])
         for after in chunks:
             before = int(manager.lengths[slot])
             plan = prepare_forward(manager, [slot], [before], [after])
@@ -119,7 +119,7 @@ def test_the_triton_backend_checkpoints_the_same(chunks, device):
                 handle = manager.acquire(idx, plan)
                 handle.write(take(layer, before, after), weights[idx])
         manager.free_request(slot)
-        slot, num_tokens, _ = manager.resume_request(IDS[:140])
+        slot, num_tokens, *_ = manager.resume_request(IDS[:140])
         assert num_tokens == 128
         stored.append(live_bytes(manager, slot))
     assert_same(*stored)
@@ -131,7 +131,7 @@ def take(layer, before, after):
 
 def test_the_parts_of_a_layer_capture_as_the_whole():
     manager = make_manager(checkpoint_policy=CheckpointPolicy(every_blocks=1))
-    slot, _, _ = manager.resume_request(IDS[:300])
+    slot, *_ = manager.resume_request(IDS[:300])
     plan = prepare_forward(manager, [slot], [0], [300])
     for idx, (layer, weights) in enumerate(zip(TOKENS, WEIGHTS, strict=True)):
         handle, inputs = manager.acquire(idx, plan), take(layer, 0, 300)
@@ -145,14 +145,14 @@ def test_the_parts_of_a_layer_capture_as_the_whole():
             handle.flush_compression(*inputs.compressor, weights.compressor)
         handle.write_swa(inputs.kv, weights.kv_norm)
     manager.free_request(slot)
-    slot, num_tokens, _ = manager.resume_request(IDS[:300])
+    slot, num_tokens, *_ = manager.resume_request(IDS[:300])
     assert num_tokens == 256
     assert_like_a_cold_run(manager, slot, after=400)
 
 
 def test_a_compiled_layer_captures_too():
     manager = make_manager()
-    slot, _, _ = manager.resume_request(IDS[:140])
+    slot, *_ = manager.resume_request(IDS[:140])
     plan = prepare_forward(manager, [slot], [0], [140])
     handles = [manager.acquire(idx, plan) for idx in range(len(WEIGHTS))]
 
@@ -163,7 +163,7 @@ def test_a_compiled_layer_captures_too():
     torch._dynamo.reset()
     compiled = torch.compile(write, backend="aot_eager", fullgraph=True)
     compiled([take(layer, 0, 140) for layer in TOKENS])
-    slot, num_tokens, _ = manager.resume_request(IDS[:140])
+    slot, num_tokens, *_ = manager.resume_request(IDS[:140])
     assert num_tokens == 128
     assert_like_a_cold_run(manager, slot, after=150)
 
@@ -188,7 +188,7 @@ def test_a_whole_prompt_leaves_one_token_to_run():
 
 def test_other_tokens_and_other_salts_never_share():
     manager = make_manager(max_requests=8, checkpoint_policy=CheckpointPolicy(every_blocks=1))
-    slot, _, _ = manager.resume_request(IDS[:300], salt=b"a")
+    slot, *_ = manager.resume_request(IDS[:300], salt=b"a")
     feed(manager, slot, 300)
     assert manager.resume_request(IDS[:300]).num_tokens == 0
     assert manager.resume_request(IDS[:300], salt=b"b").num_tokens == 0
@@ -196,7 +196,7 @@ def test_other_tokens_and_other_salts_never_share():
     for position, num_tokens in ((0, 0), (127, 0), (128, 128), (255, 128), (256, 256)):
         other = IDS[:300].copy()
         other[position] += 1
-        slot, found, _ = manager.resume_request(other, salt=b"a")
+        slot, found, *_ = manager.resume_request(other, salt=b"a")
         assert found == num_tokens
         manager.free_request(slot)
 
@@ -222,7 +222,7 @@ def test_ids_of_any_integer_type_are_the_same(dtype):
 
 def test_nothing_that_can_be_rejected_is_published():
     manager = make_manager(VERIFY, checkpoint_policy=CheckpointPolicy(every_blocks=1))
-    slot, _, _ = manager.resume_request(IDS[:100])
+    slot, *_ = manager.resume_request(IDS[:100])
     feed(manager, slot, 126)
     manager.note_tokens(slot, IDS[100:400], start=100)
     for length in (128, 129, 130):
@@ -266,10 +266,10 @@ def mixed(layer, wrong, position):
 def test_a_request_that_was_resumed_publishes_more():
     manager = make_manager()
     run_prompt(manager, 300)
-    second, num_tokens, _ = manager.resume_request(IDS[:600])
+    second, num_tokens, *_ = manager.resume_request(IDS[:600])
     assert num_tokens == 256
     feed(manager, second, 600)
-    third, num_tokens, _ = manager.resume_request(IDS[:600])
+    third, num_tokens, *_ = manager.resume_request(IDS[:600])
     assert num_tokens == 512
     assert manager._books.allocator.num_owners[manager._books.requests.block_table[third, 0]] == 4
     assert_like_a_cold_run(manager, third, after=650)
@@ -291,7 +291,7 @@ def test_equal_requests_side_by_side_end_up_with_one_copy():
 def test_memory_that_only_the_prefix_cache_holds_is_evicted_oldest_first():
     manager = make_manager(num_blocks=6, checkpoint_policy=CheckpointPolicy(every_blocks=1))
     for first in (0, 5000):
-        slot, _, _ = manager.resume_request(IDS[:257] + first)
+        slot, *_ = manager.resume_request(IDS[:257] + first)
         feed(manager, slot, 257)
         manager.free_request(slot)
     assert manager.stats().num_prefix_blocks == 4
@@ -330,7 +330,7 @@ def test_a_block_in_use_is_never_evicted():
 def test_checkpoints_are_evicted_oldest_first():
     manager = make_manager(num_checkpoints=2)
     for first in (0, 5000, 6000):
-        slot, _, _ = manager.resume_request(IDS[:257] + first)
+        slot, *_ = manager.resume_request(IDS[:257] + first)
         feed(manager, slot, 257)
         manager.free_request(slot)
         if first == 5000:
@@ -345,7 +345,7 @@ def test_a_checkpoint_that_does_not_fit_is_skipped():
     manager = make_manager(
         VERIFY, num_checkpoints=1, checkpoint_policy=CheckpointPolicy(every_blocks=1)
     )
-    slot, _, _ = manager.resume_request(IDS[:300])
+    slot, *_ = manager.resume_request(IDS[:300])
     feed(manager, slot, 257)
     assert manager.stats().num_skipped_checkpoints == 1
     feed(manager, slot, 300)
@@ -366,7 +366,7 @@ def test_evicted_blocks_come_back_from_the_host():
     assert manager.resume_request(IDS[:400]).num_tokens == 0  # no room to come back
     manager.free_request(1)
     manager.free_request(other)
-    slot, num_tokens, _ = manager.resume_request(IDS[:400])
+    slot, num_tokens, *_ = manager.resume_request(IDS[:400])
     assert num_tokens == 384
     assert manager.stats().num_prefix_host_blocks == 0
     assert_like_a_cold_run(manager, slot, after=500)
@@ -376,7 +376,7 @@ def test_the_host_keeps_what_was_used_last():
     manager = make_manager(num_blocks=6, host_blocks=2, num_checkpoints=8,
                            checkpoint_policy=CheckpointPolicy(every_blocks=1))  # fmt: skip
     for first in (0, 5000):
-        slot, _, _ = manager.resume_request(IDS[:257] + first)
+        slot, *_ = manager.resume_request(IDS[:257] + first)
         feed(manager, slot, 257)
         manager.free_request(slot)
     slot = manager.open_request()
@@ -385,14 +385,14 @@ def test_the_host_keeps_what_was_used_last():
     assert (stats.num_evicted_blocks, stats.num_lost_blocks) == (4, 2)
     manager.free_request(slot)
     assert manager.resume_request(IDS[:257]).num_tokens == 0
-    slot, num_tokens, _ = manager.resume_request(IDS[:257] + 5000)
+    slot, num_tokens, *_ = manager.resume_request(IDS[:257] + 5000)
     assert num_tokens == 256
     assert_like_a_cold_run(manager, slot, after=300)
 
 
 def test_a_live_or_cancelled_forward_publishes_nothing():
     manager = make_manager(checkpoint_policy=CheckpointPolicy(every_blocks=1))
-    slot, _, _ = manager.resume_request(IDS[:300])
+    slot, *_ = manager.resume_request(IDS[:300])
     plan = prepare_forward(manager, [slot], [0], [300])
     manager.acquire(0, plan).write(take(TOKENS[0], 0, 300), WEIGHTS[0])
     assert manager.resume_request(IDS[:300]).num_tokens == 0
@@ -406,7 +406,7 @@ def test_a_live_or_cancelled_forward_publishes_nothing():
 
 def test_a_forward_that_was_only_declared_complete_has_no_checkpoints():
     manager = make_manager()
-    slot, _, _ = manager.resume_request(IDS[:300])
+    slot, *_ = manager.resume_request(IDS[:300])
     prepare_forward(manager, [slot], [0], [300]).complete()
     assert manager.stats().num_prefix_checkpoints == 0
     assert manager._books.checkpoints.num_free == 4
@@ -415,7 +415,7 @@ def test_a_forward_that_was_only_declared_complete_has_no_checkpoints():
 
 def test_a_fork_shares_what_is_pending_and_is_checkpointed():
     manager = make_manager(VERIFY, checkpoint_policy=CheckpointPolicy(at_prompt_end=False))
-    slot, _, _ = manager.resume_request(IDS[:300])
+    slot, *_ = manager.resume_request(IDS[:300])
     feed(manager, slot, 257)
     fork = manager.fork(slot)
     assert manager.stats().num_prefix_checkpoints == 0
@@ -426,14 +426,14 @@ def test_a_fork_shares_what_is_pending_and_is_checkpointed():
     assert manager.stats().num_prefix_checkpoints == 1
     manager.free_request(slot)
     manager.free_request(fork)
-    slot, num_tokens, _ = manager.resume_request(IDS[:300])
+    slot, num_tokens, *_ = manager.resume_request(IDS[:300])
     assert num_tokens == 256
     assert_like_a_cold_run(manager, slot, after=300)
 
 
 def test_a_fork_past_the_ring_has_no_checkpoint():
     manager = make_manager(checkpoint_policy=CheckpointPolicy(at_prompt_end=False))
-    slot, _, _ = manager.resume_request(IDS[:300])
+    slot, *_ = manager.resume_request(IDS[:300])
     feed(manager, slot, 258)
     manager.fork(slot)
     assert manager._books.checkpoints.num_free == 4
@@ -464,7 +464,7 @@ def test_after_going_back_other_tokens_are_other_blocks():
     manager.note_tokens(slot, IDS[128:300] + 1, start=128)
     run_forward(manager, WEIGHTS, [Row(slot, other, 128, 300)])
     assert manager.stats().num_prefix_blocks == 3
-    found, num_tokens, _ = manager.resume_request(IDS[:300])
+    found, num_tokens, *_ = manager.resume_request(IDS[:300])
     assert num_tokens == 256
     assert_like_a_cold_run(manager, found, after=300)
 

@@ -158,7 +158,7 @@ def test_captures_through_the_ops_are_the_direct_ones():
         )
         poison(manager)
         ids = torch.arange(300)
-        slot, _, _ = manager.resume_request(ids)
+        slot, *_ = manager.resume_request(ids)
         inputs = model_projections(CONFIG, 300, seed=3)
         plan = prepare_forward(manager, [slot], [0], [300])
         assert plan.boundaries is not None

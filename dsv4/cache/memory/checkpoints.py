@@ -127,9 +127,16 @@ class Checkpoints:
         """Owners of each id."""
         return np.concatenate((self._device.num_owners, self._on_host.num_owners))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one."""
+        return self._pool.storage.shape[1]
+
     def acquire(self, count: int) -> IntArray:
-        """Take checkpoints on the device."""
-        return self._device.acquire(count)
+        """Take checkpoints on the device; their first writer waits for copies of them."""
+        checkpoints = self._device.acquire(count)
+        self._host.finish()
+        return checkpoints
 
     def share(self, ids: NDArray[np.integer]) -> None:
         """Add an owner to each."""
@@ -152,13 +159,22 @@ class Checkpoints:
 
     def move_to_host(self, checkpoint: int) -> int:
         """Copy a checkpoint with one owner to free blocks of the host; return its new id."""
-        index = int(self._on_host.acquire(1)[0])
         blocks = self._host.block_owners.acquire(self.blocks_each)
-        self._journal.note_rows(self._host_blocks, index)
-        self._host_blocks[index] = blocks
         self._host.copy_row_out(self._pool.storage[checkpoint], blocks)
         self._device.release(np.array([checkpoint]))
+        return self.adopt(blocks)
+
+    def adopt(self, blocks: IntArray) -> int:
+        """Make a checkpoint of blocks of the host that hold one; return its id."""
+        index = int(self._on_host.acquire(1)[0])
+        self._journal.note_rows(self._host_blocks, index)
+        self._host_blocks[index] = blocks
         return self.num_device + index
+
+    def device_row(self, checkpoint: int) -> Tensor | None:
+        """Return the bytes of a checkpoint on the device; None if it is not there."""
+        is_there = 0 <= checkpoint < self.num_device
+        return self._pool.storage[checkpoint] if is_there else None
 
     def save(self, checkpoint: int, slot: int) -> None:
         """Copy the front of a slot to a checkpoint on the device."""

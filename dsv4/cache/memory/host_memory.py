@@ -5,6 +5,7 @@ work queued before them is done. `finish` lets the current stream wait for them;
 waits.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -85,6 +86,25 @@ class HostMemory:
                 piece.copy_(self.blocks[source, : len(piece)], non_blocking=True)
         self.num_bytes_in += len(row)
         self.finish()
+
+    def new_rows(self, num_rows: int) -> Tensor:
+        """Allocate more memory on the host for blocks, pinned on a GPU."""
+        return _rows_like(self._device_blocks, num_rows)
+
+    def device_block(self, block: int) -> Tensor:
+        """Return a block of the device, `[bytes]`."""
+        return self._device_blocks[block]
+
+    def copy_away(self, copies: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+        """Copy rows of the device to other memory of the host; return the event at their end."""
+        with self._copying():
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+        return self.record_copies()
+
+    def record_copies(self) -> torch.cuda.Event | None:
+        """Return an event after all copies so far; None on the CPU, where they are done."""
+        return None if self._stream is None else self._stream.record_event()
 
     def release(self) -> None:
         """Give the memory back, once copies to it are done."""

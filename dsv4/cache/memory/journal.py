@@ -34,11 +34,14 @@ class Journal:
 
     Args:
         fatal: Errors after which nothing can be undone.
+
+    Attributes:
+        is_lost: There was one of them.
     """
 
     def __init__(self, fatal: tuple[type[BaseException], ...] = ()) -> None:
         self._change: _Change | None = None
-        self._fatal, self._is_lost = fatal, False
+        self._fatal, self.is_lost = fatal, False
 
     def __enter__(self) -> None:
         self.finish()
@@ -63,7 +66,7 @@ class Journal:
     def finish(self) -> None:
         """Undo a change that broke off, or do the rest of one that was committed."""
         change = self._change
-        if self._is_lost:
+        if self.is_lost:
             self._lose(None)
         if change is None:
             return
@@ -76,7 +79,7 @@ class Journal:
         self._change = None
 
     def _lose(self, error: BaseException | None) -> NoReturn:
-        self._is_lost = True
+        self.is_lost = True
         raise LostCacheError(
             "The device failed inside a call, and what the cache holds is lost: expected no such "
             "error; make another manager, in another process if the device does not recover"

@@ -15,6 +15,7 @@ from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray, ragged
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.checkpoints import CheckpointPolicy, Checkpoints
 from dsv4.cache.memory.journal import Journal
+from dsv4.cache.prefix.disk_tier import DiskTier, Prefetch
 from dsv4.cache.prefix.prefix_tree import PrefixTree, hash_blocks, root_digest
 from dsv4.cache.prefix.retention import Ghost, PrefixNode
 from dsv4.cache.prefix.token_store import ID_DTYPE, TokenIds, TokenStore, as_token_ids
@@ -28,11 +29,13 @@ class PrefixHit(NamedTuple):
         num_tokens: Tokens that were found: the request's length, from where it is to be run.
         num_replayed: Tokens from there on whose entries were found too. Running them brings back
             the fixed state; they write no entry, and their outputs mean nothing.
+        prefetch: Blocks on their way from disk with which more would be found; None for none.
     """
 
     slot: int
     num_tokens: int
     num_replayed: int = 0
+    prefetch: Prefetch | None = None
 
 
 class PrefixMatch(NamedTuple):
@@ -121,6 +124,7 @@ class PrefixCache:
     Attributes:
         requests: The requests whose ids are known, by slot.
         ids: The known ids of each slot.
+        tier: The records on disk; None without a store.
         has_news: Lengths or ids have changed since the last `publish`.
     """
 
@@ -136,8 +140,10 @@ class PrefixCache:
         checkpoints: Checkpoints,
         block_table: IntArray,
         set_blocks: Callable[[int, Int64Array, IntArray], None],
+        tier: DiskTier | None,
     ) -> None:
         self.tree = tree
+        self.tier = tier
         self.policy = policy
         self.requests: dict[int, TrackedRequest] = {}
         self.ids = TokenStore(max_requests, journal)
@@ -145,6 +151,7 @@ class PrefixCache:
         self.num_hits = 0
         self.num_asked_tokens = 0
         self.num_hit_tokens = 0
+        self.num_host_hit_tokens = 0
         self.num_skipped_checkpoints = 0
         self.has_news = False
         self._config, self._journal = config, journal
@@ -204,7 +211,7 @@ class PrefixCache:
 
     def start_request(
         self, prompt: Prompt, count_fitting: Callable[[list[PrefixNode]], int], named: Sequence[int]
-    ) -> tuple[ResumePoint, "TrackedRequest"]:
+    ) -> tuple[ResumePoint, "TrackedRequest", list[PrefixNode]]:
         """Look a prompt up: where to resume it, and where its checkpoints will be worth most.
 
         These are its end, or the boundaries that its caller names, and the place where it leaves
@@ -213,6 +220,9 @@ class PrefixCache:
         Args:
             count_fitting: Returns how many of some nodes there is room for.
             named: Tokens at whose last boundaries other prompts may go on.
+
+        Returns:
+            The point, the request, and the prompt's known blocks.
         """
         tree, block_tokens, uses = self.tree, self._config.block_tokens, 1
         tree.retention.clock += 1
@@ -236,14 +246,35 @@ class PrefixCache:
         is_branch = last is not None and last.had_children and depth < num_known < num_blocks
         if is_branch and self.policy.at_branches:
             request.uses.setdefault(num_known, 1)
-        return point, request
+        return point, request, path
 
-    def count_lookup(self, num_asked: int, num_found: int) -> None:
-        """Count a call of `resume_request`."""
+    def prefetch(self, prompt: Prompt, path: list[PrefixNode], num_tokens: int) -> Prefetch | None:
+        """Start to read from disk what a prompt with these known blocks and tokens lacks."""
+        if self.tier is None:
+            return None
+        width = self._config.block_tokens * ID_DTYPE.itemsize
+        num_blocks = max(0, len(prompt.ids) - 1) // self._config.block_tokens
+        ids = prompt.ids.data.cast("B")[len(path) * width : num_blocks * width]
+        root = path[-1].digest if path else prompt.root
+        return self.tier.prefetch(path, num_tokens, hash_blocks(root, ids, width))
+
+    def make_host_room(self, num_blocks: int) -> None:
+        """Free blocks on the host, of prefetches too, until there are so many.
+
+        Raises:
+            OutOfBlocksError: There would not be so many. No request was changed.
+        """
+        if self.tier is not None and self.tree.num_host_room < num_blocks:
+            self.tier.cancel_prefetches()
+        self.tree.make_host_room(num_blocks)
+
+    def count_lookup(self, num_asked: int, num_found: int, num_on_host: int) -> None:
+        """Count a call of `resume_request`, with the tokens found and those of them on the host."""
         self.num_lookups += 1
         self.num_hits += num_found > 0
         self.num_asked_tokens += num_asked
         self.num_hit_tokens += num_found
+        self.num_host_hit_tokens += num_on_host
 
     def match(self, prompt: Prompt) -> PrefixMatch:
         """Count the tokens that `find` finds."""
@@ -462,6 +493,8 @@ class PrefixCache:
         requests = [self.requests[slot] for slot in named]
         self._journal.note(_shorten_lists, [request.nodes for request in requests], firsts)
         added, add = self.tree.new_nodes(), self.tree.add
+        if self.tier is not None:
+            self._journal.after_commit(self.tier.note, added)
         width = self._config.block_tokens * ID_DTYPE.itemsize
         known, starts = self.ids.read_bytes(slots)
         rows, columns = ragged(slots, first, last - first)
@@ -512,7 +545,10 @@ class PrefixCache:
     def _give_checkpoint(self, request: TrackedRequest, num_blocks: int, checkpoint: int) -> None:
         """Publish a checkpoint; the end at which the request was resumed passes its uses on."""
         uses = request.uses.get(num_blocks, 0)
-        self.tree.give_checkpoint(request.nodes[num_blocks - 1], checkpoint, uses)
+        node = request.nodes[num_blocks - 1]
+        self.tree.give_checkpoint(node, checkpoint, uses)
+        if self.tier is not None and uses:
+            self._journal.after_commit(self.tier.note_checkpoint, node)
         resumed = request.resumed
         if uses and resumed is not None and num_blocks > resumed.depth:
             request.resumed = None

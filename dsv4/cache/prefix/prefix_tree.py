@@ -20,7 +20,7 @@ from dsv4.cache.memory.checkpoints import Checkpoints
 from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.prefix.events import DEVICE, HOST, EventLog
-from dsv4.cache.prefix.retention import PrefixNode, Retention
+from dsv4.cache.prefix.retention import WITHOUT_USES, PrefixNode, Retention
 from dsv4.errors import IntegrityError, OutOfBlocksError
 
 DIGEST_BYTES = 32
@@ -160,6 +160,24 @@ class PrefixTree:
             return node, False
         return node, True
 
+    def add_on_host(self, digest: bytes, parent: PrefixNode | None, host_block: int) -> PrefixNode:
+        """Return a new node, for a block of the host that becomes the tree's."""
+        depth = 1 if parent is None else parent.depth + 1
+        node = PrefixNode(
+            digest, parent, depth, host_block=host_block, last_used=self.retention.clock
+        )
+        self._note_counts()
+        self._journal.note_item(self.nodes, digest)
+        self.nodes[digest] = node
+        self._count(node, 1)
+        if parent is not None:
+            self._journal.note_item(parent.children, digest)
+            parent.children[digest] = node
+            parent.had_children = True
+        self._note_stored([node], HOST)
+        self._enqueue(node)
+        return node
+
     def _forget(self, added: list[PrefixNode]) -> None:
         for node in reversed(added):
             parent = node.parent
@@ -179,7 +197,8 @@ class PrefixTree:
         else:
             self._note_checkpoint(node)
             node.checkpoint, node.added = checkpoint, self.retention.clock
-            self._on_device[node] = None
+            is_on_host = self._checkpoints.is_on_host(checkpoint)
+            (self._on_host if is_on_host else self._on_device)[node] = None
         self._enqueue(node)
 
     def use_checkpoint(self, node: PrefixNode, *, is_last: bool) -> int:
@@ -344,8 +363,7 @@ class PrefixTree:
         self, num_blocks: int, key: float, kept: Collection[PrefixNode] = ()
     ) -> bool:
         """Drop things of smaller keys on the host until so many blocks are free for others."""
-        staying = sum(node.host_block >= 0 and not node.num_swapped for node in kept)
-        staying += self._checkpoints.blocks_each * sum(node in self._on_host for node in kept)
+        staying = self._count_staying(kept)
         while self._num_host_free < num_blocks <= self.num_host_room - staying:
             node = self._pop(self._host_things, self._can_leave_host, self.nodes.values(), kept)
             if node is None:
@@ -374,6 +392,34 @@ class PrefixTree:
             chain.append(parent)
             node = parent
         return chain
+
+    def count_host_room(self, kept: Collection[PrefixNode]) -> int:
+        """Count blocks on the host that are free, or can be, beside those of some nodes."""
+        return self.num_host_room - self._count_staying(kept)
+
+    def _count_staying(self, kept: Collection[PrefixNode]) -> int:
+        staying = sum(node.host_block >= 0 and not node.num_swapped for node in kept)
+        return staying + self._checkpoints.blocks_each * sum(node in self._on_host for node in kept)
+
+    def make_room_for_new(
+        self, num_blocks: int, path: Sequence[PrefixNode], *, depth: int, has_checkpoint: bool
+    ) -> bool:
+        """Make room on the host for blocks after a path, where they displace smaller keys.
+
+        Args:
+            depth: The depth of the last one.
+            has_checkpoint: That one will have a checkpoint with a use.
+        """
+        clock = self.retention.clock
+        key = clock - WITHOUT_USES
+        if has_checkpoint:
+            before = path[: depth - 1]
+            node = PrefixNode(
+                b"", before[-1] if before else None, depth,
+                checkpoint=0, num_uses=1, last_used=clock, added=clock,
+            )  # fmt: skip
+            key = self.retention.key_of(node, num_between=depth - 1 - len(before))
+        return self._make_host_room(num_blocks, key, set(path))
 
     def _can_leave_host(self, node: PrefixNode) -> bool:
         return node.is_host_leaf or node in self._on_host

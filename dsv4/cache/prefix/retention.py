@@ -109,11 +109,16 @@ class Retention:
         self._max_ghosts = GHOSTS_PER_BLOCK * num_blocks
         self._ghosts: OrderedDict[bytes, Ghost] = OrderedDict()
 
-    def key_of(self, node: PrefixNode) -> float:
-        """Return a node's place in the order now."""
+    def key_of(self, node: PrefixNode, *, num_between: int = 0) -> float:
+        """Return a node's place in the order now.
+
+        Args:
+            num_between: Blocks between it and its parent, while they are not in the tree.
+        """
         if not node.has_uses:
             return node.last_used - WITHOUT_USES
         parent, num_own, is_own = node.parent, int(not node.children), not node.children
+        num_own += num_between
         while parent is not None and not (parent.num_uses and parent.has_uses):
             is_own = is_own and len(parent.children) == 1  # else others need it too
             num_own += is_own

@@ -130,6 +130,11 @@ class PrefixStore:
             written=self._writer.num_written,
         )
 
+    @property
+    def num_damaged(self) -> int:
+        """Records that this process refused and removed."""
+        return self._reader.num_damaged
+
     def __enter__(self) -> "PrefixStore":
         return self
 

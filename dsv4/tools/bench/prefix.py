@@ -67,7 +67,7 @@ def _bench_prefix(num_tokens: int, num_rounds: int, device: str) -> dict[str, An
 
 def _publish(manager: KVCacheManager, ids: np.ndarray[Any, Any]) -> int:
     """Publish a prompt with a checkpoint at its last block boundary; returns that boundary."""
-    slot, _, _ = manager.resume_request(ids)
+    slot, *_ = manager.resume_request(ids)
     boundary = len(ids) // manager.config.block_tokens * manager.config.block_tokens
     prepare_forward(manager, [slot], [0], [boundary - 1]).complete()
     prepare_forward(manager, [slot], [boundary - 1], [boundary]).complete()
@@ -77,7 +77,7 @@ def _publish(manager: KVCacheManager, ids: np.ndarray[Any, Any]) -> int:
 
 def _time_hit(manager: KVCacheManager, ids: np.ndarray[Any, Any], expected: int) -> float:
     start = time.perf_counter()
-    slot, num_tokens, _ = manager.resume_request(ids)
+    slot, num_tokens, *_ = manager.resume_request(ids)
     elapsed = time.perf_counter() - start
     if num_tokens != expected:
         raise RuntimeError(f"Expected a hit of {expected} tokens, got {num_tokens}")
