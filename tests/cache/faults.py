@@ -1,6 +1,7 @@
 """Faults at chosen points of a call: a line of the library, a torch op, a file operation."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,21 +74,23 @@ def at_ops(points: Points) -> Iterator[None]:
         yield
 
 
-_listening: list[Points] = []
+_listening: list[tuple[int, Points]] = []
 
 
 def _hear(event: str, args: tuple) -> None:
     if _listening and event in FILE_EVENTS:
-        _listening[-1].pass_one()
+        thread, points = _listening[-1]
+        if thread == threading.get_ident():
+            points.pass_one()
 
 
 @contextmanager
 def at_files(points: Points) -> Iterator[None]:
-    """Every operation on a file is a point."""
+    """Every operation of this thread on a file is a point."""
     if not getattr(_hear, "is_added", False):
         sys.addaudithook(_hear)
         _hear.is_added = True  # a hook cannot be removed
-    _listening.append(points)
+    _listening.append((threading.get_ident(), points))
     try:
         yield
     finally:

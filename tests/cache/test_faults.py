@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4 import CheckpointPolicy, prepare_forward
+from dsv4 import CheckpointPolicy, PrefixStore, prepare_forward
 from dsv4.cache.memory.journal import Journal
 from dsv4.testing import Row, forward_inputs, poison
 from tests.cache import life
@@ -25,10 +25,10 @@ class Scene:
     tokens are those of each open request, waiting those of the swapped one.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, **sizes):
         self.manager = manager = SHORT.new_manager(
             num_blocks=6, num_checkpoints=6, host_blocks=4, host_slots=2, undo_slots=1,
-            checkpoint_policy=CheckpointPolicy(every_blocks=1),
+            checkpoint_policy=CheckpointPolicy(every_blocks=1), **sizes,
         )  # fmt: skip
         poison(manager)
         self.folder, self.tokens = folder, {}
@@ -77,6 +77,25 @@ class Scene:
         return old + TEXTS[text][len(old) : len(old) + count]
 
 
+class DiskScene(Scene):
+    """The same above a store that has a prompt which memory has not; it is being read."""
+
+    def __init__(self, folder):
+        store = PrefixStore(folder / "store", 1 << 30, key=b"a key")
+        sizes = {"num_checkpoints": 2, "host_blocks": 30}
+        with SHORT.new_manager(**sizes, store=store) as manager:
+            slot = manager.resume_request(list(TEXTS[3][:28])).slot
+            row = Row(slot, SHORT.projections_of(TEXTS[3]), 0, 28)
+            run_layers(manager, SHORT.weights, [row])
+            manager.free_request(slot)
+        store.flush()
+        super().__init__(folder, host_blocks=30, store=store)
+        self.store = store
+        self.prefetch = self.manager.prefetch(list(TEXTS[3][:28]))
+        assert self.prefetch.num_tokens == 24
+        self.prefetch.wait()
+
+
 def opened(scene):
     slots = scene.manager.open_requests(1)
     scene.tokens.update(dict.fromkeys(slots, b""))
@@ -88,6 +107,20 @@ def resumed(scene):
 
 def resumed_from_the_host(scene):
     scene.resume(TEXTS[1][:19])
+
+
+def prefetched(scene):
+    scene.manager._books.prefix.tier.cancel_prefetches()
+    assert scene.manager.prefetch(list(TEXTS[3][:28])).wait()
+
+
+def adopted(scene):
+    scene.manager.stats()
+    assert scene.manager.match_prefix(list(TEXTS[3][:28])).num_tokens == 24
+
+
+def resumed_from_disk(scene):
+    scene.resume(TEXTS[3][:28])
 
 
 def step(scene):
@@ -195,8 +228,17 @@ def freed_inside_a_forward(scene):
 CALLS = {each.__name__: each for each in (
     opened, resumed, resumed_from_the_host, step, chunk_from_a_checkpoint, settled, truncated,
     truncated_to_a_checkpoint, emptied, forked, freed, swapped_out, swapped_in, dropped, saved,
-    loaded, noted, reset, cancelled, freed_inside_a_forward,
+    loaded, noted, reset, cancelled, freed_inside_a_forward, prefetched, adopted,
+    resumed_from_disk,
 )}  # fmt: skip
+
+
+DISK_CALLS = {prefetched, adopted, resumed_from_disk}
+
+
+def scene_of(call, folder):
+    folder.mkdir()
+    return DiskScene(folder) if call in DISK_CALLS else Scene(folder)
 
 
 def holds(scene, tokens):
@@ -242,9 +284,7 @@ def inject(call, kind, folder, choose):
     counter = itertools.count()
 
     def new_scene():
-        path = folder / str(next(counter))
-        path.mkdir()
-        return Scene(path)
+        return scene_of(call, folder / str(next(counter)))
 
     call(new_scene())  # what the texts project to is computed once
     twin = new_scene()
@@ -292,9 +332,7 @@ def test_a_fault_at_every_point(name, kind, tmp_path, record_property, capsys):
 def test_an_undo_that_breaks_off_is_finished_by_the_next_call(name, tmp_path, monkeypatch):
     """The second fault hits each step of the undo in turn."""
     for broken in range(0, 40, 3):
-        path = tmp_path / str(broken)
-        path.mkdir()
-        scene = Scene(path)
+        scene = scene_of(CALLS[name], tmp_path / str(broken))
         before = dict(scene.tokens)
         middle = middle_states(CALLS[name], scene)
         with monkeypatch.context() as patch:

@@ -58,6 +58,11 @@ class Wanted(NamedTuple):
     digests: tuple[bytes, ...]
     checkpointed: bytes | None
 
+    @property
+    def end(self) -> bytes:
+        """The digest of the block at their depth."""
+        return self.digests[-1] if self.checkpointed is None else self.checkpointed
+
 
 class Prefetch(NotCopyable):
     """Blocks on their way from disk to the host; see `KVCacheManager.prefetch`.
@@ -276,14 +281,17 @@ class DiskTier:
             None if there are none, or there is no room on the host for them.
         """
         try:
-            wanted = self._find(path, num_tokens, digests)
+            known = [*(node.digest for node in path), *self._find_blocks(digests)]
+            for prefetch in self._prefetches:
+                there = prefetch._wanted
+                is_mine = there.depth <= len(known) and known[there.depth - 1] == there.end
+                if is_mine and there.num_tokens > num_tokens:
+                    return prefetch
+            wanted = self._choose(path, num_tokens, known)
         except RuntimeError:  # the store is closed
             return None
         if wanted is None:
             return None
-        for known in self._prefetches:
-            if known._wanted == wanted:
-                return known
         num_blocks = len(wanted.digests)
         if wanted.checkpointed is not None:
             num_blocks += self._checkpoints.blocks_each
@@ -298,27 +306,32 @@ class DiskTier:
             self._journal.after_commit(self._start, prefetch)
             return prefetch
 
-    def _find(
-        self, path: Sequence[PrefixNode], num_tokens: int, digests: Iterator[bytes]
+    def _find_blocks(self, digests: Iterator[bytes]) -> list[bytes]:
+        """Return the first digests whose blocks are all on disk."""
+        first = list(islice(digests, 1))
+        if not first or not self._records.contains(BLOCK, first)[0]:  # so it is for most prompts
+            return []
+        rest = list(digests)
+        is_there = [*self._records.contains(BLOCK, rest), False]
+        return first + rest[: is_there.index(False)]
+
+    def _choose(
+        self, path: Sequence[PrefixNode], num_tokens: int, known: Sequence[bytes]
     ) -> Wanted | None:
-        """Look up the records after a path, and choose those with which most tokens are found."""
+        """Choose the records with which most tokens are found, of those the host has room for.
+
+        Args:
+            known: The digests of the prompt's blocks in memory, and of those after them on disk.
+        """
         block_tokens, each = self._config.block_tokens, self._checkpoints.blocks_each
-        new = list(islice(digests, 1))
-        if new and not self._records.contains(BLOCK, new)[0]:  # most prompts end here
-            new = []
-        elif new:
-            rest = list(digests)
-            is_there = [*self._records.contains(BLOCK, rest), False]
-            new += rest[: is_there.index(False)]
         room = self._tree.count_host_room(path)
-        known = [*(node.digest for node in path), *new]
         first = num_tokens // block_tokens
         last = min(len(known), len(path) + room - each)
         depth = 0
         if room >= each and last > first:
             has_checkpoint = self._records.contains(_checkpoint(0), known[first:last])
             depth = max((first + i + 1 for i, has in enumerate(has_checkpoint) if has), default=0)
-        end = len(path) + min(len(new), room)
+        end = min(len(known), len(path) + room)
         halo_start = end * block_tokens - self._config.halo_tokens
         if max(depth * block_tokens, halo_start) <= num_tokens:
             return None

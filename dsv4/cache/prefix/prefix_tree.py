@@ -408,7 +408,7 @@ class PrefixTree:
 
         Args:
             depth: The depth of the last one.
-            has_checkpoint: That one will have a checkpoint with a use.
+            has_checkpoint: That one will have a checkpoint, whose second use is near.
         """
         clock = self.retention.clock
         key = clock - WITHOUT_USES
@@ -416,7 +416,7 @@ class PrefixTree:
             before = path[: depth - 1]
             node = PrefixNode(
                 b"", before[-1] if before else None, depth,
-                checkpoint=0, num_uses=1, last_used=clock, added=clock,
+                checkpoint=0, num_uses=2, last_used=clock, added=clock,
             )  # fmt: skip
             key = self.retention.key_of(node, num_between=depth - 1 - len(before))
         return self._make_host_room(num_blocks, key, set(path))
