@@ -25,10 +25,10 @@ class Scene:
     tokens are those of each open request, waiting those of the swapped one.
     """
 
-    def __init__(self, folder, **sizes):
+    def __init__(self, folder, *, host_blocks=4, store=None):
         self.manager = manager = SHORT.new_manager(
-            num_blocks=6, num_checkpoints=6, host_blocks=4, host_slots=2, undo_slots=1,
-            checkpoint_policy=CheckpointPolicy(every_blocks=1), **sizes,
+            num_blocks=6, num_checkpoints=6, host_blocks=host_blocks, host_slots=2,
+            undo_slots=1, checkpoint_policy=CheckpointPolicy(every_blocks=1), store=store,
         )  # fmt: skip
         poison(manager)
         self.folder, self.tokens = folder, {}
@@ -57,6 +57,9 @@ class Scene:
         self.grow({self.short: TEXTS[3][:5]})
         manager.check_integrity()
 
+    def close(self):
+        self.manager.close()
+
     def resume(self, text):
         slot, found, *_ = self.manager.resume_request(list(text))
         self.tokens[slot] = text[:found]
@@ -78,10 +81,10 @@ class Scene:
 
 
 class DiskScene(Scene):
-    """The same above a store that has a prompt which memory has not; it is being read."""
+    """The same above a store, from which a prompt that memory has not was just read."""
 
     def __init__(self, folder):
-        store = PrefixStore(folder / "store", 1 << 30, key=b"a key")
+        store = PrefixStore(folder / "store", 1 << 30, key=b"a key", num_readers=1)
         sizes = {"num_checkpoints": 2, "host_blocks": 30}
         with SHORT.new_manager(**sizes, store=store) as manager:
             slot = manager.resume_request(list(TEXTS[3][:28])).slot
@@ -91,9 +94,14 @@ class DiskScene(Scene):
         store.flush()
         super().__init__(folder, host_blocks=30, store=store)
         self.store = store
-        self.prefetch = self.manager.prefetch(list(TEXTS[3][:28]))
-        assert self.prefetch.num_tokens == 24
-        self.prefetch.wait()
+        prefetch = self.manager.prefetch(list(TEXTS[3][:28]))
+        assert prefetch.num_tokens == 24
+        self.manager._books.prefix.tier.finish_writes()
+        prefetch.wait()
+
+    def close(self):
+        super().close()
+        self.store.close()
 
 
 def opened(scene):
@@ -286,7 +294,9 @@ def inject(call, kind, folder, choose):
     def new_scene():
         return scene_of(call, folder / str(next(counter)))
 
-    call(new_scene())  # what the texts project to is computed once
+    first = new_scene()
+    call(first)  # what the texts project to is computed once
+    first.close()
     twin = new_scene()
     middle = middle_states(call, twin)
     points = Points()
@@ -295,6 +305,7 @@ def inject(call, kind, folder, choose):
         call(twin)
     states = [before, *middle, dict(twin.tokens)]
     check(twin, [states[-1]])
+    twin.close()
     chosen = choose(points.count)
     for point in chosen:
         scene = new_scene()
@@ -303,6 +314,7 @@ def inject(call, kind, folder, choose):
         with torch.set_grad_enabled(True), raised, KINDS[kind](Points(point)):
             call(scene)
         check(scene, states)
+        scene.close()
     return len(chosen)
 
 
@@ -340,6 +352,7 @@ def test_an_undo_that_breaks_off_is_finished_by_the_next_call(name, tmp_path, mo
             with contextlib.suppress(Fault, OutOfMemoryFault):
                 CALLS[name](scene)
         check(scene, [before, *middle, dict(scene.tokens)])
+        scene.close()
 
 
 def break_finish(patch, broken):
