@@ -17,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dsv4 import CacheConfig, CheckpointPolicy, KVCacheManager, prepare_forward
+from dsv4 import CacheConfig, CheckpointPolicy, KVCacheManager, PrefixStore, prepare_forward
 from dsv4.cache.stats import collect_stats
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
@@ -223,25 +223,62 @@ class Life(RuleBasedStateMachine):
     """
 
     world = SHORT
-    num_lives = num_steps = 0
+    num_lives = num_steps = num_disk_tokens = 0
 
     @initialize(
         every_blocks=st.integers(0, 2), num_checkpoints=st.integers(1, 5),
-        host_blocks=st.sampled_from([0, 3, 12]),
+        host_blocks=st.sampled_from([0, 3, 12, 30]), has_store=st.booleans(),
     )  # fmt: skip
-    def start(self, every_blocks=1, num_checkpoints=4, host_blocks=3):
+    def start(self, every_blocks=1, num_checkpoints=4, host_blocks=3, has_store=False):
         type(self).num_lives += 1
-        self.manager = self.world.new_manager(
-            num_checkpoints=num_checkpoints, host_blocks=host_blocks, host_slots=2,
-            checkpoint_policy=CheckpointPolicy(every_blocks=every_blocks),
-        )  # fmt: skip
+        self.folder, self.store = tempfile.TemporaryDirectory(), None
+        if has_store and host_blocks:
+            path = Path(self.folder.name) / "store"
+            self.store = PrefixStore(path, 1 << 20, key=b"a key", num_readers=1)
+        self.sizes = {
+            "num_checkpoints": num_checkpoints, "host_blocks": host_blocks, "host_slots": 2,
+            "checkpoint_policy": CheckpointPolicy(every_blocks=every_blocks), "store": self.store,
+        }  # fmt: skip
+        self.seen, self.saved = [], []
+        self.begin()
+
+    def begin(self):
+        """A new manager without requests."""
+        self.manager = self.world.new_manager(**self.sizes)
         poison(self.manager)
         host = self.manager._books.host
         for storage in (self.manager.device_memory.checkpoints.storage, host.blocks, host.slots):
             storage.fill_(0xFF)
         self.tokens, self.floors, self.known = {}, {}, {}
-        self.waiting, self.seen, self.saved = [], [], []
-        self.folder = tempfile.TemporaryDirectory()
+        self.waiting = []
+
+    @precondition(lambda self: self.store is not None)
+    @rule(choice=st.integers(0, 5), more=st.integers(0, 9), seed=seeds)
+    def restart(self, choice, more, seed):
+        """A new manager on the same store; a prompt begins like one from before."""
+        for slot in list(self.tokens):
+            self.manager.free_request(slot)
+            self.remove(slot)
+        self.manager.reset()
+        self.manager.close()
+        self.begin()
+        if self.seen:
+            self.resume(1 + choice % len(self.seen), 40, more, seed, is_prefetched=True)
+
+    def read_from_disk(self, start):
+        """Wait for reads that a call starts, and for writes before it: no step is by chance."""
+        if self.store is None:
+            return start()
+        tier = self.manager._books.prefix.tier
+        tier.finish_writes()
+        self.store.flush()
+        before, started = tier.num_loaded_tokens, start()
+        prefetch = getattr(started, "prefetch", started)
+        if prefetch is not None:
+            assert prefetch.wait()
+            self.manager.check_integrity()
+            type(self).num_disk_tokens += tier.num_loaded_tokens - before
+        return started
 
     def slot(self, choice):
         return sorted(self.tokens)[choice % len(self.tokens)]
@@ -323,8 +360,11 @@ class Life(RuleBasedStateMachine):
         if slot is not None:
             self.add(slot, b"", 0, None)
 
-    @rule(choice=st.integers(0, 9), kept=st.integers(0, 40), more=st.integers(0, 9), seed=seeds)
-    def resume(self, choice, kept, more, seed):
+    @rule(
+        choice=st.integers(0, 9), kept=st.integers(0, 40), more=st.integers(0, 9), seed=seeds,
+        is_prefetched=st.booleans(),
+    )  # fmt: skip
+    def resume(self, choice, kept, more, seed, is_prefetched=False):
         """A prompt that begins like a sequence that was there, or like none."""
         source = [b"", *self.seen, *self.tokens.values()]
         beginning = source[choice % len(source)]
@@ -332,10 +372,12 @@ class Life(RuleBasedStateMachine):
         fresh = np.random.default_rng(seed).integers(0, 2, self.count(more), dtype=np.uint8)
         prompt = (beginning[:share] + fresh.tobytes())[: self.world.max_tokens]
         hit = None
+        if is_prefetched:
+            self.read_from_disk(lambda: self.manager.prefetch(list(prompt)))
 
         def make():
             nonlocal hit
-            hit = self.manager.resume_request(list(prompt))
+            hit = self.read_from_disk(lambda: self.manager.resume_request(list(prompt)))
             return hit.slot
 
         slot = self.open_another(make)
@@ -644,6 +686,9 @@ class Life(RuleBasedStateMachine):
             manager._books.host.slot_owners,
         ):
             assert not owners.num_owners.any()
+        if self.store is not None:
+            manager.close()
+            self.store.close()
         self.folder.cleanup()
 
 
@@ -651,12 +696,13 @@ class WholeLife(Life):
     """The same with HCA layers, whose blocks are longer."""
 
     world = WHOLE
-    num_lives = num_steps = 0
+    num_lives = num_steps = num_disk_tokens = 0
 
 
 def machine_in(world, machine=Life):
     """The machine in another world."""
-    return type(machine.__name__, (machine,), {"world": world, "num_lives": 0, "num_steps": 0})
+    counts = {"num_lives": 0, "num_steps": 0, "num_disk_tokens": 0}
+    return type(machine.__name__, (machine,), {"world": world, **counts})
 
 
 def on_kernels(machine, device):
