@@ -734,7 +734,10 @@ class KVCacheManager(NotCopyable):
         """
         tier = None if self._books.prefix is None else self._books.prefix.tier
         if tier is not None:
-            tier.close(is_usable=not self._problem and not self._journal.is_lost)
+            is_usable = not self._problem and not self._journal.is_lost
+            if is_usable:
+                self._journal.finish()
+            tier.close(is_usable=is_usable)
         self._problem = "closed"
         self._forward.retire()
         self._layers = []

@@ -17,6 +17,7 @@ from tests.cache.life import (
     Life,
     WholeLife,
     assert_stores,
+    machine_in,
     on_kernels,
 )
 
@@ -170,6 +171,18 @@ def test_a_block_that_its_last_user_never_published_can_go():
     tree.evict(1)
     machine.manager.check_integrity()
     assert not tree.nodes and machine.manager._books.allocator.num_free == SHORT.num_blocks
+
+
+def test_a_life_goes_on_after_a_restart():
+    machine = machine_in(SHORT)()
+    machine.start(host_blocks=30, has_store=True)
+    machine.resume(0, 0, more=9, seed=0)
+    machine.prefill(0, share=9, seed=0, is_noted=True)
+    machine.every_request_is_right()
+    machine.restart(choice=0, more=3, seed=0)
+    assert machine.num_disk_tokens == 16 == len(machine.tokens[0])
+    machine.every_request_is_right()
+    machine.teardown()
 
 
 def test_ids_decide_a_sequence():

@@ -9,6 +9,7 @@ miss: no other record depends on it.
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -91,13 +92,17 @@ class Prefetch(NotCopyable):
         left = (None if end is None else max(0.0, end - monotonic()) for _ in self._reads)
         return all(read.wait(rest) for read, rest in zip(self._reads, left, strict=True))
 
-    def start(self, records: BoundStore, rows: Sequence[memoryview]) -> None:
-        """Start the reads, once; called when no copy from the rows is under way."""
+    def start(
+        self, after: torch.cuda.Event | None, records: BoundStore, rows: Sequence[memoryview]
+    ) -> None:
+        """Start the reads, once, after the copies from and to the rows."""
         with self._starting:
             if self._is_started.is_set():
                 return
             wanted, num_blocks = self._wanted, len(self._wanted.digests)
             try:
+                if after is not None:
+                    after.synchronize()
                 self._reads.append(records.read(BLOCK, wanted.digests, rows[:num_blocks]))
                 if wanted.checkpointed is not None:
                     for piece, row in enumerate(rows[num_blocks:]):
@@ -124,9 +129,8 @@ class Prefetch(NotCopyable):
 
 
 class _Job(NamedTuple):
-    """Work of the thread, after an event of the device; until then it owns staging rows."""
+    """Work of the thread, and the staging rows that it needs until it is done."""
 
-    event: torch.cuda.Event | None
     rows: Sequence[int]
     run: Callable[[], None]
 
@@ -168,12 +172,8 @@ class _Jobs:
                 job = self.queue[0]
                 if job is None:
                     return
-                try:
-                    if job.event is not None:
-                        job.event.synchronize()
+                with suppress(Exception):  # the store is closed, or the device is lost: a miss
                     job.run()
-                except Exception:  # the store is closed, or the device is lost: a miss
-                    pass
                 self.queue.popleft()
 
 
@@ -258,7 +258,8 @@ class DiskTier:
                 records.append(_Record(kind, node.digest, target, num_tokens))
         if copies:
             event = self._host.copy_away(copies)
-            self._jobs.put(_Job(event, rows, partial(_put, self._records, records, self._counts)))
+            run = partial(_put, event, self._records, records, self._counts)
+            self._jobs.put(_Job(rows, run))
 
     def _sources(self, node: PrefixNode, is_checkpoint: bool) -> Sequence[Tensor]:
         """Return the bytes of a block or checkpoint on the device, in rows of the host's length."""
@@ -349,8 +350,8 @@ class DiskTier:
         buffers = [rows[block].data for block in prefetch._blocks[:num_blocks].tolist()]
         for piece, block in enumerate(prefetch._blocks[num_blocks:].tolist()):
             buffers.append(rows[block, : state_bytes - piece * row_bytes].data)
-        run = partial(prefetch.start, self._records, buffers)
-        self._jobs.put(_Job(self._host.record_copies(), (), run))
+        run = partial(prefetch.start, self._host.record_copies(), self._records, buffers)
+        self._jobs.put(_Job((), run))
 
     def advance(self) -> None:
         """Adopt what was read, and start writes."""
@@ -422,10 +423,17 @@ class DiskTier:
         self._thread.join()
 
 
-def _put(records: BoundStore, staged: Sequence[_Record], counts: _Counts) -> None:
-    """Give the store copies of staging rows."""
+def _put(
+    after: torch.cuda.Event | None,
+    records: BoundStore,
+    staged: Sequence[_Record],
+    counts: _Counts,
+) -> None:
+    """Give the store copies of staging rows, after the copies to them."""
     num_given = 0
     try:
+        if after is not None:
+            after.synchronize()
         for kind, digest, row, num_tokens in staged:
             records.put(kind, digest, row.clone(), num_tokens, copy=False)
             num_given += 1
