@@ -256,6 +256,10 @@ class Life(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 5), more=st.integers(0, 9), seed=seeds)
     def restart(self, choice, more, seed):
         """A new manager on the same store; a prompt begins like one from before."""
+        opened = set(self.tokens)
+        self.resume(0, 0, 9, seed)
+        for slot in set(self.tokens) - opened:  # there should be records
+            self.grow({slot: self.count(9)}, seed)
         for slot in list(self.tokens):
             self.manager.free_request(slot)
             self.remove(slot)
@@ -263,7 +267,8 @@ class Life(RuleBasedStateMachine):
         self.manager.close()
         self.begin()
         if self.seen:
-            self.resume(1 + choice % len(self.seen), 40, more, seed, is_prefetched=True)
+            last = len(self.seen) - choice % len(self.seen)
+            self.resume(last, 40, more, seed, is_prefetched=True)
 
     def read_from_disk(self, start):
         """Wait for reads that a call starts, and for writes before it: no step is by chance."""
