@@ -359,6 +359,8 @@ class DiskTier:
             self.adopt()
         if self._waiting:
             self.start_writes()
+        if self._jobs.queue:
+            self._jobs.is_new.set()  # an interrupt may have come before it was
 
     def adopt(self) -> None:
         """Make the blocks of prefetches that are done known, and release those not found."""
@@ -406,7 +408,7 @@ class DiskTier:
     def finish_writes(self) -> None:
         """Give the store all that waits; waits for the device."""
         while self._thread.is_alive() and (self._waiting or self._jobs.queue):
-            self.start_writes()
+            self.advance()
             sleep(0.0005)
 
     def close(self, *, is_usable: bool) -> None:
