@@ -9,6 +9,7 @@ miss: no other record depends on it.
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -207,6 +208,7 @@ class DiskTier:
         self._waiting: deque[tuple[PrefixNode, bool]] = deque()  # with whether its checkpoint is
         self._prefetches: dict[Prefetch, None] = {}
         self._counts, self._jobs = _Counts(), _Jobs()
+        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="dsv4-prefix-find")
         self._thread = Thread(target=self._jobs.run, name="dsv4-prefix-disk", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
@@ -307,13 +309,17 @@ class DiskTier:
             self._journal.after_commit(self._start, prefetch)
             return prefetch
 
+    def _contains(self, kind: str, digests: Sequence[bytes]) -> list[bool]:
+        """Look records up in a thread: an interrupt must not hit one that holds the index."""
+        return self._lookups.submit(self._records.contains, kind, digests).result()
+
     def _find_blocks(self, digests: Iterator[bytes]) -> list[bytes]:
         """Return the first digests whose blocks are all on disk."""
         first = list(islice(digests, 1))
-        if not first or not self._records.contains(BLOCK, first)[0]:  # so it is for most prompts
+        if not first or not self._contains(BLOCK, first)[0]:  # so it is for most prompts
             return []
         rest = list(digests)
-        is_there = [*self._records.contains(BLOCK, rest), False]
+        is_there = [*self._contains(BLOCK, rest), False]
         return first + rest[: is_there.index(False)]
 
     def _choose(
@@ -330,7 +336,7 @@ class DiskTier:
         last = min(len(known), len(path) + room - each)
         depth = 0
         if room >= each and last > first:
-            has_checkpoint = self._records.contains(_checkpoint(0), known[first:last])
+            has_checkpoint = self._contains(_checkpoint(0), known[first:last])
             depth = max((first + i + 1 for i, has in enumerate(has_checkpoint) if has), default=0)
         end = min(len(known), len(path) + room)
         halo_start = end * block_tokens - self._config.halo_tokens
@@ -421,6 +427,7 @@ class DiskTier:
             self.finish_writes()
         for prefetch in self._prefetches:
             prefetch.cancel()
+        self._lookups.shutdown()
         self._jobs.put(None)
         self._thread.join()
 
