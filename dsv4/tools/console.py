@@ -9,20 +9,14 @@ characters that a terminal would act on.
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from rich import progress as bars
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TimeElapsedColumn,
-)
 from rich.segment import Segment
+from rich.table import Table
 
 _Item = TypeVar("_Item")
 # Control characters but the end of a line, changes of direction, and bytes that are no text.
@@ -51,9 +45,22 @@ def make_console(*, stderr: bool = False) -> Console:
     )  # fmt: skip
 
 
+def make_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1,
+    **style: Any,
+) -> Table:  # fmt: skip
+    """Make a table of texts; the first `num_left` columns are aligned left, the others right."""
+    table = Table(title=title, **style)
+    for idx, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if idx < num_left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def track(items: Iterable[_Item], what: str, *, total: int) -> Iterator[_Item]:
     """Yield the items; on a terminal a bar shows how many of `total` are done."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn())
     with _show(what, *columns) as progress:
         yield from progress.track(items, total=total, description=what)
 
@@ -61,16 +68,16 @@ def track(items: Iterable[_Item], what: str, *, total: int) -> Iterator[_Item]:
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show a spinner and the elapsed time on a terminal."""
-    with _show(what, SpinnerColumn(), TimeElapsedColumn()) as progress:
+    with _show(what, bars.SpinnerColumn(), bars.TimeElapsedColumn()) as progress:
         progress.add_task(what, total=None)
         yield
 
 
-def _show(what: str, *columns: ProgressColumn) -> Progress:
+def _show(what: str, *columns: bars.ProgressColumn) -> bars.Progress:
     console = make_console(stderr=True)
     if not console.is_terminal and console.file.isatty():
         console.print(f"{what} ...", highlight=False)
     is_shown = console.is_terminal
-    return Progress(
+    return bars.Progress(
         "{task.description}", *columns, console=console, transient=True, disable=not is_shown
     )

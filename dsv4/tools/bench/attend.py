@@ -9,7 +9,7 @@ from dsv4.kernels.external.find import SparseDecode, load_flash_mla
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result
 from dsv4.tools.bench.attend_prefill import bench_prefill
-from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.external.comparison import report_comparison, try_load
 from dsv4.tools.bench.external.flashmla import decode_calls, rotate_back
 from dsv4.tools.bench.external.flashmla_prefill import load_flash_mla_prefill
@@ -54,11 +54,9 @@ def bench_attend(*, compare: bool = False) -> dict[str, Any]:
     prefill, prefill_problem = try_load(load_flash_mla_prefill) if compare else (None, "")
     total = sum(len(shape.batches) for shape in SHAPES)
     return {
-        "bench": "attend",
         "rows": list(track(_measure_steps(decode), "decode steps", total=total)),
         "prefill": bench_prefill(prefill, device=DEVICE),
         **report_comparison(compare, {"FlashMLA": problem, "FlashMLA's prefill": prefill_problem}),
-        "environment": environment(),
     }
 
 

@@ -3,13 +3,13 @@
 import argparse
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsv4.kernels.external.find import add_folder
 from dsv4.tools.bench import tables
-from dsv4.tools.bench.tables import Result, Shown
+from dsv4.tools.bench.environment import environment
 from dsv4.tools.console import make_console, printable
 from dsv4.tools.outputs import add_force, check_new
 from dsv4.tools.pictures import check_picture
@@ -34,68 +34,58 @@ class Option(NamedTuple):
 class Bench(NamedTuple):
     """A bench `NAME`: `dsv4.tools.bench.NAME.bench_NAME`, which takes its options by name.
 
-    external names the projects whose kernels `--compare` times beside ours. reads_file is for a
-    bench that takes a FILE.
+    Attributes:
+        counts: Defaults of options `--NAME` above 0, which set a parameter `num_NAME`.
+        options: Its other options.
+        external: The projects whose kernels `--compare` times beside ours.
+        reads_file: Whether it takes a FILE.
     """
 
     help: str
-    show: Callable[[Result], Shown]
+    counts: Mapping[str, int] = {}
     options: tuple[Option, ...] = ()
     external: str | None = None
     reads_file: bool = False
 
 
-REQUESTS = Option("--requests", "num_requests", 256)
 BENCHES = {
-    "plan": Bench(
-        "host time of prepare_forward", tables.show_plan,
-        (REQUESTS, Option("--steps", "num_steps", 400)),
-    ),
+    "plan": Bench("host time of prepare_forward", {"requests": 256, "steps": 400}),
     "host": Bench(
-        "host time of an engine's step: plan, drafts, tokens, layers", tables.show_host,
-        (REQUESTS, Option("--steps", "num_steps", 300)),
+        "host time of an engine's step: plan, drafts, tokens, layers",
+        {"requests": 256, "steps": 300},
     ),
     "prefix": Bench(
-        "host time of a prefix hit and of a block's hash", tables.show_prefix,
-        (Option("--tokens", "num_tokens", 100_000), Option("--rounds", "num_rounds", 50)),
+        "host time of a prefix hit and of a block's hash", {"tokens": 100_000, "rounds": 50}
     ),
     "trace": Bench(
-        "what the prefix cache finds of a trace's prompts", tables.show_trace,
+        "what the prefix cache finds of a trace's prompts",
+        {"requests": 600},
         (
-            Option("--requests", "num_requests", 600),
             Option("--first", "first", 1, "the line of the first request"),
             Option("--blocks", "num_blocks", None, "memory in blocks; by default several sizes"),
             Option("--plot", "plot", None, "draw found over memory: .png or .svg", Path),
         ),
         reads_file=True,
     ),
-    "swap": Bench(
-        "a request to host memory and back, on a GPU", tables.show_swap,
-        (Option("--tokens", "num_tokens", 1 << 20), Option("--rounds", "num_rounds", 10)),
-    ),
-    "write": Bench("the write path of a layer, on a GPU", tables.show_write, external="SGLang"),
-    "step": Bench(
-        "a captured decode step, on a GPU", tables.show_step,
-        (REQUESTS, Option("--steps", "num_steps", 400)),
-    ),
-    "gather": Bench("dense rows of a layer, on a GPU", tables.show_gather),
+    "swap": Bench("a request to host memory and back, on a GPU", {"tokens": 1 << 20, "rounds": 10}),
+    "write": Bench("the write path of a layer, on a GPU", external="SGLang"),
+    "step": Bench("a captured decode step, on a GPU", {"requests": 256, "steps": 400}),
+    "gather": Bench("dense rows of a layer, on a GPU"),
     "index": Bench(
-        "queries, scores and top-k of the index, on a GPU", tables.show_index,
-        external="DeepGEMM and SGLang",
+        "queries, scores and top-k of the index, on a GPU", external="DeepGEMM and SGLang"
     ),
     "attend": Bench(
         "attention of a layer in a decode step and of a prefill chunk, on a GPU",
-        tables.show_attend, external="FlashMLA",
+        external="FlashMLA",
     ),
     "transformers": Bench(
-        "decode steps of a transformers model with both caches, on a GPU",
-        tables.show_transformers, (Option("--steps", "num_steps", 30),),
+        "decode steps of a transformers model with both caches, on a GPU", {"steps": 30}
     ),
     "tune": Bench(
-        "launch parameters of this GPU's architecture", tables.show_tune,
-        (Option("--write", "is_written", False, "update the committed table in place"),),
+        "launch parameters of this GPU's architecture",
+        options=(Option("--write", "is_written", False, "update the committed table in place"),),
     ),
-}  # fmt: skip
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -122,11 +112,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--json", action="store_true", help="print one JSON object only")
 
 
-def _options(bench: Bench) -> tuple[Option, ...]:
-    if bench.external is None:
-        return bench.options
+def _options(bench: Bench) -> list[Option]:
+    counts = [Option(f"--{name}", f"num_{name}", count) for name, count in bench.counts.items()]
     compare = Option("--compare", "compare", False, f"time {bench.external} beside ours")
-    return (*bench.options, compare)
+    return [*counts, *bench.options, *[compare] * (bench.external is not None)]
 
 
 def use_external_folder(options: argparse.Namespace) -> None:
@@ -152,9 +141,10 @@ def run_bench(options: argparse.Namespace) -> int:
         importlib.import_module(f"dsv4.tools.bench.{options.bench}"), f"bench_{options.bench}"
     )
     names = ["file"] * bench.reads_file + [option.parameter for option in _options(bench)]
-    result: dict[str, Any] = run(**{name: getattr(options, name) for name in names})
+    measured: dict[str, Any] = run(**{name: getattr(options, name) for name in names})
+    result = {"bench": options.bench, **measured, "environment": environment()}
     if not options.json:
-        shown = bench.show(result)
+        shown = tables.show(options.bench, result)
         make_console().print(*shown.tables)
         for sentence in shown.sentences:
             print(printable(sentence))

@@ -13,7 +13,7 @@ from dsv4.config import CacheConfig
 from dsv4.kernels.backends import Backend, load_backend
 from dsv4.kernels.contracts import Gathered
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.requests import (
     FINITE_BYTES,
     acquire_layers,
@@ -50,8 +50,7 @@ def bench_gather() -> dict[str, Any]:
         _all_case(handles),
         _window_case(),
     ]
-    rows = [_measure(case) for case in track(cases, "gathers", total=len(cases))]
-    return {"bench": "gather", "rows": rows, "environment": environment()}
+    return {"rows": [_measure(case) for case in track(cases, "gathers", total=len(cases))]}
 
 
 def _measure(case: _Case) -> dict[str, Any]:

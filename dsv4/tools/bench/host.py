@@ -15,7 +15,6 @@ from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.kernels import reference
 from dsv4.testing import model_projections, model_weights
-from dsv4.tools.bench.environment import environment
 from dsv4.tools.bench.timing import summarize
 from dsv4.tools.console import working
 
@@ -37,14 +36,12 @@ def bench_host(*, num_requests: int = 256, num_steps: int = 300) -> dict[str, An
     with working("measuring"):
         times = _time_steps(num_requests, num_steps)
     return {
-        "bench": "host",
         "num_requests": num_requests,
         "num_steps": num_steps,
         "drafts": DRAFTS,
         "mean_us": {name: float(np.mean(values)) for name, values in times.items()},
         **summarize(times),
         "target_us": TARGETS_US if num_requests == 256 else {},
-        "environment": environment(),
     }
 
 

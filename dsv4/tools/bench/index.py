@@ -15,7 +15,7 @@ from dsv4.kernels.external.find import PagedLogits, load_deep_gemm
 from dsv4.kernels.index_scratch import IndexScratch
 from dsv4.kernels.layer_memory import existing
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.external.comparison import report_comparison, try_load
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import SGLangQuery, SGLangTopk
@@ -65,11 +65,9 @@ def bench_index(*, compare: bool = False) -> dict[str, Any]:
     with working("prefill chunk"):
         prefill = measure_prefill("fp8")
     return {
-        "bench": "index",
         "rows": rows,
         "prefill": prefill,
         **report_comparison(compare, {"DeepGEMM": problem, "SGLang": sglang_problem}),
-        "environment": environment(),
     }
 
 

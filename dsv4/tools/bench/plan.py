@@ -7,7 +7,6 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.capacity import blocks_for
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
-from dsv4.tools.bench.environment import environment
 from dsv4.tools.bench.timing import summarize
 from dsv4.tools.console import working
 
@@ -25,12 +24,10 @@ def bench_plan(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
     with working("measuring"):
         times, num_new_blocks = _time_plans(configs, num_requests, num_steps)
     return {
-        "bench": "plan",
         "num_requests": num_requests,
         "num_steps": num_steps,
         "new_blocks_per_step": num_new_blocks / num_steps / len(configs),
         **summarize(times),
-        "environment": environment(),
     }
 
 

@@ -11,7 +11,6 @@ from dsv4.cache.prefix.prefix_tree import hash_blocks, root_digest
 from dsv4.cache.prefix.token_store import ID_DTYPE
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
-from dsv4.tools.bench.environment import environment
 from dsv4.tools.bench.timing import summarize
 
 HIT_TARGET_US = 1000.0
@@ -54,14 +53,12 @@ def _bench_prefix(num_tokens: int, num_rounds: int, device: str) -> dict[str, An
         manager._books.checkpoints.load = load  # type: ignore[method-assign]
         times["hash_of_a_block"].append(_time_hash(ids))
     return {
-        "bench": "prefix",
         "num_tokens": num_tokens,
         "num_hit_tokens": num_hit_tokens,
         "checkpoint_bytes": manager.device_memory.checkpoints.storage.shape[1],
         "best_us": {name: min(values) for name, values in times.items()},
         **summarize(times),
         "target_us": {"hit_without_copy": HIT_TARGET_US, "hash_of_a_block": HASH_TARGET_US},
-        "environment": environment(),
     }
 
 

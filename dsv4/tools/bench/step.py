@@ -15,7 +15,7 @@ from dsv4.config import CacheConfig
 from dsv4.kernels.contracts import LayerProjections
 from dsv4.testing import model_weights, move_to, take_rows
 from dsv4.tools.bench.decode import bench_decode, decode_inputs
-from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.requests import acquire_layers, extend, manager_for
 from dsv4.tools.bench.timing import summarize
 from dsv4.tools.console import working
@@ -37,14 +37,12 @@ def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
         _check_bytes()
         host = _time_host(num_requests, num_steps)
     return {
-        "bench": "step",
         "num_requests": num_requests,
         "num_layers": CacheConfig.v4_flash().num_layers,
         "num_steps": num_steps,
         **host,
         "target_us": TARGET_US,
         "decode": bench_decode(),
-        "environment": environment(),
     }
 
 

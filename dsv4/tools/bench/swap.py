@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import CacheConfig
-from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.requests import manager_for, open_requests
 from dsv4.tools.bench.timing import wait_for
 from dsv4.tools.console import track
@@ -41,7 +41,6 @@ def bench_swap(
         require_cuda("swap")
     manager = _manager(num_tokens, device)
     return {
-        "bench": "swap",
         "num_tokens": num_tokens,
         "num_rounds": num_rounds,
         "target_gb_per_s": TARGET_GB_PER_S,
@@ -50,7 +49,6 @@ def bench_swap(
             for is_scattered in (False, True)
             for row in _measure(manager, num_tokens, num_rounds, is_scattered=is_scattered)
         ],
-        "environment": environment(),
     }
 
 

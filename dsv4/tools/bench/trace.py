@@ -17,7 +17,6 @@ from dsv4.cache.prefix.prefix_cache import PrefixHit
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.testing import model_projections, model_weights, take_rows
-from dsv4.tools.bench.environment import environment
 from dsv4.tools.bench.trace_file import HASH_TOKENS, TracePrompt, found_by_lru, read_trace
 from dsv4.tools.console import track
 
@@ -86,7 +85,6 @@ def bench_trace(
         torch.set_num_threads(num_threads)
     flash = CacheConfig.v4_flash()
     result = {
-        "bench": "trace",
         "file": file.name,
         "first": first,
         "num_requests": num_requests,
@@ -95,7 +93,6 @@ def bench_trace(
         "checkpoint_blocks": _sizes(narrow_config())[1],
         "halo_blocks": narrow_config().halo_tokens / narrow_config().block_tokens,
         "rows": rows,
-        "environment": environment(),
     }
     if plot is not None:
         from dsv4.tools.bench.trace_plot import plot_trace

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from dsv4.integrations.transformers import PagedCache, attach, detach
 from dsv4.model.random_hf import random_hf_model, record_attention
-from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.long_contexts import fill_paged, fill_transformers
 from dsv4.tools.bench.timing import wait_for
 from dsv4.tools.console import track, working
@@ -74,8 +74,7 @@ def bench_transformers(*, num_steps: int = 30) -> dict[str, Any]:
         model = random_hf_model(seed=0, **FLASH_WIDTHS).to(torch.bfloat16)
     with working("comparing attention with transformers'"):
         check_attention(model)
-    result = measure(model, Sizes(num_steps=num_steps))
-    return {"bench": "transformers", **result, "environment": environment()}
+    return measure(model, Sizes(num_steps=num_steps))
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from dsv4.kernels.triton.launch import (
     step_fields,
 )
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.tune_cases import CANDIDATES, Case, build_cases, problem_of, work_sizes
 from dsv4.tools.console import printable, track
 
@@ -83,7 +83,6 @@ def bench_tune(*, is_written: bool = False) -> dict[str, Any]:
         listed = launch_table.LAUNCHES
         TABLE_PATH.write_text(format_table({**listed, name: {**listed.get(name, {}), **chosen}}))
     return {
-        "bench": "tune",
         "architecture": name,
         "choices": [_listed(choice) for choice in choices],
         "skipped": [
@@ -92,7 +91,6 @@ def bench_tune(*, is_written: bool = False) -> dict[str, Any]:
         ],
         "table": chosen,
         "written": str(TABLE_PATH) if is_written else None,
-        "environment": environment(),
     }
 
 

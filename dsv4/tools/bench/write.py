@@ -14,7 +14,7 @@ from dsv4.kernels.contracts import LayerProjections, LayerWeights, LayerWrites
 from dsv4.layer_schedule import AttentionType
 from dsv4.testing import model_projections, model_weights, move_to
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.environment import environment, require_cuda
+from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.external.comparison import report_comparison, try_load
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import complex_frequencies
@@ -49,11 +49,9 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) ->
     kinds = list(AttentionType)
     tracked = track(steps, "decode steps", total=len(steps))
     return {
-        "bench": "write",
         "rows": [_step_row(*step, sglang) for step in tracked],
         "prefill": [_prefill_row(kind) for kind in track(kinds, "prefills", total=len(kinds))],
         **report_comparison(compare, {"SGLang": problem}),
-        "environment": environment(),
     }
 
 

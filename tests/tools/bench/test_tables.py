@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from dsv4.tools.bench.tables import build_table, show_tune
+from dsv4.tools.bench.tables import build_table, show
 
 COLUMNS = (("name", "{name}"), ("us", "{times[best]:.1f}"), ("of all", "{share:.0%}"))
 
@@ -29,7 +29,7 @@ def test_a_launch_that_could_not_be_used():
     choice = {"work": "csa decode", "size": 32, "present": other, "chosen": used,
               "times": [{"launch": used, "us": 3.456}]}  # fmt: skip
     result = {"architecture": "sm_90", "choices": [choice], "skipped": [], "written": "a.json"}
-    shown = show_tune(result)
+    shown = show("tune", result)
     (line,) = printed(shown.tables[0])
     cells = [cell.strip() for cell in line.split("│")]
     assert cells == ["csa decode", "32", "num_warps 4, rows 8", "unusable", "num_warps 2", "3.46"]

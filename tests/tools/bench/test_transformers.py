@@ -10,7 +10,7 @@ from dsv4.integrations.transformers import attach, detach
 from dsv4.model.random_hf import random_hf_model
 from dsv4.tools.bench import transformers as bench
 from dsv4.tools.bench.long_contexts import fill_paged, fill_transformers
-from dsv4.tools.bench.tables import show_transformers
+from dsv4.tools.bench.tables import show
 from dsv4.tools.transformers_cache import transformers_cache_bytes
 
 
@@ -62,7 +62,7 @@ def test_a_row_without_memory_says_so(model, monkeypatch):
     assert failed["step_us"].keys() == {"this", "free"} and not failed["speedup"]
     assert failed_memory["this_bytes"] > 0 and "ratio" not in failed_memory
     assert decoded["speedup"]["this"] > 0 and memory["ratio"] > 0
-    shown = show_transformers(result)
+    shown = show("transformers", result)
     assert shown.sentences == result["errors"] and len(shown.tables) == 2
     assert "forward" not in vars(model.model)
 

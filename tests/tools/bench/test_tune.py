@@ -19,6 +19,7 @@ from dsv4.kernels.triton.launch import (
     step_fields,
 )
 from dsv4.layer_schedule import AttentionType
+from dsv4.tools.bench import command as bench_command
 from dsv4.tools.bench import timing, tune, tune_cases
 from dsv4.tools.bench.tune import (
     Choice,
@@ -137,7 +138,7 @@ class FakeGPU:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-        monkeypatch.setattr(tune, "environment", dict)
+        monkeypatch.setattr(bench_command, "environment", dict)
         monkeypatch.setattr(tune, "_problems", lambda trials: self.problems)
         monkeypatch.setattr(tune, "build_cases", self.build_cases)
         monkeypatch.setattr(timing, "replay_time", lambda run: 2 * run())
