@@ -58,8 +58,8 @@ def make_table(
     return table
 
 
-def track(items: Iterable[_Item], what: str, *, total: int) -> Iterator[_Item]:
-    """Yield the items; on a terminal a bar shows how many of `total` are done."""
+def track(items: Iterable[_Item], what: str, *, total: int | None = None) -> Iterator[_Item]:
+    """Yield the items; on a terminal a bar shows how many of `total`, or of all, are done."""
     columns = (bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn())
     with _show(what, *columns) as progress:
         yield from progress.track(items, total=total, description=what)

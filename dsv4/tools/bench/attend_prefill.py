@@ -36,7 +36,7 @@ SHAPES = (PrefillShape("Flash CSA", 4, 512, 300.0), PrefillShape("Flash HCA", 12
 
 def bench_prefill(flashmla: SparsePrefill | None, *, device: str) -> list[dict[str, Any]]:
     """Time a chunk of each type of layer, and FlashMLA's prefill beside it if it is given."""
-    shapes = track(SHAPES, "prefill chunks", total=len(SHAPES))
+    shapes = track(SHAPES, "prefill chunks")
     return [_measure(shape, flashmla, device) for shape in shapes]
 
 

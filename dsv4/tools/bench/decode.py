@@ -7,6 +7,7 @@ step a large fill flushes the L2 and keeps the GPU busy until the graph is launc
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ class DecodeCase(NamedTuple):
 def bench_decode() -> list[dict[str, Any]]:
     """Time one step of V4-Flash's 43 layers: the whole step, and each part."""
     sizes = [(length, batch) for length in LENGTHS for batch in BATCHES]
-    return [_measure(*size) for size in track(sizes, "decode steps", total=len(sizes))]
+    return [_measure(*size) for size in track(sizes, "decode steps")]
 
 
 def _measure(length: int, batch: int) -> dict[str, Any]:
@@ -153,13 +154,9 @@ def _time_steps(case: DecodeCase) -> float:
     times = []
     for _ in range(NUM_WARMUP_STEPS + NUM_STEPS):
         plan = plan_tokens(case.manager, case.slots)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         fill.zero_()
-        start.record()
-        results = forward.replay(plan)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
+        results, elapsed = timing.time_on_gpu(partial(forward.replay, plan))
+        times.append(elapsed)
     if not all(bool(result.output.isfinite().all()) for result in results):
         raise RuntimeError("A step gave an output that is not finite; nothing is reported")
     return statistics.fmean(times[NUM_WARMUP_STEPS:])

@@ -50,7 +50,7 @@ def bench_gather() -> dict[str, Any]:
         _all_case(handles),
         _window_case(),
     ]
-    return {"rows": [_measure(case) for case in track(cases, "gathers", total=len(cases))]}
+    return {"rows": [_measure(case) for case in track(cases, "gathers")]}
 
 
 def _measure(case: _Case) -> dict[str, Any]:

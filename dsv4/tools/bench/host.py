@@ -1,8 +1,8 @@
 """`dsv4 bench host`: what a step of an engine costs on the host, beside the kernels."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,13 @@ import torch
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.layout import cache_layout
 from dsv4.cache.memory.schema import build_schemas
+from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.kernels import reference
 from dsv4.testing import model_projections, model_weights
-from dsv4.tools.bench.timing import summarize
+from dsv4.tools.bench.requests import plan_tokens
+from dsv4.tools.bench.timing import summarize, time_call
 from dsv4.tools.console import working
 
 DRAFTS = 3
@@ -106,17 +108,17 @@ def _timed_step(
 ) -> tuple[float, float, float]:
     ids = rng.integers(0, VOCABULARY, int(counts.sum()))
     after, kept = before + DRAFTS + 1, before + counts
-    start = time.perf_counter()
-    plan = prepare_forward(manager, slots, before, after)
-    planned = time.perf_counter()
+    plan, planned = time_call(partial(prepare_forward, manager, slots, before, after))
     plan.complete()
-    completed = time.perf_counter()
-    manager.truncate(slots, kept)
-    accepted = time.perf_counter()
+    _, accepted = time_call(partial(manager.truncate, slots, kept))
+    _, noted = time_call(partial(_note, manager, slots, ids, before, counts))
+    return planned, accepted, noted
+
+
+def _note(manager: KVCacheManager, slots: Any, ids: Any, before: Any, counts: Any) -> None:
+    """Note tokens and publish full blocks."""
     manager.note_tokens(slots, ids, start=before, counts=counts)
     manager._forward.publish()
-    noted = time.perf_counter()
-    return (planned - start) * 1e6, (accepted - completed) * 1e6, (noted - accepted) * 1e6
 
 
 def _step_to_a_boundary(manager: KVCacheManager, slots: Any, *, seed: int) -> float:
@@ -127,25 +129,20 @@ def _step_to_a_boundary(manager: KVCacheManager, slots: Any, *, seed: int) -> fl
     ends = np.maximum(ends, before)
     manager.prepare_forward(slots, before, ends).complete()
     counts = ends - before
-    manager.note_tokens(
-        slots, rng.integers(0, VOCABULARY, int(counts.sum())), start=before, counts=counts
-    )
-    manager._forward.publish()
+    _note(manager, slots, rng.integers(0, VOCABULARY, int(counts.sum())), before, counts)
     return sum(_timed_step(manager, slots, ends, np.ones_like(slots), rng))
 
 
 def _time_layers(manager: KVCacheManager, slots: Any, num_steps: int) -> list[float]:
     config = manager.config
     weights, inputs = model_weights(config, seed=0), model_projections(config, 1, seed=1)
-    times = []
-    for _ in range(num_steps):
-        before = manager.lengths[slots]
-        plan = manager.prepare_forward(slots, before, before + 1)
-        start = time.perf_counter()
+
+    def run_layers(plan: ForwardPlan) -> None:
         for idx, (projections, layer_weights) in enumerate(zip(inputs, weights, strict=True)):
             manager.acquire(idx, plan).forward(projections, layer_weights)
-        times.append((time.perf_counter() - start) * 1e6)
-    return times
+
+    plans = (plan_tokens(manager, slots) for _ in range(num_steps))
+    return [time_call(partial(run_layers, plan))[1] for plan in plans]
 
 
 @contextmanager

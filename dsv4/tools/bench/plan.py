@@ -1,13 +1,13 @@
 """`dsv4 bench plan`: host time of `prepare_forward`, for two numbers of layers."""
 
-import time
+from functools import partial
 from typing import Any
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.capacity import blocks_for
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
-from dsv4.tools.bench.timing import summarize
+from dsv4.tools.bench.timing import summarize, time_call
 from dsv4.tools.console import working
 
 
@@ -43,12 +43,10 @@ def _time_plans(
         for name, manager in managers.items():
             before = manager.lengths.tolist()
             after = [length + 1 for length in before]
-            start = time.perf_counter()
-            plan = prepare_forward(manager, slots, before, after)
-            elapsed = time.perf_counter() - start
+            plan, elapsed = time_call(partial(prepare_forward, manager, slots, before, after))
             plan.complete()
             if step >= 50:  # the first steps warm the CPU's caches
-                times[name].append(elapsed * 1e6)
+                times[name].append(elapsed)
                 num_new_blocks += plan.num_new_blocks
             _check(manager, before)
     return times, num_new_blocks

@@ -1,22 +1,22 @@
 """`dsv4 bench prefix`: host time of a prefix hit, and of the hash of a new block."""
 
-import time
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prefix.prefix_tree import hash_blocks, root_digest
 from dsv4.cache.prefix.token_store import ID_DTYPE
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
-from dsv4.tools.bench.timing import summarize
+from dsv4.tools.bench.timing import one_thread, summarize, time_call
 
 HIT_TARGET_US = 1000.0
 HASH_TARGET_US = 20.0
 
 
+@one_thread()
 def bench_prefix(
     *, num_tokens: int = 100_000, num_rounds: int = 50, device: str = "cpu"
 ) -> dict[str, Any]:
@@ -26,15 +26,6 @@ def bench_prefix(
     the fixed state of a hit. On the CPU that copy is part of the time of a hit, so hits are also
     timed without it. One thread copies, since waiting for others takes longer.
     """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _bench_prefix(num_tokens, num_rounds, device)
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _bench_prefix(num_tokens: int, num_rounds: int, device: str) -> dict[str, Any]:
     config = CacheConfig.v4_flash()
     ids = np.random.default_rng(0).integers(0, 129280, num_tokens)
     num_blocks = num_tokens // config.block_tokens + 2
@@ -73,13 +64,11 @@ def _publish(manager: KVCacheManager, ids: np.ndarray[Any, Any]) -> int:
 
 
 def _time_hit(manager: KVCacheManager, ids: np.ndarray[Any, Any], expected: int) -> float:
-    start = time.perf_counter()
-    slot, num_tokens, *_ = manager.resume_request(ids)
-    elapsed = time.perf_counter() - start
+    (slot, num_tokens, *_), elapsed = time_call(partial(manager.resume_request, ids))
     if num_tokens != expected:
         raise RuntimeError(f"Expected a hit of {expected} tokens, got {num_tokens}")
     manager.free_request(slot)
-    return elapsed * 1e6
+    return elapsed
 
 
 def _time_hash(ids: np.ndarray[Any, Any]) -> float:
@@ -87,6 +76,4 @@ def _time_hash(ids: np.ndarray[Any, Any]) -> float:
     known = ids[: 2 * 256].astype(ID_DTYPE).data.cast("B")
     digests = hash_blocks(root_digest("", b""), known, 256 * ID_DTYPE.itemsize)
     next(digests)
-    start = time.perf_counter()
-    next(digests)
-    return (time.perf_counter() - start) * 1e6
+    return time_call(partial(next, digests))[1]

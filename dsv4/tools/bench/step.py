@@ -1,7 +1,7 @@
 """`dsv4 bench step`: host time of a captured decode step and its plan, and the GPU's time."""
 
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from dsv4.testing import model_weights, move_to, take_rows
 from dsv4.tools.bench.decode import bench_decode, decode_inputs
 from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.requests import acquire_layers, extend, manager_for
-from dsv4.tools.bench.timing import summarize
+from dsv4.tools.bench.timing import summarize, time_call
 from dsv4.tools.console import working
 
 DEVICE = "cuda"
@@ -58,14 +58,10 @@ def _time_host(num_requests: int, num_steps: int) -> dict[str, Any]:
         before = manager.lengths.tolist()
         after = [length + 1 for length in before]
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        plan = prepare_forward(manager, slots, before, after)
-        planned = time.perf_counter()
-        forward.replay(plan)
-        end = time.perf_counter()
-        seconds = (planned - start, end - planned, end - start)
-        for part, elapsed in zip(times.values(), seconds, strict=True):
-            part.append(elapsed * 1e6)
+        plan, planned = time_call(partial(prepare_forward, manager, slots, before, after))
+        _, replayed = time_call(partial(forward.replay, plan))
+        for part, elapsed in zip(times, (planned, replayed, planned + replayed), strict=True):
+            times[part].append(elapsed)
     manager.check_integrity()
     return summarize({name: values[NUM_WARMUP_STEPS:] for name, values in times.items()})
 

@@ -1,13 +1,18 @@
-"""Clocks of the benches: replays of captured steps, summaries, and the time of a copy."""
+"""Clocks of the benches: calls, replays of captured steps, summaries, and the time of a copy."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 COPY_BANDWIDTH = 4.27e12  # bytes a second, device copy on an H200
 REPEATS = 20  # runs of a warm layer in one captured step
+
+_Result = TypeVar("_Result")
 
 
 def floor_us(num_bytes: int) -> float:
@@ -23,6 +28,23 @@ def summarize(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float
     }
 
 
+def time_call(call: Callable[[], _Result]) -> tuple[_Result, float]:
+    """Return the result of a call, and its microseconds on the host."""
+    start = time.perf_counter()
+    result = call()
+    return result, (time.perf_counter() - start) * 1e6
+
+
+def time_on_gpu(call: Callable[[], _Result]) -> tuple[_Result, float]:
+    """Return the result of a call, and the microseconds of its work on the GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    result = call()
+    end.record()
+    torch.cuda.synchronize()
+    return result, start.elapsed_time(end) * 1e3
+
+
 def replay_time(step: Callable[[], object], *, num_replays: int = 20) -> float:
     """Median microseconds of a captured step."""
     step()
@@ -30,15 +52,7 @@ def replay_time(step: Callable[[], object], *, num_replays: int = 20) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    times = []
-    for _ in range(num_replays + 3):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
+    times = [time_on_gpu(graph.replay)[1] for _ in range(num_replays + 3)]
     return float(statistics.median(times[3:]))
 
 
@@ -56,6 +70,17 @@ def time_rotating(run: Callable[[int], object], num_layers: int, *, num_turns: i
             run(layer_idx)
 
     return replay_time(step) / len(order)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let one thread of the CPU compute: small work would wait for others longer."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def wait_for(device: torch.device | str) -> None:

@@ -1,8 +1,8 @@
 """`dsv4 bench trace`: what the prefix cache finds of a trace's prompts, over its memory."""
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from dsv4.cache.prefix.prefix_cache import PrefixHit
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.testing import model_projections, model_weights, take_rows
+from dsv4.tools.bench.timing import one_thread, time_call
 from dsv4.tools.bench.trace_file import HASH_TOKENS, TracePrompt, found_by_lru, read_trace
 from dsv4.tools.console import track
 
@@ -74,15 +75,10 @@ def bench_trace(
     cases = _cases(prompts, sizes if num_blocks is None else (num_blocks,))
     settings = SETTINGS if plot is None else PLOTTED
     todo = [(case, name) for case in cases for name in settings]
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # waiting for others takes longer
-    try:
+    with one_thread():
         rows = [
-            _measure(prompts, case, name, settings[name])
-            for case, name in track(todo, "replaying", total=len(todo))
+            _measure(prompts, case, name, settings[name]) for case, name in track(todo, "replaying")
         ]
-    finally:
-        torch.set_num_threads(num_threads)
     flash = CacheConfig.v4_flash()
     result = {
         "file": file.name,
@@ -184,8 +180,8 @@ def _measure(
         "target": setting.targets.get(case.asked),
         "num_hits": num_hits,
         "replayed_blocks_per_hit": num_replayed / num_hits if num_hits else 0.0,
-        "resume_median_us": statistics.median(times) * 1e6,
-        "resume_p90_us": float(np.percentile(times, 90)) * 1e6,
+        "resume_median_us": statistics.median(times),
+        "resume_p90_us": float(np.percentile(times, 90)),
         "bytes": {tier: count * block_bytes for tier, count in tiers.items()},
     }
 
@@ -223,15 +219,13 @@ class Replay:
         self._tables = model_projections(config, TABLE_ROWS, seed=1)
 
     def run(self, prompt: TracePrompt) -> tuple[PrefixHit, float]:
-        """Run a prompt; return its hit and the seconds of `resume_request`.
+        """Run a prompt; return its hit and the microseconds of `resume_request`.
 
         One token follows its blocks, since a hit always leaves one to run.
         """
         manager, block_tokens = self.manager, self.config.block_tokens
         ids = np.append(np.repeat(prompt.hashes, block_tokens), 0).astype(np.int32)
-        start = time.perf_counter()
-        hit = manager.resume_request(ids)
-        elapsed = time.perf_counter() - start
+        hit, elapsed = time_call(partial(manager.resume_request, ids))
         rows, chunk = torch.from_numpy(ids % TABLE_ROWS), CHUNK_BLOCKS * block_tokens
         for before in range(hit.num_tokens, len(ids), chunk):
             after = min(before + chunk, len(ids))

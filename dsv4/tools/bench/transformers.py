@@ -19,7 +19,7 @@ from dsv4.integrations.transformers import PagedCache, attach, detach
 from dsv4.model.random_hf import random_hf_model, record_attention
 from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.long_contexts import fill_paged, fill_transformers
-from dsv4.tools.bench.timing import wait_for
+from dsv4.tools.bench.timing import time_call, wait_for
 from dsv4.tools.console import track, working
 from dsv4.tools.transformers_cache import transformers_cache_bytes
 
@@ -155,7 +155,7 @@ def _run_all(
 ) -> dict[str, _Result]:
     """Collect the results by name; an error is noted, and the other runs go on."""
     results = {}
-    for name, run in track(runs.items(), what, total=len(runs)):
+    for name, run in track(runs.items(), what):
         try:
             results[name] = run()
         except RuntimeError as error:  # an out-of-memory error too
@@ -281,14 +281,13 @@ def _attention_clock(model: Any) -> Iterator[Callable[[], float]]:
 
 
 def _median_us(step: Callable[[], Any], device: torch.device, num_steps: int) -> float:
-    times = []
-    for _ in range(NUM_WARMUP_STEPS + num_steps):
-        wait_for(device)
-        start = time.perf_counter()
+    def step_to_its_end() -> None:
         step()
         wait_for(device)
-        times.append(time.perf_counter() - start)
-    return float(np.median(times[NUM_WARMUP_STEPS:])) * 1e6
+
+    wait_for(device)
+    times = [time_call(step_to_its_end)[1] for _ in range(NUM_WARMUP_STEPS + num_steps)]
+    return float(np.median(times[NUM_WARMUP_STEPS:]))
 
 
 @contextmanager

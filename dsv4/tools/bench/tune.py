@@ -169,7 +169,7 @@ def _choose_all(
 ) -> list[Choice]:
     work_and_size = [(work, size) for work in usable for size in work_sizes(work)]
     choices = []
-    for work, size in track(work_and_size, "time", total=len(work_and_size)):
+    for work, size in track(work_and_size, "time"):
         times = _times(list(build_cases(work, size, is_rotating=True)), usable[work])
         launch: AnyLaunch = pick(present[work], size)
         choices.append(Choice(work, size, launch, choose(times, launch), times))

@@ -47,10 +47,10 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) ->
         for batch in batches
     ]
     kinds = list(AttentionType)
-    tracked = track(steps, "decode steps", total=len(steps))
+    tracked = track(steps, "decode steps")
     return {
         "rows": [_step_row(*step, sglang) for step in tracked],
-        "prefill": [_prefill_row(kind) for kind in track(kinds, "prefills", total=len(kinds))],
+        "prefill": [_prefill_row(kind) for kind in track(kinds, "prefills")],
         **report_comparison(compare, {"SGLang": problem}),
     }
 
