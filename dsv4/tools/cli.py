@@ -8,23 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.table import Table
-
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.tools.bench import command as bench_command
-from dsv4.tools.console import make_console, printable, track, working
+from dsv4.tools.console import make_console, make_table, printable, track, working
 from dsv4.tools.inspector import command as inspect_command
 from dsv4.tools.outputs import add_force, check_new
-from dsv4.tools.planner.command import (
-    LABELS,
-    add_options,
-    as_json,
-    build_plan,
-    page_models,
-    positive,
-    print_plan,
-    title,
-)
+from dsv4.tools.planner import command as plan_command
+from dsv4.tools.planner.command import positive
 from dsv4.tools.planner.sizes import format_bytes
 
 
@@ -95,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     plan = commands.add_parser("plan", help="memory of a cache on a GPU, and how much fits")
-    add_options(plan)
+    plan_command.add_options(plan)
     plan.set_defaults(run=_plan)
 
     inspect = commands.add_parser("inspect", help="contents of a saved request")
@@ -117,7 +107,7 @@ def _plan(options: argparse.Namespace) -> int:
     from dsv4.tools.planner.plot import check_plot, plot_plan
 
     try:
-        plan = build_plan(options)
+        plan = plan_command.build_plan(options)
         if options.plot is not None:
             check_plot(options.plot)
         if options.html is not None:
@@ -126,16 +116,14 @@ def _plan(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     if options.plot is not None:
-        plot_plan(plan, options.plot, title=title(plan, model=options.model))
+        plot_plan(plan, options.plot, title=plan_command.title(plan, model=options.model))
     if options.html is not None:
-        models = page_models(options.model)
-        write_page(
-            plan, options.html, model=options.model, gpu=options.gpu, models=models, labels=LABELS
-        )
+        models = plan_command.page_models(options.model)
+        write_page(plan, options.html, model=options.model, gpu=options.gpu, models=models)
     if options.json:
-        print(json.dumps(as_json(plan, model=options.model)))
+        print(json.dumps(plan_command.as_json(plan, model=options.model)))
     else:
-        print_plan(plan, make_console(), model=options.model, gpu=options.gpu)
+        plan_command.print_plan(plan, make_console(), model=options.model, gpu=options.gpu)
     return 0
 
 
@@ -178,26 +166,23 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _print_info(result: dict[str, Any]) -> None:
-    versions = Table(title="Versions")
-    versions.add_column("package")
-    versions.add_column("version")
-    for name, version in result["versions"].items():
-        versions.add_row(name, version or "not installed")
-    devices = Table(title="Devices")
-    for column in ("device", "name", "memory", "capability"):
-        devices.add_column(column)
-    for device in result["devices"]:
-        memory = device["memory_bytes"]
-        size = "" if memory is None else format_bytes(memory)
-        devices.add_row(device["device"], device["name"], size, device["capability"] or "")
-    backends = Table(title="Backends, and other projects' kernels")
-    backends.add_column("name")
-    backends.add_column("available")
-    backends.add_column("why not")
-    for name, state in (result["backends"] | result["peers"]).items():
-        answer = "yes" if state["available"] else "no"
-        backends.add_row(name, answer, state["problem"] or "")
-    make_console().print(versions, devices, backends)
+    versions = [(name, text or "not installed") for name, text in result["versions"].items()]
+    devices = [
+        (each["device"], each["name"],
+         "" if each["memory_bytes"] is None else format_bytes(each["memory_bytes"]),
+         each["capability"] or "")
+        for each in result["devices"]
+    ]  # fmt: skip
+    backends = [
+        (name, "yes" if state["available"] else "no", state["problem"] or "")
+        for name, state in (result["backends"] | result["peers"]).items()
+    ]
+    kernels = "Backends, and other projects' kernels"
+    make_console().print(
+        make_table("Versions", ("package", "version"), versions, num_left=2),
+        make_table("Devices", ("device", "name", "memory", "capability"), devices, num_left=4),
+        make_table(kernels, ("name", "available", "why not"), backends, num_left=3),
+    )
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -21,8 +21,8 @@ from dsv4.tools.demo.kept_run import keep_run
 PLAN = ["plan", "--model", "v4-flash", "--context", "1M", "--gpu", "h200"]
 COMMANDS = {
     "demo": (["demo"], "dsv4.tools.demo.command.run_command"),
-    "plan": (PLAN, "dsv4.tools.cli.print_plan"),
-    "plan --json": ([*PLAN, "--json"], "dsv4.tools.cli.as_json"),
+    "plan": (PLAN, "dsv4.tools.planner.command.print_plan"),
+    "plan --json": ([*PLAN, "--json"], "dsv4.tools.planner.command.as_json"),
     "plan --html": ([*PLAN, "--html", "FOLDER/a.html"], "dsv4.tools.planner.page.write_page"),
     "plan --plot": ([*PLAN, "--plot", "FOLDER/a.png"], "dsv4.tools.planner.plot.plot_plan"),
     "inspect": (["inspect", "FOLDER/file"], "dsv4.tools.inspector.report.RequestInspector"),

@@ -9,7 +9,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from dsv4.tools.console import make_console
+from dsv4.tools.console import make_console, make_table
 from dsv4.tools.demo.run import num_ticks, run_demo
 from dsv4.tools.demo.subject import Subject, load_subject, random_subject
 
@@ -93,27 +93,22 @@ def _error_table(result: dict[str, Any], formats: str) -> Table:
 
 
 def _memory_table(result: dict[str, Any], formats: str) -> Table:
-    table = Table(title="Bytes of the caches")
-    table.add_column("component")
-    for column in (formats, "fp32 rows", f"transformers, {result['dtype']}"):
-        table.add_column(column, justify="right")
     sizes = [result["memory"][name] for name in ("formats", "fp32", "own")]
-    for component in sizes[0]:
-        table.add_row(component, *(f"{size.get(component, 0):,}" for size in sizes))
+    headings = ("component", formats, "fp32 rows", f"transformers, {result['dtype']}")
+    rows = [(name, *(f"{size.get(name, 0):,}" for size in sizes)) for name in sizes[0]]
+    table = make_table("Bytes of the caches", headings, rows)
     table.add_section()
     table.add_row("total", *(f"{sum(size.values()):,}" for size in sizes))
     return table
 
 
 def _speed_table(result: dict[str, Any], formats: str) -> Table:
-    table = Table(title="Tokens per second, prefill included")
-    table.add_column("run")
-    table.add_column("tokens/s", justify="right")
-    for name, label in (
-        ("formats", f"this cache, padded batch, {formats}"),
-        ("fp32", "this cache, padded batch, fp32 rows"),
-        ("transformers_alone", "transformers, one prompt after the other"),
-        ("transformers_padded", "transformers, padded batch (see above for its ids)"),
-    ):
-        table.add_row(label, f"{result['tokens_per_second'][name]:,.1f}")
-    return table
+    labels = {
+        "formats": f"this cache, padded batch, {formats}",
+        "fp32": "this cache, padded batch, fp32 rows",
+        "transformers_alone": "transformers, one prompt after the other",
+        "transformers_padded": "transformers, padded batch (see above for its ids)",
+    }
+    speeds = result["tokens_per_second"]
+    rows = [(label, f"{speeds[name]:,.1f}") for name, label in labels.items()]
+    return make_table("Tokens per second, prefill included", ("run", "tokens/s"), rows)

@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from dsv4.checks import check_int
 from dsv4.formats import IndexFormatName, KVFormatName
 from dsv4.integrations.transformers import PagedCache, attach
+from dsv4.tools.bench.timing import wait_for
 from dsv4.tools.demo.subject import Subject
 from dsv4.tools.transformers_cache import transformers_cache_bytes
 
@@ -93,19 +94,30 @@ def _check_room(subject: Subject, num_new: int) -> None:
 def _warm_up(subject: Subject, **cache: PagedCache) -> None:
     """Compile and load everything that a GPU needs, before anything is timed."""
     if subject.model.device.type == "cuda":
-        subject.model.generate(**_padded(subject.prompts), **_options(2, lambda: None), **cache)
+        _generate(subject, subject.prompts, 2, lambda: None, **cache)
+
+
+def _generate(
+    subject: Subject, prompts: list[Tensor], num_new: int, tick: Tick, **cache: PagedCache
+) -> tuple[Any, float]:
+    """Generate greedily with a padded batch; return the result and the seconds that it took."""
+    wait_for(subject.model.device)
+    start = time.perf_counter()
+    result = subject.model.generate(
+        **_padded(prompts), **cache, do_sample=False, max_new_tokens=num_new,
+        min_new_tokens=num_new, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+        streamer=_Ticker(tick),
+    )  # fmt: skip
+    wait_for(subject.model.device)
+    return result, time.perf_counter() - start
 
 
 def _run_alone(subject: Subject, num_new: int, tick: Tick) -> dict[str, Any]:
     """Generate with transformers' own cache, one prompt after the other."""
     ids, logits, memory, seconds = [], [], dict[str, int](), 0.0
     for prompt in subject.prompts:
-        start = _now(subject)
-        result = subject.model.generate(
-            prompt[None], attention_mask=torch.ones_like(prompt[None]),
-            **_options(num_new, tick),
-        )  # fmt: skip
-        seconds += _now(subject) - start
+        result, elapsed = _generate(subject, [prompt], num_new, tick)
+        seconds += elapsed
         ids.append(result.sequences[0, len(prompt) :])
         logits.append(torch.stack([step[0] for step in result.logits]))
         sizes = transformers_cache_bytes(result.past_key_values, subject.model.config.layer_types)
@@ -116,9 +128,8 @@ def _run_alone(subject: Subject, num_new: int, tick: Tick) -> dict[str, Any]:
 
 def _run_own_batch(subject: Subject, num_new: int, tick: Tick) -> dict[str, Any]:
     """Generate with transformers' own cache on the padded batch."""
-    start = _now(subject)
-    result = subject.model.generate(**_padded(subject.prompts), **_options(num_new, tick))
-    speed = len(subject.prompts) * num_new / (_now(subject) - start)
+    result, seconds = _generate(subject, subject.prompts, num_new, tick)
+    speed = len(subject.prompts) * num_new / seconds
     return {"ids": list(result.sequences[:, -num_new:]), "speed": speed}
 
 
@@ -144,11 +155,7 @@ def _run_paged(
     with cache:
         _warm_up(subject, past_key_values=cache)
         cache.reset()
-        start = _now(subject)
-        result = subject.model.generate(
-            **_padded(subject.prompts), **_options(num_new, tick), past_key_values=cache
-        )
-        seconds = _now(subject) - start
+        result, seconds = _generate(subject, subject.prompts, num_new, tick, past_key_values=cache)
         cache.reset()
         return {
             "ids": list(result.sequences[:, -num_new:]),
@@ -178,14 +185,6 @@ def _memory(cache: PagedCache) -> dict[str, int]:
     return {**rows, "states": states, "tables and workspaces": others}
 
 
-def _options(num_new: int, tick: Tick) -> dict[str, Any]:
-    return {
-        "do_sample": False, "max_new_tokens": num_new, "min_new_tokens": num_new,
-        "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True,
-        "streamer": _Ticker(tick),
-    }  # fmt: skip
-
-
 def _padded(texts: list[Tensor]) -> dict[str, Tensor]:
     """Pad texts on the left to a batch."""
     longest = max(len(text) for text in texts)
@@ -211,12 +210,6 @@ def _first_differences(ids: list[Tensor], expected: list[Tensor]) -> list[int | 
         steps = (new != expected_new).nonzero()
         firsts.append(int(steps[0]) if len(steps) else None)
     return firsts
-
-
-def _now(subject: Subject) -> float:
-    if subject.model.device.type == "cuda":
-        torch.cuda.synchronize(subject.model.device)
-    return time.perf_counter()
 
 
 class _Ticker(BaseStreamer):

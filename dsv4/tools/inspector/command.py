@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4.layer_schedule import AttentionType
+from dsv4.tools.console import make_table
 from dsv4.tools.inspector.report import RequestInspector, describe_selections
 from dsv4.tools.inspector.selections import RUN_FILES, LayerSelections, read_selections
 from dsv4.tools.outputs import add_force
 from dsv4.tools.planner.sizes import format_bytes
 
+STYLE: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
 TAIL_NAMES = {"float32": "fp32", "bfloat16": "bf16"}
 ENTRY_NAMES = {"entries": "entry", "index keys": "index key"}
 MAX_PROBLEMS = 20  # printed problems; the JSON has all of them
@@ -118,58 +120,47 @@ def _sentences(report: dict[str, Any]) -> list[str]:
 def _part_table(report: dict[str, Any]) -> Table:
     parts = [part for layer in report["layers"] for part in layer["parts"]]
     has_errors = any(part["relative_rms_error"] is not None for part in parts)
-    table = Table(title="Rows by layer", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("layer", "part", "format"):
-        table.add_column(column)
-    columns = ["rows", "least", "largest", "zero", "satu-\nrated", "not\nfinite"]
-    for column in columns + ["rms\nerror"] * has_errors:
-        table.add_column(column, justify="right")
+    headings = ["layer", "part", "format", "rows", "least", "largest", "zero", "satu-\nrated",
+                "not\nfinite", *["rms\nerror"] * has_errors]  # fmt: skip
+    rows = []
     for layer in report["layers"]:
         for number, part in enumerate(layer["parts"]):
             name = "" if number else f"{layer['layer']} {layer['type']}"
-            cells = [name, part["part"], part["format"] or TAIL_NAMES[report["tail_dtype"]]]
-            errors = [_rate(part["relative_rms_error"])] * has_errors
-            table.add_row(*cells, *_numbers(part), *errors)
-    return table
+            row = [
+                name,
+                part["part"],
+                part["format"] or TAIL_NAMES[report["tail_dtype"]],
+                f"{part['rows']:,}",
+                _cell(part["minimum"], ".3g"),
+                _cell(part["maximum"], ".3g"),
+                _cell(part["zero_rate"], ".2%"),
+                _cell(part["saturation_rate"], ".2%"),
+                f"{part['nan'] + part['inf']:,}",
+            ]
+            rows.append(row + [_cell(part["relative_rms_error"], ".2%")] * has_errors)
+    return make_table("Rows by layer", headings, rows, num_left=3, **STYLE)
 
 
-def _numbers(part: dict[str, Any]) -> list[str]:
-    return [
-        f"{part['rows']:,}",
-        _value(part["minimum"]),
-        _value(part["maximum"]),
-        _rate(part["zero_rate"]),
-        _rate(part["saturation_rate"]),
-        f"{part['nan'] + part['inf']:,}",
-    ]
-
-
-def _value(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
-def _rate(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}"
+def _cell(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)
 
 
 def _selection_table(selections: list[dict[str, Any]]) -> Table:
-    table = Table(title="What top-k chose", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    columns = ("layer", "tokens", "entries", "chosen\na token", "never\nchosen",
-               "in newest\nquarter", "kept from\ntoken before")  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="right")
-    for layer in selections:
-        chosen = layer["chosen_per_token"]
-        table.add_row(
+    headings = ("layer", "tokens", "entries", "chosen\na token", "never\nchosen",
+                "in newest\nquarter", "kept from\ntoken before")  # fmt: skip
+    rows = [
+        (
             str(layer["layer"]),
             f"{layer['tokens']:,}",
             f"{layer['entries']:,}",
-            "" if chosen is None else f"{chosen:.1f}",
-            _rate(layer["never_chosen"]),
-            _rate(layer["in_newest_quarter"]),
-            _rate(layer["kept_from_token_before"]),
+            _cell(layer["chosen_per_token"], ".1f"),
+            _cell(layer["never_chosen"], ".2%"),
+            _cell(layer["in_newest_quarter"], ".2%"),
+            _cell(layer["kept_from_token_before"], ".2%"),
         )
-    return table
+        for layer in selections
+    ]
+    return make_table("What top-k chose", headings, rows, num_left=0, **STYLE)
 
 
 def _problem_lines(problems: list[dict[str, Any]]) -> list[str]:

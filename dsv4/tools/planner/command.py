@@ -11,19 +11,14 @@ from rich.table import Table
 from dsv4.cache.memory.capacity import ComponentBytes
 from dsv4.config import TAIL_DTYPES, CacheConfig, has_mtp_layers
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.tools.console import make_table
 from dsv4.tools.outputs import add_force
 from dsv4.tools.planner.changes import Change, find_changes
 from dsv4.tools.planner.gpus import GPU_BYTES, parse_gpu
-from dsv4.tools.planner.memory_plan import MemoryPlan
+from dsv4.tools.planner.memory_plan import MemoryPlan, component_label
 from dsv4.tools.planner.sizes import format_bytes, parse_bytes, parse_tokens
 
 PRESETS = {"v4-flash": CacheConfig.v4_flash, "v4-pro": CacheConfig.v4_pro}
-# Components whose label is not their name with spaces.
-LABELS = {
-    "csa_entries": "CSA entries", "hca_entries": "HCA entries", "csa_tails": "CSA tails",
-    "hca_tails": "HCA tails", "attention_partials": "attention parts",
-    "rope_tables": "RoPE tables", "index_global_scale": "index scale",
-}  # fmt: skip
 MAX_NUMBER = 2**20  # of an option that counts things
 MAX_DIGITS, MAX_SHOWN = 18, 40
 # Choices that are valid for a model of any width.
@@ -225,10 +220,8 @@ def print_plan(plan: MemoryPlan, console: Console, *, model: str, gpu: str) -> N
 
 
 def _component_table(plan: MemoryPlan) -> Table:
-    table = Table(title="Bytes of the cache")
-    table.add_column("component")
-    for column in ("payload", "allocated", "padding", "in all"):
-        table.add_column(column, justify="right")
+    headings = ("component", "payload", "allocated", "padding", "in all")
+    table = make_table("Bytes of the cache", headings, ())
 
     def section(heading: str, rows: Mapping[str, tuple[Any, Any]], spec: str) -> None:
         total = (sum(row[0] for row in rows.values()), sum(row[1] for row in rows.values()))
@@ -236,8 +229,7 @@ def _component_table(plan: MemoryPlan) -> Table:
         table.add_row(heading, *_cells(total, spec), format_bytes(of_all), style="bold")
         for name, row in rows.items():
             of_all = plan.memory[name].allocated
-            label = LABELS.get(name, name.replace("_", " "))
-            table.add_row(f"  {label}", *_cells(row, spec), format_bytes(of_all))
+            table.add_row(f"  {component_label(name)}", *_cells(row, spec), format_bytes(of_all))
         table.add_section()
 
     section("per token", plan.per_token(), ",.2f")
@@ -254,10 +246,6 @@ def _cells(row: tuple[Any, Any], spec: str) -> list[str]:
 
 def _gpu_table(plan: MemoryPlan, *, gpu: str) -> Table:
     ranks = f"each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else "one GPU"
-    table = Table(title=f"{gpu}, {ranks}")
-    table.add_column("")
-    table.add_column("bytes", justify="right")
-    table.add_column("", justify="right")
     rows = [("memory", plan.gpu_bytes)]
     if plan.weights_bytes:
         share = f" / {plan.num_ranks}" if plan.num_ranks > 1 else ""
@@ -266,22 +254,17 @@ def _gpu_table(plan: MemoryPlan, *, gpu: str) -> Table:
         rows.append(("reserved", plan.reserved_bytes))
     rows.append(("cache", plan.cache_bytes))
     rows.append(("free", plan.free_bytes) if plan.fits else ("missing", -plan.free_bytes))
-    for label, size in rows:
-        table.add_row(label, f"{size:,}", format_bytes(size))
-    return table
+    cells = [(label, f"{size:,}", format_bytes(size)) for label, size in rows]
+    return make_table(f"{gpu}, {ranks}", ("", "bytes", ""), cells)
 
 
 def _change_table(changes: list[Change]) -> Table:
-    table = Table(title="What would make it fit, one change at a time")
-    table.add_column("change")
-    table.add_column("needs", justify="right")
-    table.add_column("", justify="right")
-    for change in changes:
-        plan = change.plan
+    rows = []
+    for what, plan in changes:
         difference = format_bytes(abs(plan.free_bytes))
         verdict = f"fits, {difference} free" if plan.fits else f"{difference} missing"
-        table.add_row(change.what, format_bytes(plan.needed_bytes), verdict)
-    return table
+        rows.append((what, format_bytes(plan.needed_bytes), verdict))
+    return make_table("What would make it fit, one change at a time", ("change", "needs", ""), rows)
 
 
 def _verdict(plan: MemoryPlan, changes: list[Change]) -> list[str]:

@@ -20,6 +20,12 @@ from dsv4.kernels.index_scratch import SCRATCH_LIMIT
 TOKEN_COMPONENTS = ("csa_entries", "index_keys", "hca_entries", "block_padding")
 SLOT_COMPONENTS = ("window", "csa_tails", "index_tails", "hca_tails", "slot_padding")
 REQUEST_COMPONENTS = (*SLOT_COMPONENTS, "block_table")
+# Components whose label is not their name with spaces.
+LABELS = {
+    "csa_entries": "CSA entries", "hca_entries": "HCA entries", "csa_tails": "CSA tails",
+    "hca_tails": "HCA tails", "attention_partials": "attention parts",
+    "rope_tables": "RoPE tables", "index_global_scale": "index scale",
+}  # fmt: skip
 MAX_BYTES = 2**53 - 1  # exact in the page's JavaScript too
 # The least and the most of each number of a plan.
 LIMITS = {
@@ -225,6 +231,11 @@ class MemoryPlan:
         tokens = min(num_blocks * self.config.block_tokens, self.config.max_position)
         one = replace(self.capacity, max_forward_tokens=1, max_request_tokens=tokens)
         return one.index_scratch_bytes
+
+
+def component_label(name: str) -> str:
+    """Name a component for reading."""
+    return LABELS.get(name, name.replace("_", " "))
 
 
 def count_first(fits: Callable[[int], bool], numbers: range) -> int:

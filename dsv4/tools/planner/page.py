@@ -14,17 +14,10 @@ from typing import Any
 from dsv4.cache.memory.capacity import HEAD_BLOCK, SPLIT_PROGRAMS, Capacity
 from dsv4.config import MAX_DRAFTS, TAIL_DTYPES, CacheConfig
 from dsv4.formats import BYTE_ALIGN
-from dsv4.kernels.index_scratch import (
-    GROUP,
-    MIN_HEADS,
-    NARROW_ENTRIES,
-    QUERY_BYTES,
-    SCRATCH_LIMIT,
-    WHOLE_ENTRIES,
-)
+from dsv4.kernels import index_scratch
 from dsv4.tools.planner.changes import row_bytes
 from dsv4.tools.planner.gpus import GPU_BYTES
-from dsv4.tools.planner.memory_plan import LIMITS, MemoryPlan
+from dsv4.tools.planner.memory_plan import LIMITS, MemoryPlan, component_label
 from dsv4.tools.planner.plot import COLORS, component_groups
 from dsv4.tools.planner.sizes import short_bytes, short_tokens
 
@@ -38,20 +31,13 @@ def check_page(path: Path) -> None:
 
 
 def write_page(
-    plan: MemoryPlan,
-    path: Path,
-    *,
-    model: str,
-    gpu: str,
-    models: dict[str, CacheConfig],
-    labels: dict[str, str],
+    plan: MemoryPlan, path: Path, *, model: str, gpu: str, models: dict[str, CacheConfig]
 ) -> None:
     """Write the page; it opens with the choices of `plan`.
 
     Args:
         model, gpu: Names of the plan's model and GPU, as the user gave them.
         models: Models to choose from, by name, with their MTP layers.
-        labels: Names of components for reading, where spaces for underscores are not enough.
     """
     check_page(path)
     data = {
@@ -59,12 +45,12 @@ def write_page(
         "gpus": GPU_BYTES,
         "tails": {name: dtype.itemsize for name, dtype in TAIL_DTYPES.items()},
         "constants": {
-            "scratchLimit": SCRATCH_LIMIT,
-            "wholeEntries": WHOLE_ENTRIES,
-            "narrowEntries": NARROW_ENTRIES,
-            "group": GROUP,
-            "minHeads": MIN_HEADS,
-            "queryBytes": QUERY_BYTES,
+            "scratchLimit": index_scratch.SCRATCH_LIMIT,
+            "wholeEntries": index_scratch.WHOLE_ENTRIES,
+            "narrowEntries": index_scratch.NARROW_ENTRIES,
+            "group": index_scratch.GROUP,
+            "minHeads": index_scratch.MIN_HEADS,
+            "queryBytes": index_scratch.QUERY_BYTES,
             "headBlock": HEAD_BLOCK,
             "splitPrograms": SPLIT_PROGRAMS,
             "byteAlign": BYTE_ALIGN,
@@ -74,7 +60,7 @@ def write_page(
             {"name": name, "color": COLORS[name], "components": components}
             for name, components in component_groups(plan).items()
         ],
-        "labels": {name: labels.get(name, name.replace("_", " ")) for name in plan.memory},
+        "labels": {name: component_label(name) for name in plan.memory},
         "choice": _choice(plan, model=model, gpu=gpu),
     }
     path.write_text(_fill(json.dumps(data)), encoding="utf-8")
