@@ -62,11 +62,7 @@ def _backend_problem(name: str) -> str | None:
     except (ImportError, ValueError) as error:
         if isinstance(error, ImportError) or device.type == "cuda":
             return str(error)
-        return _no_cuda()
+        if torch.version.cuda is None:
+            return "no CUDA: this torch is built without it"
+        return "no CUDA device: torch finds none"
     return None
-
-
-def _no_cuda() -> str:
-    if torch.version.cuda is None:
-        return "no CUDA: this torch is built without it"
-    return "no CUDA device: torch finds none"

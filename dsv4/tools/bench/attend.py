@@ -1,18 +1,29 @@
-"""`dsv4 bench attend`: attention of one layer, in a step and in a chunk, by graph replay."""
+"""`dsv4 bench attend`: attention of one layer, in a step and in a chunk, by graph replay.
+
+The chunk is the last tokens of a long request of V4-Flash. CSA attends the window and selected
+entries, HCA the window and all visible entries. Our kernels read both in place; FlashMLA's prefill
+kernel reads a dense BF16 copy.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import CacheConfig
 from dsv4.kernels.external.find import SparseDecode, load_flash_mla
+from dsv4.kernels.reference import addressing
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result
-from dsv4.tools.bench.attend_prefill import bench_prefill
 from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.external.comparison import report_comparison, try_load
 from dsv4.tools.bench.external.flashmla import decode_calls, rotate_back
-from dsv4.tools.bench.external.flashmla_prefill import load_flash_mla_prefill
+from dsv4.tools.bench.external.flashmla_prefill import (
+    SparsePrefill,
+    load_flash_mla_prefill,
+    prefill_inputs,
+)
 from dsv4.tools.bench.requests import fill_rows, manager_for, open_requests, plan_tokens
 from dsv4.tools.console import track
 
@@ -20,6 +31,9 @@ DEVICE = "cuda"
 NUM_LAYERS = 8  # rotating pools: more than the L2 of any GPU holds
 BATCHES = (1, 8, 32, 64, 128, 256)
 ROW_BYTES, BF16_BYTES = 584, 2
+CONTEXT, CHUNK = 131_072, 8192  # tokens of the request, and of its last chunk
+CHECKED_QUERIES = 16  # of a chunk
+NUM_REPLAYS = 5  # of a chunk
 
 
 class AttendShape(NamedTuple):
@@ -43,6 +57,21 @@ SHAPES = (
 )
 
 
+class PrefillShape(NamedTuple):
+    """A type of layer; each query attends num_selected entries, with 0 all that are visible."""
+
+    name: str
+    ratio: int
+    num_selected: int
+    target_tflops: float
+
+
+PREFILL_SHAPES = (
+    PrefillShape("Flash CSA", 4, 512, 300.0),
+    PrefillShape("Flash HCA", 128, 0, 350.0),
+)
+
+
 def bench_attend(*, compare: bool = False) -> dict[str, Any]:
     """Time steps, one layer warm and 8 layers rotating; then a prefill chunk.
 
@@ -55,7 +84,9 @@ def bench_attend(*, compare: bool = False) -> dict[str, Any]:
     total = sum(len(shape.batches) for shape in SHAPES)
     return {
         "rows": list(track(_measure_steps(decode), "decode steps", total=total)),
-        "prefill": bench_prefill(prefill, device=DEVICE),
+        "prefill": [
+            _measure_prefill(shape, prefill) for shape in track(PREFILL_SHAPES, "prefill chunks")
+        ],
         **report_comparison(compare, {"FlashMLA": problem, "FlashMLA's prefill": prefill_problem}),
     }
 
@@ -123,3 +154,52 @@ def _filled_manager(shape: AttendShape) -> tuple[KVCacheManager, list[int]]:
         fill_rows(memory.window.ring)
         fill_rows(memory.entries)
     return manager, slots
+
+
+def _measure_prefill(shape: PrefillShape, flashmla: SparsePrefill | None) -> dict[str, Any]:
+    """Time a chunk, and FlashMLA's prefill beside it if it is given."""
+    case = prefill_case(shape, device=DEVICE)
+    checked = torch.linspace(0, CHUNK - 1, CHECKED_QUERIES, device=DEVICE).long()
+    check_result(case, attend(case, 0), "the output of a chunk", queries=checked)
+    num_rows = count_visible(case)
+    num_flops = 4 * case.query.shape[1] * num_rows * DIM
+    us = timing.replay_time(lambda: attend(case, 0), num_replays=NUM_REPLAYS)
+    row = {
+        "layer": shape.name, "context": CONTEXT, "tokens": CHUNK, "rows": num_rows,
+        "us": us, "tflops": num_flops / us / 1e6, "target_tflops": shape.target_tflops,
+    }  # fmt: skip
+    if flashmla is None:
+        return row
+    inputs = prefill_inputs(case)
+    result = rotate_back(flashmla(inputs), case, is_workspace=True)
+    check_result(case, result, "FlashMLA's output of a chunk", queries=checked)
+    flashmla_us = timing.replay_time(lambda: flashmla(inputs), num_replays=NUM_REPLAYS)
+    return row | {
+        "flashmla_us": flashmla_us,
+        "flashmla_tflops": num_flops / flashmla_us / 1e6,
+        "ratio": us / flashmla_us,
+    }
+
+
+def prefill_case(shape: PrefillShape, *, device: str) -> AttendCase:
+    """Plan the chunk in one layer whose rows are normal numbers."""
+    config = CacheConfig.v4_flash(compress_ratios=(shape.ratio,))
+    manager = manager_for(config, 1, CONTEXT, device=device, chunk=CHUNK)
+    slots = open_requests(manager, 1, CONTEXT - CHUNK)
+    (memory,) = manager.device_memory.memories
+    for pages in (memory.window.ring, memory.window.workspace, memory.entries):
+        fill_rows(pages)
+    num_entries = shape.num_selected or CONTEXT // shape.ratio
+    plan = plan_tokens(manager, slots, CHUNK)
+    return attend_case(
+        shape.name, manager, plan, num_entries=num_entries, is_selected=shape.num_selected > 0
+    )
+
+
+def count_visible(case: AttendCase) -> int:
+    """Count the rows that all queries attend together."""
+    handle = case.handles[0]
+    positions = handle.positions.long()
+    windows = (positions + 1).clamp(max=handle.window.window)
+    entries = addressing.visible_entries(positions, handle.layer.ratio)
+    return int((windows + entries.clamp(max=case.num_entries)).sum())

@@ -11,8 +11,7 @@ from dsv4.kernels.external.find import add_folder
 from dsv4.tools.bench import tables
 from dsv4.tools.bench.environment import environment
 from dsv4.tools.console import make_console, printable
-from dsv4.tools.outputs import add_force, check_new
-from dsv4.tools.pictures import check_picture
+from dsv4.tools.outputs import add_force, check_new, check_picture
 from dsv4.tools.planner.command import positive
 
 

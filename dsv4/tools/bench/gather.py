@@ -1,6 +1,6 @@
 """`dsv4 bench gather`: dense rows of one layer, by graph replay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,19 +8,11 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.manager import KVCacheManager
 from dsv4.config import CacheConfig
 from dsv4.kernels.backends import Backend, load_backend
 from dsv4.kernels.contracts import Gathered
-from dsv4.tools.bench import timing
+from dsv4.tools.bench import requests, timing
 from dsv4.tools.bench.environment import require_cuda
-from dsv4.tools.bench.requests import (
-    FINITE_BYTES,
-    acquire_layers,
-    manager_for,
-    open_requests,
-    plan_tokens,
-)
 from dsv4.tools.console import track
 
 DEVICE = "cuda"
@@ -78,17 +70,18 @@ def _measure(case: _Case) -> dict[str, Any]:
 
 def compressed_handles(*, num_layers: int) -> list[LayerCacheHandle]:
     """Plan a decode step of CSA layers, for requests of `REQUEST_TOKENS` tokens."""
-    config = CacheConfig.v4_flash(compress_ratios=(4,) * num_layers, num_query_heads=1)
-    manager = manager_for(config, NUM_REQUESTS, REQUEST_TOKENS, device=DEVICE, chunk=REQUEST_TOKENS)
-    return _last_step(manager, NUM_REQUESTS, REQUEST_TOKENS)
+    return _last_step((4,) * num_layers, NUM_REQUESTS, REQUEST_TOKENS)
 
 
-def _last_step(manager: KVCacheManager, num_requests: int, length: int) -> list[LayerCacheHandle]:
+def _last_step(ratios: Sequence[int], num_requests: int, length: int) -> list[LayerCacheHandle]:
     """Plan the step that takes requests to a length, on random bytes."""
-    manager.paged.storage.random_(0, FINITE_BYTES)
-    manager.state.storage.random_(0, FINITE_BYTES)
-    slots = open_requests(manager, num_requests, length - 1)
-    return acquire_layers(manager, plan_tokens(manager, slots))
+    config = CacheConfig.v4_flash(compress_ratios=tuple(ratios), num_query_heads=1)
+    chunk = max(length, 8192)
+    manager = requests.manager_for(config, num_requests, length, device=DEVICE, chunk=chunk)
+    manager.paged.storage.random_(0, requests.FINITE_BYTES)
+    manager.state.storage.random_(0, requests.FINITE_BYTES)
+    slots = requests.open_requests(manager, num_requests, length - 1)
+    return requests.acquire_layers(manager, requests.plan_tokens(manager, slots))
 
 
 def random_rows(shape: tuple[int, int]) -> Tensor:
@@ -119,14 +112,12 @@ def _all_case(handles: list[LayerCacheHandle]) -> _Case:
 
 def _window_case() -> _Case:
     """Gather the windows of SWA layers, for a large batch."""
-    config = CacheConfig.v4_flash(compress_ratios=(0,) * NUM_LAYERS, num_query_heads=1)
-    manager = manager_for(config, WINDOW_BATCH, WINDOW_TOKENS, device=DEVICE)
-    handles = _last_step(manager, WINDOW_BATCH, WINDOW_TOKENS)
+    handles = _last_step((0,) * NUM_LAYERS, WINDOW_BATCH, WINDOW_TOKENS)
 
     def gather(backend: Backend, layer_idx: int) -> Gathered:
         return backend.gather_swa_kv(handles[layer_idx].memory, handles[layer_idx].tokens)
 
-    num_rows = WINDOW_BATCH * config.sliding_window
+    num_rows = WINDOW_BATCH * handles[0].window.window
     return _Case(f"windows of {WINDOW_BATCH} requests", gather, num_rows)
 
 

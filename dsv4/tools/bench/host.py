@@ -1,9 +1,8 @@
 """`dsv4 bench host`: what a step of an engine costs on the host, beside the kernels."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,6 +25,12 @@ TARGETS_US = {
     "prepare": 300.0, "accept": 300.0, "note_and_publish": 300.0, "step": 700.0,
     "step_that_closes_blocks": 1500.0, "step_of_one_request": 150.0, "layers": 450.0,
 }  # fmt: skip
+NOTHING = torch.zeros(1, 1, dtype=torch.int64)
+STUBS: dict[str, Any] = {  # kernels that do nothing
+    "write_layer": lambda **_: None,
+    "select_entries": lambda **_: (NOTHING, NOTHING, NOTHING),
+    "attend": lambda **_: (NOTHING, NOTHING),
+}
 
 
 def bench_host(*, num_requests: int = 256, num_steps: int = 300) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def _time_steps(num_requests: int, num_steps: int) -> dict[str, list[float]]:
     manager.free_requests(slots[1:])
     for step in range(num_steps):
         times["step_of_one_request"].append(sum(_step(manager, slots[:1], seed=step)))
-    with _stubbed_kernels(), torch.inference_mode():
+    with mock.patch.multiple(reference, **STUBS), torch.inference_mode():
         times["layers"] = _time_layers(manager, slots[:1], num_steps)
     return times
 
@@ -143,22 +148,3 @@ def _time_layers(manager: KVCacheManager, slots: Any, num_steps: int) -> list[fl
 
     plans = (plan_tokens(manager, slots) for _ in range(num_steps))
     return [time_call(partial(run_layers, plan))[1] for plan in plans]
-
-
-@contextmanager
-def _stubbed_kernels() -> Iterator[None]:
-    """Replace the reference's functions by ones that do nothing."""
-    rows = torch.zeros(1, 1, dtype=torch.int64)
-    stubs: dict[str, Callable[..., Any]] = {
-        "write_layer": lambda **_: None,
-        "select_entries": lambda **_: (rows, rows, rows),
-        "attend": lambda **_: (rows, rows),
-    }
-    kernels = {name: getattr(reference, name) for name in stubs}
-    for name, stub in stubs.items():
-        setattr(reference, name, stub)
-    try:
-        yield
-    finally:
-        for name, kernel in kernels.items():
-            setattr(reference, name, kernel)

@@ -14,18 +14,11 @@ from dsv4.kernels.contracts import Selection
 from dsv4.kernels.external.find import PagedLogits, load_deep_gemm
 from dsv4.kernels.index_scratch import IndexScratch
 from dsv4.kernels.layer_memory import existing
-from dsv4.tools.bench import timing
+from dsv4.tools.bench import requests, timing
 from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.external.comparison import report_comparison, try_load
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import SGLangQuery, SGLangTopk
-from dsv4.tools.bench.requests import (
-    FINITE_BYTES,
-    acquire_layers,
-    manager_for,
-    open_requests,
-    plan_tokens,
-)
 from dsv4.tools.console import track, working
 
 RATIO = 4
@@ -119,14 +112,14 @@ def index_case(
         compress_ratios=(RATIO,) * NUM_LAYERS, num_query_heads=1, index_format=name
     )
     length = num_entries * RATIO
-    manager = manager_for(
+    manager = requests.manager_for(
         config, batch, length, device=device, chunk=min(length, PREFILL_TOKENS), backend="triton"
     )
-    slots = open_requests(manager, batch, length - step_tokens)
-    handles = acquire_layers(manager, plan_tokens(manager, slots, step_tokens))
+    slots = requests.open_requests(manager, batch, length - step_tokens)
+    handles = requests.acquire_layers(manager, requests.plan_tokens(manager, slots, step_tokens))
     for handle in handles:  # random codes, and scales of about 1
         keys = existing(handle.memory.index_keys)
-        keys.data.random_(0, FINITE_BYTES)
+        keys.data.random_(0, requests.FINITE_BYTES)
         if keys.format.name == "fp8":
             keys.field("scale").fill_(1.0)
         else:
@@ -211,11 +204,9 @@ def _measure(
     num_bytes = batch * case.num_entries * (row.row_bytes + 4)  # keys in, scores out
     if step == "query":
         num_bytes = case.query.nbytes + batch * case.scratch.queries.shape[1]
-    times = [
-        timing.time_warm(run_layer),
-        timing.time_rotating(run_layer, NUM_LAYERS, num_turns=NUM_TURNS),
-    ]
-    return _row(step, name, case, times, num_bytes)
+    warm = timing.time_warm(run_layer)
+    rotating = timing.time_rotating(run_layer, NUM_LAYERS, num_turns=NUM_TURNS)
+    return _row(step, name, case, warm, rotating, num_bytes)
 
 
 def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
@@ -268,19 +259,20 @@ def _measure_topk(case: IndexCase) -> dict[str, Any]:
         _check_chosen(case, chosen)
         times.append(timing.time_warm(choose))
     num_bytes = len(case.query) * case.num_entries * 4
-    return _row("top-k", "fp32", case, [statistics.mean(times)] * 2, num_bytes)
+    mean = statistics.mean(times)
+    return _row("top-k", "fp32", case, mean, mean, num_bytes)
 
 
 def _row(
-    step: str, name: str, case: IndexCase, times: list[float], num_bytes: int
+    step: str, name: str, case: IndexCase, warm_us: float, rotating_us: float, num_bytes: int
 ) -> dict[str, Any]:
     return {
         "step": step,
         "format": name,
         "entries": case.num_entries,
         "batch": len(case.query),
-        "warm_us": times[0],
-        "rotating_us": times[1],
+        "warm_us": warm_us,
+        "rotating_us": rotating_us,
         "bytes": num_bytes,
         "floor_us": timing.floor_us(num_bytes),
     }

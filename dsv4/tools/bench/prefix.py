@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -35,13 +36,11 @@ def bench_prefix(
     )  # fmt: skip
     num_hit_tokens = _publish(manager, ids)
     times: dict[str, list[float]] = {"hit": [], "hit_without_copy": [], "hash_of_a_block": []}
-    load = manager._books.checkpoints.load
     for _ in range(num_rounds):
         times["hit"].append(_time_hit(manager, ids, num_hit_tokens))
         # On a GPU the copy of the fixed state costs the host nothing.
-        manager._books.checkpoints.load = lambda *_: None  # type: ignore[method-assign]
-        times["hit_without_copy"].append(_time_hit(manager, ids, num_hit_tokens))
-        manager._books.checkpoints.load = load  # type: ignore[method-assign]
+        with mock.patch.object(manager._books.checkpoints, "load", lambda *_: None):
+            times["hit_without_copy"].append(_time_hit(manager, ids, num_hit_tokens))
         times["hash_of_a_block"].append(_time_hash(ids))
     return {
         "num_tokens": num_tokens,

@@ -7,8 +7,9 @@ runs the whole model as `generate` does: one token a row, then a wait for the de
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import numpy as np
 import torch
@@ -233,18 +234,15 @@ def _time_free_steps(model: Any, batch: int, sizes: Sizes) -> StepTimes:
     """Time steps whose attention modules return at once, as if a cache cost nothing."""
     ids = _random_ids(model, batch, 1)
     output = torch.zeros(batch, 1, model.config.hidden_size, dtype=model.dtype, device=ids.device)
-    attentions = [layer.self_attn for layer in model.model.layers]
-    for attention in attentions:
-        attention.forward = lambda *args, **kwargs: (output, None)
-    try:
-        step_us = _median_us(
-            lambda: model(ids, attention_mask={"sliding_attention": None}, use_cache=False),
-            model.device, sizes.num_steps,
-        )  # fmt: skip
-        return StepTimes(step_us, 0.0)
-    finally:
-        for attention in attentions:
-            del attention.forward
+
+    def step() -> None:
+        model(ids, attention_mask={"sliding_attention": None}, use_cache=False)
+
+    with ExitStack() as patches:
+        for layer in model.model.layers:
+            free = mock.patch.object(layer.self_attn, "forward", lambda *_, **__: (output, None))
+            patches.enter_context(free)
+        return StepTimes(_median_us(step, model.device, sizes.num_steps), 0.0)
 
 
 @contextmanager
@@ -269,15 +267,11 @@ def _attention_clock(model: Any) -> Iterator[Callable[[], float]]:
             return 1e3 * float(sum(start.elapsed_time(end) for start, end in pairs))
         return 1e6 * float(sum(end - start for start, end in pairs))
 
-    hooks = []
-    for layer in model.model.layers:
-        hooks.append(layer.self_attn.register_forward_pre_hook(mark))
-        hooks.append(layer.self_attn.register_forward_hook(mark))
-    try:
+    with ExitStack() as hooks:  # a hook is a context that removes it
+        for layer in model.model.layers:
+            hooks.enter_context(layer.self_attn.register_forward_pre_hook(mark))
+            hooks.enter_context(layer.self_attn.register_forward_hook(mark))
         yield read_us
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _median_us(step: Callable[[], Any], device: torch.device, num_steps: int) -> float:

@@ -25,6 +25,13 @@ from dsv4.tools.console import track, working
 BATCHES = (1, 32, 128, 256)
 PREFILL_TOKENS = 8192
 NUM_LAYERS = 43  # rotating pools: as many as V4-Flash has layers
+ROW_BYTES, KEY_BYTES = 584, 68
+WINDOW_BYTES = 512 * 2 + ROW_BYTES  # of a token: bf16 kv in, a row out
+# Columns of a compressed layer's kv, and of its gate: two series of entries and index keys in CSA.
+WIDTHS = {AttentionType.SWA: 0, AttentionType.CSA: 2 * (512 + 128), AttentionType.HCA: 512}
+ENTRY_BYTES = {
+    AttentionType.SWA: 0, AttentionType.CSA: ROW_BYTES + KEY_BYTES, AttentionType.HCA: ROW_BYTES,
+}  # fmt: skip
 NUM_PREFILL_LAYERS = 4  # rotating; CSA projections of 4 layers are four times the L2
 
 
@@ -46,11 +53,9 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) ->
         for is_closing in ((False, True) if kind.ratio else (False,))
         for batch in batches
     ]
-    kinds = list(AttentionType)
-    tracked = track(steps, "decode steps")
     return {
-        "rows": [_step_row(*step, sglang) for step in tracked],
-        "prefill": [_prefill_row(kind) for kind in track(kinds, "prefills")],
+        "rows": [_step_row(*step, sglang) for step in track(steps, "decode steps")],
+        "prefill": [_prefill_row(kind) for kind in track(AttentionType, "prefills")],
         **report_comparison(compare, {"SGLang": problem}),
     }
 
@@ -64,7 +69,7 @@ def _step_row(
         "batch": batch,
         "warm_us": _time(_step_case(kind, batch, is_closing, num_layers=1)),
         "rotating_us": _time(_step_case(kind, batch, is_closing, num_layers=NUM_LAYERS)),
-        "floor_us": timing.floor_us(_bytes_moved(kind, batch, is_closing=is_closing)),
+        "floor_us": timing.floor_us(_step_bytes(kind, batch, is_closing=is_closing)),
     }
     if sglang is not None:
         case = _step_case(kind, batch, is_closing, num_layers=NUM_LAYERS)
@@ -156,31 +161,20 @@ def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: Lay
     ops.write_layer(writes, handle.memory, handle.tokens, backend=handle.parts.backend)
 
 
-def _bytes_moved(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
+def _step_bytes(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
     """Count the bytes that a step must move: projections, window rows, tails, entries."""
-    dim, index_dim, row, key = 512, 128, 584, 68
-    total = dim * 2 + row
-    if kind is AttentionType.CSA:
-        width = 2 * (dim + index_dim)
-        total += width * 2 * 2 + width * 2 * 4  # bf16 kv and gate in, fp32 rows out
-        if is_closing:
-            total += 7 * width * 4 + row + key  # 7 rows of one series, kv and gate
-    if kind is AttentionType.HCA:
-        total += dim * 2 * 2 + dim * 2 * 4
-        if is_closing:
-            total += 127 * dim * 2 * 4 + row
+    total = WINDOW_BYTES + WIDTHS[kind] * (4 + 8)  # bf16 kv and gate in, fp32 rows out
+    if is_closing:  # earlier rows of one series, fp32 kv and gate
+        num_earlier = {AttentionType.CSA: 7 * (512 + 128), AttentionType.HCA: 127 * 512}[kind]
+        total += num_earlier * 8 + ENTRY_BYTES[kind]
     return batch * total
 
 
 def _prefill_bytes(kind: AttentionType) -> int:
     """Count the bytes that a prefill must move: BF16 projections in, rows and entries out."""
-    per_token = 512 * 2 + 584
-    if kind is AttentionType.CSA:
-        per_token += 2 * 2 * (512 + 128) * 2
-        return PREFILL_TOKENS * per_token + PREFILL_TOKENS // 4 * (584 + 68)
-    if kind is AttentionType.HCA:
-        return PREFILL_TOKENS * (per_token + 2 * 512 * 2) + PREFILL_TOKENS // 128 * 584
-    return PREFILL_TOKENS * per_token
+    num_entries = PREFILL_TOKENS // kind.ratio if kind.ratio else 0
+    per_token = WINDOW_BYTES + WIDTHS[kind] * 4
+    return PREFILL_TOKENS * per_token + num_entries * ENTRY_BYTES[kind]
 
 
 def _check_bytes(kind: AttentionType) -> None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.inspector.selections import LayerSelections
-from dsv4.tools.pictures import check_picture
+from dsv4.tools.outputs import check_picture
 
 MAX_CELLS = 240  # per side of a map
 

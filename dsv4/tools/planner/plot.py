@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsv4.tools.console import printable
-from dsv4.tools.pictures import check_picture
+from dsv4.tools.outputs import check_picture
 from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, MemoryPlan
 
 NUM_POINTS = 65

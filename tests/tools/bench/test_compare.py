@@ -8,10 +8,9 @@ import torch
 
 from dsv4 import CacheConfig
 from dsv4.layer_schedule import AttentionType
-from dsv4.tools.bench import attend, attend_case, attend_prefill, index, timing, write
-from dsv4.tools.bench.attend import AttendShape
+from dsv4.tools.bench import attend, attend_case, index, timing, write
+from dsv4.tools.bench.attend import AttendShape, PrefillShape, count_visible, prefill_case
 from dsv4.tools.bench.attend_case import check_result
-from dsv4.tools.bench.attend_prefill import PrefillShape, count_visible, prefill_case
 from dsv4.tools.bench.external.sglang_write import check_sglang
 from dsv4.tools.cli import main
 from tests.kernels.fake_external import FakeDeepGEMM, FakeFlashMLA, FakePrefill, FakeSGLang
@@ -45,10 +44,10 @@ def small_attend(few_layers, monkeypatch):
 @pytest.fixture
 def small_chunk(monkeypatch):
     """Use positions 508 to 513: from the fourth query on, one more HCA entry is visible."""
-    monkeypatch.setattr(attend_prefill, "CONTEXT", 514)
-    monkeypatch.setattr(attend_prefill, "CHUNK", 6)
-    monkeypatch.setattr(attend_prefill, "CHECKED_QUERIES", 4)
-    monkeypatch.setattr(attend_prefill, "SHAPES", CHUNKS)
+    monkeypatch.setattr(attend, "CONTEXT", 514)
+    monkeypatch.setattr(attend, "CHUNK", 6)
+    monkeypatch.setattr(attend, "CHECKED_QUERIES", 4)
+    monkeypatch.setattr(attend, "PREFILL_SHAPES", CHUNKS)
 
 
 def test_attend(small_attend, small_chunk, monkeypatch, capsys):
@@ -97,7 +96,7 @@ def test_selected_entries_are_distinct_visible_and_ascending(small_chunk):
 
 @pytest.mark.parametrize("wrong", ["ours", "FlashMLA's"])
 def test_a_chunk_that_is_wrong_is_not_timed(small_attend, small_chunk, wrong, monkeypatch, capsys):
-    fake, right = FakePrefill(), attend_prefill.attend
+    fake, right = FakePrefill(), attend.attend
 
     def shifted(inputs):
         return fake(inputs._replace(rows=inputs.rows.where(inputs.rows < 0, inputs.rows + 1)))
@@ -111,7 +110,7 @@ def test_a_chunk_that_is_wrong_is_not_timed(small_attend, small_chunk, wrong, mo
     monkeypatch.setattr(attend, "load_flash_mla", refuse)
     monkeypatch.setattr(attend, "load_flash_mla_prefill", lambda: shifted)
     if wrong == "ours":
-        monkeypatch.setattr(attend_prefill, "attend", spoiled)
+        monkeypatch.setattr(attend, "attend", spoiled)
     assert main(["bench", "attend", "--compare"]) == 1
     what = {"ours": "the output", "FlashMLA's": "FlashMLA's output"}[wrong]
     assert f"CSA: {what} of a chunk differs from the reference's" in capsys.readouterr().err
