@@ -66,22 +66,17 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="generate through this cache and through transformers' own"
     )
-    demo.add_argument("--model", help="a checkpoint folder; by default a small random model")
-    demo.add_argument(
-        "--prompt", action="append", default=[], help="a text for --model; may be repeated"
-    )
-    demo.add_argument("--new-tokens", type=positive, default=48, help="tokens to generate")
-    demo.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
-    demo.add_argument("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
-    demo.add_argument(
-        "--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys"
-    )
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument(
-        "--save", type=Path, metavar="FOLDER", help="save a request there, for dsv4 inspect"
-    )
+    add = demo.add_argument
+    add("--model", help="a checkpoint folder; by default a small random model")
+    add("--prompt", action="append", default=[], help="a text for --model; may be repeated")
+    add("--new-tokens", type=positive, default=48, help="tokens to generate")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N")
+    add("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
+    add("--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys")
+    add("--seed", type=int, default=0)
+    add("--save", type=Path, metavar="FOLDER", help="save a request there, for dsv4 inspect")
     add_force(demo)
-    demo.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--json", action="store_true", help="print one JSON object")
     demo.set_defaults(run=_demo)
 
     plan = commands.add_parser("plan", help="memory of a cache on a GPU, and how much fits")
@@ -129,7 +124,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     from dsv4.tools.inspector.heatmap import check_heatmap, draw_heatmap
-    from dsv4.tools.inspector.report import RequestInspector
+    from dsv4.tools.inspector.report import RequestInspector, describe_selections
 
     try:
         path, against, recorded = inspect_command.find_files(options)
@@ -146,7 +141,8 @@ def _inspect(options: argparse.Namespace) -> int:
     layers = list(track(inspector.layers(), "layers", total=inspector.num_layers))
     if options.heatmap is not None and selections is not None:
         draw_heatmap(selections, options.heatmap)
-    report = inspect_command.with_selections(inspector.report(layers), selections)
+    chosen = None if selections is None else describe_selections(selections)
+    report = {**inspector.report(layers), "selections": chosen}
     if options.json:
         print(json.dumps(report))
     else:
@@ -208,8 +204,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     try:
-        bench_command.use_external_folder(options)
-        bench_command.check_plot(options)
+        bench_command.check_paths(options)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return bench_command.run_bench(options)

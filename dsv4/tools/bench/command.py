@@ -117,14 +117,10 @@ def _options(bench: Bench) -> list[Option]:
     return [*counts, *bench.options, *[compare] * (bench.external is not None)]
 
 
-def use_external_folder(options: argparse.Namespace) -> None:
-    """Search the folder that `--peers` names for external kernels; refuse a missing one."""
+def check_paths(options: argparse.Namespace) -> None:
+    """Refuse a missing folder of external kernels, and a plot that cannot be drawn or replaced."""
     if getattr(options, "peers", None) is not None:
         add_folder(options.peers)
-
-
-def check_plot(options: argparse.Namespace) -> None:
-    """Refuse a plot that cannot be drawn or would replace a file."""
     if getattr(options, "plot", None) is not None:
         check_picture(options.plot, what="plot", option="--plot")
         check_new([options.plot], force=options.force)

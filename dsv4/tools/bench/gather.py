@@ -36,13 +36,7 @@ class _Case(NamedTuple):
 def bench_gather() -> dict[str, Any]:
     """Time gathers, one layer warm and 8 layers rotating."""
     require_cuda("gather")
-    handles = compressed_handles(num_layers=NUM_LAYERS)
-    cases = [
-        *(_listed_case(handles, shape) for shape in LISTED),
-        _all_case(handles),
-        _window_case(),
-    ]
-    return {"rows": [_measure(case) for case in track(cases, "gathers")]}
+    return {"rows": [_measure(case) for case in track(_cases(), "gathers")]}
 
 
 def _measure(case: _Case) -> dict[str, Any]:
@@ -89,36 +83,32 @@ def random_rows(shape: tuple[int, int]) -> Tensor:
     return torch.randint(NUM_POOL_ROWS, shape, device=DEVICE)
 
 
-def _listed_case(handles: list[LayerCacheHandle], shape: tuple[int, int]) -> _Case:
-    rows = [random_rows(shape) for _ in handles]
+def _cases() -> list[_Case]:
+    """List gathers of rows, of all entries, and of the windows of SWA layers, for large batches."""
+    handles = compressed_handles(num_layers=NUM_LAYERS)
+    windows = _last_step((0,) * NUM_LAYERS, WINDOW_BATCH, WINDOW_TOKENS)
+    rows = {shape: [random_rows(shape) for _ in handles] for shape in LISTED}
 
-    def gather(backend: Backend, layer_idx: int) -> Gathered:
-        return backend.gather_compressed_kv(handles[layer_idx].memory, rows[layer_idx])
+    def gather_listed(shape: tuple[int, int], backend: Backend, layer_idx: int) -> Gathered:
+        return backend.gather_compressed_kv(handles[layer_idx].memory, rows[shape][layer_idx])
 
-    name = f"{shape[0]} x {shape[1]} listed rows"
-    return _Case(name, gather, shape[0] * shape[1], INDEX_BYTES)
+    def gather_all(backend: Backend, layer_idx: int) -> Gathered:
+        memory, tokens = handles[layer_idx].memory, handles[layer_idx].tokens
+        return backend.gather_all_compressed_kv(memory, tokens, max_entries=REQUEST_TOKENS // 4)
 
+    def gather_windows(backend: Backend, layer_idx: int) -> Gathered:
+        return backend.gather_swa_kv(windows[layer_idx].memory, windows[layer_idx].tokens)
 
-def _all_case(handles: list[LayerCacheHandle]) -> _Case:
-    def gather(backend: Backend, layer_idx: int) -> Gathered:
-        handle = handles[layer_idx]
-        return backend.gather_all_compressed_kv(
-            handle.memory, handle.tokens, max_entries=REQUEST_TOKENS // 4
-        )
-
-    name = f"all entries of {NUM_REQUESTS} requests of {REQUEST_TOKENS} tokens"
-    return _Case(name, gather, NUM_POOL_ROWS)
-
-
-def _window_case() -> _Case:
-    """Gather the windows of SWA layers, for a large batch."""
-    handles = _last_step((0,) * NUM_LAYERS, WINDOW_BATCH, WINDOW_TOKENS)
-
-    def gather(backend: Backend, layer_idx: int) -> Gathered:
-        return backend.gather_swa_kv(handles[layer_idx].memory, handles[layer_idx].tokens)
-
-    num_rows = WINDOW_BATCH * handles[0].window.window
-    return _Case(f"windows of {WINDOW_BATCH} requests", gather, num_rows)
+    all_name = f"all entries of {NUM_REQUESTS} requests of {REQUEST_TOKENS} tokens"
+    num_window_rows = WINDOW_BATCH * windows[0].window.window
+    return [
+        *(
+            _Case(f"{n} x {m} listed rows", partial(gather_listed, (n, m)), n * m, INDEX_BYTES)
+            for n, m in LISTED
+        ),
+        _Case(all_name, gather_all, NUM_POOL_ROWS),
+        _Case(f"windows of {WINDOW_BATCH} requests", gather_windows, num_window_rows),
+    ]
 
 
 def are_same(got: Gathered, expected: Gathered) -> bool:

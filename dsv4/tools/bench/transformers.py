@@ -22,6 +22,7 @@ from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.long_contexts import fill_paged, fill_transformers
 from dsv4.tools.bench.timing import time_call, wait_for
 from dsv4.tools.console import track, working
+from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, TOKEN_COMPONENTS
 from dsv4.tools.transformers_cache import transformers_cache_bytes
 
 FLASH_WIDTHS: dict[str, Any] = {
@@ -36,8 +37,6 @@ FLASH_WIDTHS: dict[str, Any] = {
     },
     "initializer_range": 0.02,
 }  # fmt: skip
-STORED = ("csa_entries", "index_keys", "hca_entries", "block_padding", "window", "csa_tails",
-          "index_tails", "hca_tails", "slot_padding", "block_table")  # fmt: skip
 GATE_TOKENS = 140
 # Error of a layer's output as a share of its norm: fp8 rows and mxfp4 keys give 0.01 to 0.06 on
 # small models, a wrong row or rotation several tenths.
@@ -206,7 +205,7 @@ def _filled_dynamic_cache(model: Any, batch: int, context: int) -> DynamicCache:
 
 def stored_bytes(components: dict[str, int]) -> int:
     """Count the bytes of a manager that last from one step to the next."""
-    return sum(components[name] for name in STORED)
+    return sum(components[name] for name in (*TOKEN_COMPONENTS, *REQUEST_COMPONENTS))
 
 
 @torch.no_grad()

@@ -61,15 +61,12 @@ CANDIDATES: dict[str, tuple[AnyLaunch, ...]] = {
     "swa chunk": tuple(
         Launch(n, window_rows=window_rows) for window_rows, n in ((1, 1), (2, 2), (4, 4), (8, 4))
     ),
-    "csa chunk": tuple(
-        Launch(4, rows=rows, window_rows=window_rows, maxnreg=maxnreg)
-        for rows, window_rows, maxnreg in (
-            (1, 4, None),
-            (1, 4, 72),
-            (1, 4, 96),
-            (1, 8, 96),
-            (2, 4, None),
-        )
+    "csa chunk": (
+        Launch(4, rows=1, window_rows=4),
+        Launch(4, rows=1, window_rows=4, maxnreg=72),
+        Launch(4, rows=1, window_rows=4, maxnreg=96),
+        Launch(4, rows=1, window_rows=8, maxnreg=96),
+        Launch(4, rows=2, window_rows=4),
     ),
     "hca chunk": tuple(
         Launch(n, channels=channels, window_rows=window_rows)

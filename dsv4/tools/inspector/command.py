@@ -10,7 +10,7 @@ from rich.table import Table
 
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.console import make_table
-from dsv4.tools.inspector.report import RequestInspector, describe_selections
+from dsv4.tools.inspector.report import RequestInspector
 from dsv4.tools.inspector.selections import RUN_FILES, LayerSelections, read_selections
 from dsv4.tools.outputs import add_force
 from dsv4.tools.planner.sizes import format_bytes
@@ -23,21 +23,13 @@ MAX_PROBLEMS = 20  # printed problems; the JSON has all of them
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dsv4 inspect`."""
-    parser.add_argument(
-        "path", type=Path, metavar="FILE",
-        help="a file of save_request, or a folder of dsv4 demo --save",
-    )  # fmt: skip
-    parser.add_argument(
-        "--against", type=Path, metavar="FILE",
-        help="the same tokens saved from a cache of bf16 or fp32 rows: measure errors",
-    )  # fmt: skip
-    parser.add_argument(
-        "--selections", type=Path, metavar="FILE", help="a file of SelectionRecorder.save"
-    )
-    parser.add_argument(
-        "--heatmap", type=Path, metavar="FILE",
-        help="draw which entries top-k chose over time, .png or .svg",
-    )  # fmt: skip
+    for name, text in (
+        ("path", "a file of save_request, or a folder of dsv4 demo --save"),
+        ("--against", "the same tokens saved from a cache of bf16 or fp32 rows: measure errors"),
+        ("--selections", "a file of SelectionRecorder.save"),
+        ("--heatmap", "draw which entries top-k chose over time, .png or .svg"),
+    ):
+        parser.add_argument(name, type=Path, metavar="FILE", help=text)
     add_force(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -72,14 +64,6 @@ def read_layer_selections(path: Path, inspector: RequestInspector) -> dict[int, 
             f"request, got {sorted(selections)}"
         )
     return selections
-
-
-def with_selections(
-    report: dict[str, Any], selections: dict[int, LayerSelections] | None
-) -> dict[str, Any]:
-    """Add the entries that top-k chose to a report; None if nothing was recorded."""
-    chosen = None if selections is None else describe_selections(selections)
-    return {**report, "selections": chosen}
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:

@@ -85,22 +85,14 @@ class RequestInspector:
 
     def _read_exact(self, path: str | os.PathLike[str]) -> list[dict[str, Part]]:
         config, saved = read_any(path)
+        invalid = f"Invalid request to compare with {os.fspath(path)}: expected"
         if config.kv_format not in EXACT_FORMATS:
-            raise ValueError(
-                f"Invalid request to compare with {os.fspath(path)}: expected rows in bf16 or "
-                f"fp32, got {config.kv_format}"
-            )
+            raise ValueError(f"{invalid} rows in bf16 or fp32, got {config.kv_format}")
         if saved.length != self.saved.length:
-            raise ValueError(
-                f"Invalid request to compare with {os.fspath(path)}: expected "
-                f"{self.saved.length} tokens, got {saved.length}"
-            )
+            raise ValueError(f"{invalid} {self.saved.length} tokens, got {saved.length}")
         expected, got = _geometry(self.config), _geometry(config)
         if expected != got:
-            raise ValueError(
-                f"Invalid request to compare with {os.fspath(path)}: expected layers and widths "
-                f"{expected}, got {got}"
-            )
+            raise ValueError(f"{invalid} layers and widths {expected}, got {got}")
         return [{part.name: part for part in parts} for parts in layer_parts(config, saved)]
 
     def _exact_part(self, layer_idx: int, part: Part) -> Part | None:

@@ -7,6 +7,7 @@ the last choice is kept.
 
 import re
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -122,21 +123,18 @@ def read_selections(path: FilePath) -> dict[int, LayerSelections]:
 def _layer(path: FilePath, idx: int, tensors: dict[str, Tensor]) -> LayerSelections:
     layer = LayerSelections(*(tensors[f"layer.{idx}.{name}"] for name in LayerSelections._fields))
     positions, entries = layer
+    refusal = partial(SELECTIONS_FILE.refusal, path)
     shapes = positions.dim(), entries.dim()
     if shapes != (1, 2) or len(positions) != len(entries):
-        raise SELECTIONS_FILE.refusal(
-            path,
+        raise refusal(
             f"expected [tokens] and [tokens, topk] in layer {idx}, got "
-            f"{list(positions.shape)} and {list(entries.shape)}",
+            f"{list(positions.shape)} and {list(entries.shape)}"
         )
     if (positions.dtype, entries.dtype) != (torch.int32, torch.int32):
-        text = f"expected int32 in layer {idx}, got {positions.dtype} and {entries.dtype}"
-        raise SELECTIONS_FILE.refusal(path, text)
+        raise refusal(f"expected int32 in layer {idx}, got {positions.dtype} and {entries.dtype}")
     if (positions.diff() <= 0).any() or (positions[:1] < 0).any():
-        text = f"expected ascending positions from 0 on in layer {idx}"
-        raise SELECTIONS_FILE.refusal(path, text)
+        raise refusal(f"expected ascending positions from 0 on in layer {idx}")
     visible = (positions.long() + 1) // AttentionType.CSA.ratio
     if (entries < -1).any() or (entries >= visible[:, None]).any():
-        text = f"expected entries that their tokens see, or -1, in layer {idx}"
-        raise SELECTIONS_FILE.refusal(path, text)
+        raise refusal(f"expected entries that their tokens see, or -1, in layer {idx}")
     return layer

@@ -4,7 +4,6 @@ Every byte comes from `Capacity.memory()`, which also sizes a manager. Nothing h
 or rows again.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -15,7 +14,6 @@ import numpy as np
 from dsv4.cache.memory.capacity import Capacity, ComponentBytes, blocks_for
 from dsv4.checks import check_int
 from dsv4.config import MAX_POSITION, CacheConfig
-from dsv4.kernels.index_scratch import SCRATCH_LIMIT
 
 TOKEN_COMPONENTS = ("csa_entries", "index_keys", "hca_entries", "block_padding")
 SLOT_COMPONENTS = ("window", "csa_tails", "index_tails", "hca_tails", "slot_padding")
@@ -195,14 +193,8 @@ class MemoryPlan:
             return replace(self, context_tokens=step * number).fits
 
         longest = largest(fits, at_most=limit // step)
-        end = min(longest + self._blocks_past_a_gap(longest), limit // step)
-        start = longest + 1
-        while start <= end:
-            stop = self._end_of_equal_rows(start, end)
-            fitting = count_first(fits, range(start, stop + 1))
-            longest = start + fitting - 1 if fitting else longest
-            start = stop + 1
-        return step * longest
+        last = min(longest + self._blocks_past_a_gap(longest), limit // step)
+        return step * next((n for n in range(last, longest, -1) if fits(n)), longest)
 
     def _blocks_past_a_gap(self, longest: int) -> int:
         """The most blocks from a context that does not fit to a longer one that does.
@@ -215,16 +207,7 @@ class MemoryPlan:
         gap = self.config.max_position // self.config.block_tokens - longest
         while block_bytes and 1 + self._row_bytes(longest + gap) // block_bytes < gap:
             gap = 1 + self._row_bytes(longest + gap) // block_bytes
-        return gap
-
-    def _end_of_equal_rows(self, start: int, end: int) -> int:
-        """The last number of blocks up to `end` whose workspace holds as many rows as `start`'s."""
-        num_rows = SCRATCH_LIMIT // (self._row_bytes(start) or 1)
-
-        def is_equal(number: int) -> bool:
-            return SCRATCH_LIMIT // (self._row_bytes(number) or 1) == num_rows
-
-        return start - 1 + count_first(is_equal, range(start, end + 1))
+        return gap if block_bytes else 0  # without entries there is no index
 
     def _row_bytes(self, num_blocks: int) -> int:
         """Bytes of a token in the index's workspace, at a context of so many blocks."""
@@ -236,11 +219,6 @@ class MemoryPlan:
 def component_label(name: str) -> str:
     """Name a component for reading."""
     return LABELS.get(name, name.replace("_", " "))
-
-
-def count_first(fits: Callable[[int], bool], numbers: range) -> int:
-    """Count the numbers before the first one that does not fit; all later ones do not either."""
-    return bisect_left(numbers, True, key=lambda number: not fits(number))
 
 
 def largest(fits: Callable[[int], bool], *, at_most: int | None = None) -> int:

@@ -76,14 +76,10 @@ def _list_dense_rows(
     tokens, window = handle.tokens, handle.window.window
     positions, ratio = tokens.positions.long(), handle.layer.ratio
     window_rows = workspace_rows(tokens, window_positions(positions, window), window)
-    entry_rows, counts = selected_rows, None
+    entries, entry_rows, counts = existing(handle.memory.entries), selected_rows, None
     if entry_rows is None:
         entry_rows = visible_entry_rows(
-            existing(handle.memory.entries),
-            tokens,
-            slice(None),
-            ratio=ratio,
-            max_entries=max_entries,
+            entries, tokens, slice(None), ratio=ratio, max_entries=max_entries
         )
         counts = (window + visible_entries(positions, ratio)).int()
     num_window_rows = handle.window.workspace.num_rows
