@@ -12,6 +12,7 @@ from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.tools.bench import command as bench_command
 from dsv4.tools.console import make_console, make_table, printable, track, working
 from dsv4.tools.inspector import command as inspect_command
+from dsv4.tools.inspector.selections import RUN_FILES
 from dsv4.tools.outputs import add_force, check_new
 from dsv4.tools.planner import command as plan_command
 from dsv4.tools.planner.command import positive
@@ -185,11 +186,11 @@ def _demo(options: argparse.Namespace) -> int:
     if options.prompt and options.model is None:
         raise UsageError("--prompt needs --model: a random model has no tokenizer")
     from dsv4.tools.demo.command import print_demo, run_command
-    from dsv4.tools.demo.kept_run import check_folder, keep_run
+    from dsv4.tools.demo.kept_run import keep_run
 
     if options.save is not None:
         try:
-            check_folder(options.save, force=options.force)
+            check_new((options.save / name for name in RUN_FILES), force=options.force)
         except ValueError as error:
             raise UsageError(str(error)) from error
     result = run_command(options)

@@ -16,7 +16,7 @@ from dsv4.kernels.reference.arithmetic import hadamard, rms_norm
 from dsv4.kernels.reference.attention import attend_dense
 from dsv4.kernels.reference.codec import encode, write_rows
 from dsv4.kernels.reference.gather import gather_rows
-from dsv4.tools.bench.external.flashmla_prefill import PrefillInputs
+from dsv4.tools.bench.external.flashmla import PrefillInputs
 from dsv4.tools.bench.external.sglang import RING_ROWS, SGLangKernels
 
 KV_ROW = kv_row("fp8", head_dim=512, rope_dim=64)

@@ -16,7 +16,7 @@ from dsv4.kernels.backends import load_backend
 from dsv4.kernels.external import deepgemm, find, flashmla, limits
 from dsv4.kernels.index_scratch import index_row_bytes
 from dsv4.testing import model_projections, model_weights
-from dsv4.tools.bench.external import flashmla_prefill
+from dsv4.tools.bench.external import flashmla as bench_flashmla
 from tests.kernels import test_triton_attention as attention_tests
 from tests.kernels import test_triton_indexer as index_tests
 from tests.kernels.fake_external import FakeDeepGEMM, FakeFlashMLA
@@ -272,7 +272,7 @@ def no_external(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(find.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv(find.FOLDER_VARIABLE, raising=False)
-    loads = (find.load_flash_mla, find.load_deep_gemm, flashmla_prefill.load_flash_mla_prefill)
+    loads = (find.load_flash_mla, find.load_deep_gemm, bench_flashmla.load_flash_mla_prefill)
     for load in loads:
         load.cache_clear()
     yield
@@ -382,8 +382,8 @@ def test_vllms_operator_is_called_as_it_is_declared(vllm_operator, no_external):
 
 
 def test_vllms_prefill_is_called_as_it_is_declared(vllm_operator, no_external):
-    run = flashmla_prefill.load_flash_mla_prefill()
-    inputs = flashmla_prefill.PrefillInputs(*(torch.full((1,), 10.0 + part) for part in range(5)))
+    run = bench_flashmla.load_flash_mla_prefill()
+    inputs = bench_flashmla.PrefillInputs(*(torch.full((1,), 10.0 + part) for part in range(5)))
     output, lse, _ = run(inputs)
     run(inputs._replace(sinks=None, counts=None))
     first, second = vllm_operator
@@ -396,10 +396,10 @@ def test_vllms_prefill_is_called_as_it_is_declared(vllm_operator, no_external):
 
 def test_no_prefill_of_flashmla(no_external, monkeypatch):
     with pytest.raises(ImportError, match="vllm: not installed"):
-        flashmla_prefill.load_flash_mla_prefill()
+        bench_flashmla.load_flash_mla_prefill()
     monkeypatch.setattr(find, "_load_library", lambda package, pattern: None)
     with pytest.raises(ImportError, match="vllm: its FlashMLA has no sparse_prefill_fwd"):
-        flashmla_prefill.load_flash_mla_prefill()
+        bench_flashmla.load_flash_mla_prefill()
 
 
 def deep_gemm_package(**functions):

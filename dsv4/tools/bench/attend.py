@@ -17,13 +17,9 @@ from dsv4.kernels.reference import addressing
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result
 from dsv4.tools.bench.environment import require_cuda
+from dsv4.tools.bench.external import flashmla
 from dsv4.tools.bench.external.comparison import report_comparison, try_load
-from dsv4.tools.bench.external.flashmla import decode_calls, rotate_back
-from dsv4.tools.bench.external.flashmla_prefill import (
-    SparsePrefill,
-    load_flash_mla_prefill,
-    prefill_inputs,
-)
+from dsv4.tools.bench.external.flashmla import SparsePrefill, load_flash_mla_prefill
 from dsv4.tools.bench.requests import fill_rows, manager_for, open_requests, plan_tokens
 from dsv4.tools.console import track
 
@@ -112,8 +108,8 @@ def _measure_steps(decode: SparseDecode | None) -> Iterator[dict[str, Any]]:
 def _measure_flashmla(
     case: AttendCase, decode: SparseDecode, ours: dict[str, Any]
 ) -> dict[str, Any]:
-    run = decode_calls(decode, case)
-    check_result(case, rotate_back(run(0), case, is_workspace=False), "FlashMLA's output")
+    run = flashmla.decode_calls(decode, case)
+    check_result(case, flashmla.rotate_back(run(0), case, is_workspace=False), "FlashMLA's output")
     rotating = timing.time_rotating(run, len(case.handles))
     return {
         "flashmla_warm_us": timing.time_warm(run),
@@ -156,7 +152,7 @@ def _filled_manager(shape: AttendShape) -> tuple[KVCacheManager, list[int]]:
     return manager, slots
 
 
-def _measure_prefill(shape: PrefillShape, flashmla: SparsePrefill | None) -> dict[str, Any]:
+def _measure_prefill(shape: PrefillShape, prefill: SparsePrefill | None) -> dict[str, Any]:
     """Time a chunk, and FlashMLA's prefill beside it if it is given."""
     case = prefill_case(shape, device=DEVICE)
     checked = torch.linspace(0, CHUNK - 1, CHECKED_QUERIES, device=DEVICE).long()
@@ -168,12 +164,12 @@ def _measure_prefill(shape: PrefillShape, flashmla: SparsePrefill | None) -> dic
         "layer": shape.name, "context": CONTEXT, "tokens": CHUNK, "rows": num_rows,
         "us": us, "tflops": num_flops / us / 1e6, "target_tflops": shape.target_tflops,
     }  # fmt: skip
-    if flashmla is None:
+    if prefill is None:
         return row
-    inputs = prefill_inputs(case)
-    result = rotate_back(flashmla(inputs), case, is_workspace=True)
+    inputs = flashmla.prefill_inputs(case)
+    result = flashmla.rotate_back(prefill(inputs), case, is_workspace=True)
     check_result(case, result, "FlashMLA's output of a chunk", queries=checked)
-    flashmla_us = timing.replay_time(lambda: flashmla(inputs), num_replays=NUM_REPLAYS)
+    flashmla_us = timing.replay_time(lambda: prefill(inputs), num_replays=NUM_REPLAYS)
     return row | {
         "flashmla_us": flashmla_us,
         "flashmla_tflops": num_flops / flashmla_us / 1e6,

@@ -12,14 +12,8 @@ from dsv4.config import CacheConfig
 from dsv4.formats import IndexFormatName, KVFormatName
 from dsv4.testing import model_projections, model_weights, take_rows
 from dsv4.tools.inspector.selections import RUN_FILES, SelectionRecorder
-from dsv4.tools.outputs import check_new
 
 LENGTH, PREFILL = 300, 260
-
-
-def check_folder(folder: Path, *, force: bool) -> None:
-    """Refuse a folder that holds a run already, unless `force`."""
-    check_new((folder / name for name in RUN_FILES), force=force)
 
 
 def keep_run(

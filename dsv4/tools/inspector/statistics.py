@@ -1,6 +1,7 @@
 """Statistics of a part's rows: ranges, zero and saturated codes, errors, non-finite values."""
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -130,19 +131,17 @@ def _relative_error(tally: Tally) -> float | None:
 
 def _problems(part: Part, bad_rows: dict[int, tuple[int, int]]) -> list[dict[str, int]]:
     """List runs of adjacent rows that hold NaN or inf, with the tokens of each run."""
-    runs: list[dict[str, int]] = []
-    for number, (nan, inf) in sorted(bad_rows.items()):
-        first_token, last_token = part.tokens(number)
-        if runs and runs[-1]["last_row"] == number - 1:
-            run = runs[-1]
-            run.update(last_row=number, last_token=last_token)
-            run["nan"] += nan
-            run["inf"] += inf
-        else:
-            runs.append(
-                {
-                    "first_row": number, "last_row": number, "first_token": first_token,
-                    "last_token": last_token, "nan": nan, "inf": inf,
-                }
-            )  # fmt: skip
-    return runs
+    # Adjacent numbers differ from their places in the list by the same.
+    groups = groupby(enumerate(sorted(bad_rows)), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return [
+        {
+            "first_row": run[0],
+            "last_row": run[-1],
+            "first_token": part.tokens(run[0])[0],
+            "last_token": part.tokens(run[-1])[1],
+            "nan": sum(bad_rows[number][0] for number in run),
+            "inf": sum(bad_rows[number][1] for number in run),
+        }
+        for run in runs
+    ]
