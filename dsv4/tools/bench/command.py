@@ -15,36 +15,19 @@ from dsv4.tools.outputs import add_force, check_new, check_picture
 from dsv4.tools.planner.command import positive
 
 
-class Option(NamedTuple):
-    """An option of a bench and the parameter that it sets.
-
-    Attributes:
-        default: False for a switch.
-        parse: Reads its text, by default a number above 0.
-    """
-
-    flag: str
-    parameter: str
-    default: int | None
-    help: str | None = None
-    parse: Callable[[str], object] = positive
-
-
 class Bench(NamedTuple):
     """A bench `NAME`: `dsv4.tools.bench.NAME.bench_NAME`, which takes its options by name.
 
     Attributes:
         counts: Defaults of options `--NAME` above 0, which set a parameter `num_NAME`.
-        options: Its other options.
+        options: Settings of its other arguments, as `argparse` takes them.
         external: The projects whose kernels `--compare` times beside ours.
-        reads_file: Whether it takes a FILE.
     """
 
     help: str
     counts: Mapping[str, int] = {}
-    options: tuple[Option, ...] = ()
+    options: Mapping[str, dict[str, Any]] = {}
     external: str | None = None
-    reads_file: bool = False
 
 
 BENCHES = {
@@ -59,12 +42,15 @@ BENCHES = {
     "trace": Bench(
         "what the prefix cache finds of a trace's prompts",
         {"requests": 600},
-        (
-            Option("--first", "first", 1, "the line of the first request"),
-            Option("--blocks", "num_blocks", None, "memory in blocks; by default several sizes"),
-            Option("--plot", "plot", None, "draw found over memory: .png or .svg", Path),
-        ),
-        reads_file=True,
+        {
+            "file": {"type": Path, "metavar": "FILE", "help": "one JSON object a line"},
+            "--first": {"type": positive, "default": 1, "help": "the line of the first request"},
+            "--blocks": {
+                "dest": "num_blocks", "type": positive, "metavar": "BLOCKS",
+                "help": "memory in blocks; by default several sizes",
+            },
+            "--plot": {"type": Path, "help": "draw found over memory: .png or .svg"},
+        },
     ),
     "swap": Bench("a request to host memory and back, on a GPU", {"tokens": 1 << 20, "rounds": 10}),
     "write": Bench("the write path of a layer, on a GPU", external="SGLang"),
@@ -82,39 +68,38 @@ BENCHES = {
     ),
     "tune": Bench(
         "launch parameters of this GPU's architecture",
-        options=(Option("--write", "is_written", False, "update the committed table in place"),),
+        options={
+            "--write": {
+                "dest": "is_written", "action": "store_true",
+                "help": "update the committed table in place",
+            },
+        },
     ),
-}
+}  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add a command for each bench, with its options."""
+    """Add a command for each bench, with its options; `parameters` names those that it takes."""
     commands = parser.add_subparsers(dest="bench", required=True)
     for name, bench in BENCHES.items():
         command = commands.add_parser(name, help=bench.help)
-        if bench.reads_file:
-            command.add_argument("file", type=Path, metavar="FILE", help="one JSON object a line")
+        if "--plot" in bench.options:
             add_force(command)
-        for flag, parameter, default, text, parse in _options(bench):
-            if isinstance(default, bool):
-                command.add_argument(flag, dest=parameter, action="store_true", help=text)
-                continue
+        arguments = [
             command.add_argument(
-                flag, dest=parameter, type=parse, default=default, help=text,
-                metavar=flag.removeprefix("--").upper(),
-            )  # fmt: skip
+                f"--{each}", dest=f"num_{each}", type=positive, default=default,
+                metavar=each.upper(),
+            )
+            for each, default in bench.counts.items()
+        ]  # fmt: skip
+        arguments += [command.add_argument(each, **how) for each, how in bench.options.items()]
         if bench.external is not None:
-            command.add_argument(
-                "--peers", metavar="PATH",
-                help="a folder with their unpacked packages, or vLLM's",
-            )  # fmt: skip
+            text = f"time {bench.external} beside ours"
+            arguments.append(command.add_argument("--compare", action="store_true", help=text))
+            text = "a folder with their unpacked packages, or vLLM's"
+            command.add_argument("--peers", metavar="PATH", help=text)
         command.add_argument("--json", action="store_true", help="print one JSON object only")
-
-
-def _options(bench: Bench) -> list[Option]:
-    counts = [Option(f"--{name}", f"num_{name}", count) for name, count in bench.counts.items()]
-    compare = Option("--compare", "compare", False, f"time {bench.external} beside ours")
-    return [*counts, *bench.options, *[compare] * (bench.external is not None)]
+        command.set_defaults(parameters=[argument.dest for argument in arguments])
 
 
 def check_paths(options: argparse.Namespace) -> None:
@@ -131,12 +116,9 @@ def run_bench(options: argparse.Namespace) -> int:
 
     Returns 1 if a part of the bench failed.
     """
-    bench = BENCHES[options.bench]
-    run = getattr(
-        importlib.import_module(f"dsv4.tools.bench.{options.bench}"), f"bench_{options.bench}"
-    )
-    names = ["file"] * bench.reads_file + [option.parameter for option in _options(bench)]
-    measured: dict[str, Any] = run(**{name: getattr(options, name) for name in names})
+    module = importlib.import_module(f"dsv4.tools.bench.{options.bench}")
+    run: Callable[..., dict[str, Any]] = getattr(module, f"bench_{options.bench}")
+    measured = run(**{name: getattr(options, name) for name in options.parameters})
     result = {"bench": options.bench, **measured, "environment": environment()}
     if not options.json:
         shown = tables.show(options.bench, result)
