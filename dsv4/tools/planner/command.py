@@ -15,10 +15,13 @@ from dsv4.tools.console import make_table
 from dsv4.tools.outputs import add_force
 from dsv4.tools.planner.changes import Change, find_changes
 from dsv4.tools.planner.gpus import GPU_BYTES, parse_gpu
-from dsv4.tools.planner.memory_plan import MemoryPlan, component_label
+from dsv4.tools.planner.memory_plan import LIMITS, MemoryPlan, component_label
 from dsv4.tools.planner.sizes import format_bytes, parse_bytes, parse_tokens
 
 PRESETS = {"v4-flash": CacheConfig.v4_flash, "v4-pro": CacheConfig.v4_pro}
+# Fields of a config that have an option; those of a plan are its `LIMITS`.
+CHOICES = ("kv_format", "index_format", "tail_dtype", "block_tokens", "page_align",
+           "drafts_per_step")  # fmt: skip
 MAX_NUMBER = 2**20  # of an option that counts things
 MAX_DIGITS, MAX_SHOWN = 18, 40
 # Choices that are valid for a model of any width.
@@ -32,29 +35,35 @@ TP_NOTE = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dsv4 plan`."""
     add, tokens, size = parser.add_argument, _argument(parse_tokens), _argument(parse_bytes)
+    whole = _argument(_whole)
     add("--model", required=True, metavar="v4-flash|v4-pro|PATH",
         help="a preset, or a transformers config.json or its folder")  # fmt: skip
-    add("--context", required=True, type=tokens, metavar="TOKENS",
+    add("--context", required=True, type=tokens, dest="context_tokens", metavar="TOKENS",
         help="tokens of each request: 1M, 128k, 4096 (k = 1024, M = 1024k)")  # fmt: skip
-    add("--requests", type=positive, default=1, help="requests open at once")
+    add("--requests", type=positive, default=1, dest="num_requests", metavar="REQUESTS",
+        help="requests open at once")  # fmt: skip
     add("--gpu", required=True, metavar="NAME|SIZE",
         help=f"{', '.join(GPU_BYTES)}, or a size such as 80GiB or 141GB")  # fmt: skip
-    add("--weights", type=size, default=0, metavar="SIZE", help="weights of the whole model")
-    add("--reserve", type=size, default=0, metavar="SIZE",
+    add("--weights", type=size, default=0, dest="weights_bytes", metavar="SIZE",
+        help="weights of the whole model")  # fmt: skip
+    add("--reserve", type=size, default=0, dest="reserved_bytes", metavar="SIZE",
         help="other memory of each GPU: activations, the CUDA context")  # fmt: skip
-    add("--tp", type=positive, default=1, help="tensor-parallel ranks")
-    add("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
-    add("--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys")
-    add("--tails", choices=tuple(TAIL_DTYPES), default="float32",
+    add("--tp", type=positive, default=1, dest="num_ranks", metavar="TP",
+        help="tensor-parallel ranks")  # fmt: skip
+    add("--kv", choices=KV_FORMATS, default="fp8", dest="kv_format", help="row format of the KV")
+    add("--index", choices=INDEX_FORMATS, default="mxfp4", dest="index_format",
+        help="row format of the index keys")  # fmt: skip
+    add("--tails", choices=tuple(TAIL_DTYPES), default="float32", dest="tail_dtype",
         help="dtype of the compression tails")  # fmt: skip
     add("--block-tokens", type=positive, default=256, metavar="N")
     add("--page-align", type=positive, default=576, metavar="N")
-    add("--drafts", type=_argument(_whole), default=0, metavar="N",
+    add("--drafts", type=whole, default=0, dest="drafts_per_step", metavar="N",
         help="the most tokens of a step that may be rejected")  # fmt: skip
-    add("--chunk", type=tokens, default=8192, metavar="TOKENS", help="tokens of one forward")
-    add("--checkpoints", type=_argument(_whole), default=0, metavar="N",
+    add("--chunk", type=tokens, default=8192, dest="max_forward_tokens", metavar="TOKENS",
+        help="tokens of one forward")  # fmt: skip
+    add("--checkpoints", type=whole, default=0, dest="num_checkpoints", metavar="N",
         help="block boundaries that the prefix cache can resume at")  # fmt: skip
-    add("--undo-slots", type=_argument(_whole), default=1, metavar="N",
+    add("--undo-slots", type=whole, default=1, metavar="N",
         help="chunks of one forward that a cancelled plan brings back")  # fmt: skip
     add("--mtp", action=argparse.BooleanOptionalAction, default=None,
         help="count the MTP layers (the default if the model has any)")  # fmt: skip
@@ -99,29 +108,12 @@ def build_plan(options: argparse.Namespace) -> MemoryPlan:
         gpu_bytes = parse_gpu(options.gpu)
     except ValueError as error:
         raise ValueError(f"argument --gpu: {error}") from None
-    return MemoryPlan(
-        _config(options),
-        num_requests=options.requests,
-        context_tokens=options.context,
-        gpu_bytes=gpu_bytes,
-        weights_bytes=options.weights,
-        reserved_bytes=options.reserve,
-        num_ranks=options.tp,
-        max_forward_tokens=options.chunk,
-        num_checkpoints=options.checkpoints,
-        undo_slots=options.undo_slots,
-    )
+    sizes = {name: getattr(options, name) for name in LIMITS if name != "gpu_bytes"}
+    return MemoryPlan(_config(options), gpu_bytes=gpu_bytes, **sizes)
 
 
 def _config(options: argparse.Namespace) -> CacheConfig:
-    choices = {
-        "kv_format": options.kv,
-        "index_format": options.index,
-        "tail_dtype": options.tails,
-        "block_tokens": options.block_tokens,
-        "page_align": options.page_align,
-        "drafts_per_step": options.drafts,
-    }
+    choices = {name: getattr(options, name) for name in CHOICES}
     if options.model in PRESETS:
         include_mtp = options.mtp is not False
         return PRESETS[options.model](include_mtp=include_mtp, **choices)
@@ -149,12 +141,7 @@ def as_json(plan: MemoryPlan, *, model: str) -> dict[str, Any]:
         "model": model,
         "context_tokens": plan.context_tokens,
         "num_requests": plan.num_requests,
-        "kv_format": config.kv_format,
-        "index_format": config.index_format,
-        "tail_dtype": config.tail_dtype,
-        "block_tokens": config.block_tokens,
-        "page_align": config.page_align,
-        "drafts_per_step": config.drafts_per_step,
+        **{name: getattr(config, name) for name in CHOICES},
         "max_forward_tokens": plan.max_forward_tokens,
         "num_checkpoints": plan.num_checkpoints,
         "undo_slots": plan.undo_slots,
