@@ -100,17 +100,16 @@ def _fill(manager: KVCacheManager, slots: Any, lengths: Any) -> None:
     manager.prepare_forward(slots, np.zeros_like(slots), lengths).complete()
 
 
-def _step(manager: KVCacheManager, slots: Any, *, seed: int) -> tuple[float, float, float]:
-    """Run a step; return microseconds to plan it, to accept drafts, to note and publish."""
+def _step(
+    manager: KVCacheManager, slots: Any, *, seed: int, counts: Any = None
+) -> tuple[float, float, float]:
+    """Run a step; return microseconds to plan it, to accept drafts, to note and publish.
+
+    `counts` are the tokens that each request keeps, by default drawn.
+    """
     rng = np.random.default_rng(seed)
     before = manager.lengths[slots]
-    counts = rng.integers(1, DRAFTS + 2, len(slots))
-    return _timed_step(manager, slots, before, counts, rng)
-
-
-def _timed_step(
-    manager: KVCacheManager, slots: Any, before: Any, counts: Any, rng: np.random.Generator
-) -> tuple[float, float, float]:
+    counts = rng.integers(1, DRAFTS + 2, len(slots)) if counts is None else counts
     ids = rng.integers(0, VOCABULARY, int(counts.sum()))
     after, kept = before + DRAFTS + 1, before + counts
     plan, planned = time_call(partial(prepare_forward, manager, slots, before, after))
@@ -135,7 +134,7 @@ def _step_to_a_boundary(manager: KVCacheManager, slots: Any, *, seed: int) -> fl
     manager.prepare_forward(slots, before, ends).complete()
     counts = ends - before
     _note(manager, slots, rng.integers(0, VOCABULARY, int(counts.sum())), before, counts)
-    return sum(_timed_step(manager, slots, ends, np.ones_like(slots), rng))
+    return sum(_step(manager, slots, seed=seed + 1, counts=np.ones_like(slots)))
 
 
 def _time_layers(manager: KVCacheManager, slots: Any, num_steps: int) -> list[float]:

@@ -79,13 +79,12 @@ def bench_trace(
         rows = [
             _measure(prompts, case, name, settings[name]) for case, name in track(todo, "replaying")
         ]
-    flash = CacheConfig.v4_flash()
     result = {
         "file": file.name,
         "first": first,
         "num_requests": num_requests,
         "num_tokens": sum(prompt.num_tokens for prompt in prompts),
-        "block_bytes": _sizes(flash)[0],
+        "block_bytes": _sizes(CacheConfig.v4_flash())[0],
         "checkpoint_blocks": _sizes(narrow_config())[1],
         "halo_blocks": narrow_config().halo_tokens / narrow_config().block_tokens,
         "rows": rows,

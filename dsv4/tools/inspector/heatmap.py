@@ -47,14 +47,9 @@ def map_choices(layer: LayerSelections) -> ChoiceMap:
     is_chosen = entries >= 0
     cells = rows[is_chosen] * shape[1] + tokens[is_chosen]
     chosen = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
-    possible = np.stack(
-        [
-            np.bincount(
-                columns, np.clip(visible - row * entry_step, 0, entry_step), minlength=shape[1]
-            )
-            for row in range(shape[0])
-        ]
-    )
+    starts = entry_step * np.arange(shape[0])
+    seen = [np.clip(visible - start, 0, entry_step) for start in starts]
+    possible = np.stack([np.bincount(columns, each, minlength=shape[1]) for each in seen])
     with np.errstate(invalid="ignore"):
         rates: NDArray[np.float64] = np.where(possible > 0, chosen / possible, np.nan)
     return ChoiceMap(rates, first, token_step, entry_step)
