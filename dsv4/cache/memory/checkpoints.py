@@ -29,7 +29,7 @@ class CheckpointPolicy:
             if that names no others.
         at_branches: Checkpoint the boundary at which a prompt leaves one that was there before.
         at_forks: Checkpoint the last boundary before a fork, if the window ring still holds it.
-        in_generation: Checkpoint boundaries between generated tokens, a few in each step, so that
+        in_generation: Checkpoint boundaries between generated tokens, one in each step, so that
             a conversation goes on from its answer. They too are the first to go.
     """
 

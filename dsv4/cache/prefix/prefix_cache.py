@@ -68,7 +68,7 @@ class ResumePoint(NamedTuple):
     path: list[PrefixNode]
 
 
-GENERATED_PER_STEP = 2  # checkpoints, so that a step in which many blocks close stays short
+GENERATED_PER_STEP = 1  # checkpoint, so that a step in which many blocks close stays short
 NO_POINT = ResumePoint(0, None, [])
 
 
