@@ -322,16 +322,9 @@ class PrefixTree:
 
         node = self._pop(self._leaves, can_go, self.nodes.values(), kept)
         assert node is not None, "num_evictable counts blocks that can't go"
-        chain = [node]
-        while len(chain) < max_blocks:
-            parent = node.parent
-            if parent is None or len(parent.children) > 1 or parent.checkpoint >= 0:
-                break
-            if owners[parent.block] > 1 or parent in kept:
-                break
-            chain.append(parent)
-            node = parent
-        return chain
+        return _chain(
+            node, max_blocks, lambda parent: owners[parent.block] == 1 and parent not in kept
+        )
 
     def _make_room_for_chain(self, chain: list[PrefixNode], kept: Collection[PrefixNode]) -> int:
         """Return how many of a chain's blocks the host takes: its last ones, next to the root.
@@ -364,6 +357,11 @@ class PrefixTree:
     ) -> bool:
         """Drop things of smaller keys on the host until so many blocks are free for others."""
         staying = self._count_staying(kept)
+
+        def is_worthless(parent: PrefixNode) -> bool:
+            """It is worth nothing without the leaf after it."""
+            return parent.block < 0 and not parent.num_swapped and parent not in kept
+
         while self._num_host_free < num_blocks <= self.num_host_room - staying:
             node = self._pop(self._host_things, self._can_leave_host, self.nodes.values(), kept)
             if node is None:
@@ -373,25 +371,11 @@ class PrefixTree:
                 break
             with self._journal:
                 if node.is_host_leaf:
-                    self._remove(self._host_chain(node, num_blocks - self._num_host_free, kept))
+                    missing = num_blocks - self._num_host_free
+                    self._remove(_chain(node, missing, is_worthless))
                 else:
                     self._drop_checkpoint(node)
         return self._num_host_free >= num_blocks
-
-    def _host_chain(
-        self, node: PrefixNode, max_blocks: int, kept: Collection[PrefixNode]
-    ) -> list[PrefixNode]:
-        """Return a leaf on the host, and the blocks before it that are worth nothing without it."""
-        chain = [node]
-        while len(chain) < max_blocks:
-            parent = node.parent
-            if parent is None or parent.block >= 0 or len(parent.children) > 1:
-                break
-            if parent.checkpoint >= 0 or parent.num_swapped or parent in kept:
-                break
-            chain.append(parent)
-            node = parent
-        return chain
 
     def count_host_room(self, kept: Collection[PrefixNode]) -> int:
         """Count blocks on the host that are free, or can be, beside those of some nodes."""
@@ -655,6 +639,21 @@ class PrefixTree:
     def _note_counts(self) -> None:
         for name in ("_num_on_host", "_num_kept", "_num_reserved"):
             self._journal.note_attribute(self, name)
+
+
+def _chain(
+    leaf: PrefixNode, max_blocks: int, can_follow: Callable[[PrefixNode], bool]
+) -> list[PrefixNode]:
+    """Return a leaf, and the blocks before it that only it needs and that can follow it."""
+    chain = [leaf]
+    while len(chain) < max_blocks:
+        parent = chain[-1].parent
+        if parent is None or len(parent.children) > 1 or parent.checkpoint >= 0:
+            break
+        if not can_follow(parent):
+            break
+        chain.append(parent)
+    return chain
 
 
 class _Queue:

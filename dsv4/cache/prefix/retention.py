@@ -119,7 +119,7 @@ class Retention:
             return node.last_used - WITHOUT_USES
         parent, num_own, is_own = node.parent, int(not node.children), not node.children
         num_own += num_between
-        while parent is not None and not (parent.num_uses and parent.has_uses):
+        while parent is not None and not parent.has_uses:
             is_own = is_own and len(parent.children) == 1  # else others need it too
             num_own += is_own
             parent = parent.parent
