@@ -2,5 +2,6 @@
 
 from dsv4.integrations.transformers.attach import attach, detach
 from dsv4.integrations.transformers.cache import PagedCache
+from dsv4.integrations.transformers.packed import PackedModel
 
-__all__ = ["PagedCache", "attach", "detach"]
+__all__ = ["PackedModel", "PagedCache", "attach", "detach"]

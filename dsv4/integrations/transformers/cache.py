@@ -175,6 +175,22 @@ class PagedCache(AttachedCache):
                 plan.cancel()
                 self._columns.drop(num_columns)
 
+    @contextmanager
+    def running(self, plan: ForwardPlan) -> Iterator[None]:
+        """Enclose one forward of the model over a plan's tokens, as a batch of one row."""
+        shape = (1, plan.num_tokens)
+        self._forward = PaddedForward(plan, shape, None, self._rotations(plan))
+        try:
+            yield
+        finally:
+            self._forward = None
+
+    def _rotations(self, plan: ForwardPlan) -> dict[str, Rotation]:
+        """Return the rotation of the queries at each token, by the layer's RoPE base."""
+        tables = self.manager.device_memory.rope_tables
+        positions = plan.tokens.positions
+        return {base: rotation_at(table, positions) for base, table in tables.items()}
+
     def attend(self, layer_idx: int, module: Any, hidden: Tensor) -> Tensor:
         """Run one attention module on `hidden` `[batch, num_columns, hidden_size]`.
 
@@ -255,17 +271,9 @@ class PagedCache(AttachedCache):
         if is_new:
             self._slots, self._columns = slots, Columns(batch)
         self._columns.append(num_columns, is_token)
-        rotations = {}
-        if captured is None:
-            for base, table in manager.device_memory.rope_tables.items():
-                rotations[base] = rotation_at(table, plan.tokens.positions)
-        return PaddedForward(
-            plan,
-            (batch, num_columns),
-            token_index(is_token, manager.device),
-            rotations,
-            captured,
-        )
+        rotations = self._rotations(plan) if captured is None else {}
+        index = token_index(is_token, manager.device)
+        return PaddedForward(plan, (batch, num_columns), index, rotations, captured)
 
     def _capture(self, batch: int, longest: int) -> CapturedAttention | None:
         """Return the graphs of a decode step; None before the first forward, or if one is live.

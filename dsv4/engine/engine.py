@@ -1,0 +1,441 @@
+"""`Engine`: serves requests with one model and one cache, a ragged forward at a time."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prefix.token_store import LARGEST_ID
+from dsv4.checks import check_int, check_ints
+from dsv4.engine.request import (
+    FinishReason,
+    OnOutput,
+    Output,
+    Request,
+    Sample,
+    TokenLogprobs,
+    make_samples,
+)
+from dsv4.engine.sampler import Draw, Drawn, draw_tokens
+from dsv4.engine.sampling_params import SamplingParams
+from dsv4.engine.scheduler import Row, Scheduler
+from dsv4.engine.text import TextStream
+from dsv4.errors import OutOfBlocksError
+
+
+class RaggedModel(Protocol):
+    """A model over a manager's requests."""
+
+    def __call__(self, ids: Tensor, plan: ForwardPlan, rows: Tensor) -> Tensor:
+        """Return the logits `[rows, vocabulary]` of some of the plan's tokens `[num_tokens]`."""
+
+
+class Choice(NamedTuple):
+    """The tokens that were chosen for one sample: those of logits `start` to `stop`."""
+
+    sample: Sample
+    drafts: list[int]
+    length: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A forward whose tokens the host has not read yet."""
+
+    choices: list[Choice]
+    drawn: Drawn
+    is_ready: torch.cuda.Event | None
+
+
+class Engine:
+    """Serves requests that come and go at any time; one thread may use it.
+
+    Each step is one forward: prompts in chunks, decode steps and the verification of drafts. With
+    `overlap` the next forward is planned and queued before the tokens of the last one are read.
+
+    Args:
+        model: Returns the logits of a plan's tokens.
+        manager: The cache.
+        max_step_tokens: The most tokens of a forward.
+        num_drafts: The most tokens that are guessed in a step, at most the cache's
+            `drafts_per_step`.
+        tokenizer: A fast tokenizer of transformers; without one outputs have no text.
+        overlap: By default on a GPU. Drafts and penalties need the tokens first, so steps with
+            them don't overlap.
+        clock: Seconds, for time limits.
+    """
+
+    def __init__(
+        self,
+        model: RaggedModel,
+        manager: KVCacheManager,
+        *,
+        max_step_tokens: int | None = None,
+        num_drafts: int = 0,
+        tokenizer: Any = None,
+        overlap: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        capacity = manager.capacity
+        check_int(
+            "num_drafts", num_drafts,
+            at_least=0, at_most=manager.config.drafts_per_step, limit="drafts_per_step",
+        )  # fmt: skip
+        limit = capacity.max_forward_tokens
+        budget = limit if max_step_tokens is None else max_step_tokens
+        check_int("max_step_tokens", budget, at_least=1, at_most=limit, limit="max_forward_tokens")
+        self.model, self.manager, self.tokenizer, self.clock = model, manager, tokenizer, clock
+        self.scheduler = Scheduler(manager, budget, num_drafts)
+        self.requests: dict[str, Request] = {}
+        self.counts = self.scheduler.counts
+        self._overlap = manager.device.type == "cuda" if overlap is None else overlap
+        self._flight: Flight | None = None
+        # The last row takes the tokens of samples without a slot.
+        self._last_tokens = torch.zeros(
+            capacity.max_requests + 1, dtype=torch.int64, device=manager.device
+        )
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        on_output: OnOutput,
+        *,
+        request_id: str | None = None,
+        salt: bytes = b"",
+        checkpoint_at: int | None = None,
+    ) -> str:
+        """Queue a prompt and return the request's id.
+
+        Args:
+            on_output: Called with each new output; it must not raise.
+            salt: The prompt's owner; requests with other salts share nothing.
+            checkpoint_at: A length at which later prompts may leave this one, such as that before
+                the generation prompt.
+
+        Raises:
+            ValueError: The prompt is empty or too long, or the id is in use.
+        """
+        self.check_prompt(len(prompt), params)
+        number = self.counts["submitted"] + 1
+        request_id = f"request-{number}" if request_id is None else request_id
+        if request_id in self.requests:
+            raise ValueError(f"Invalid request_id: expected a new one, got {request_id!r} again")
+        ids = check_ints("prompt", prompt, at_least=0, at_most=LARGEST_ID).astype(np.int32)
+        deadline = None if params.timeout is None else self.clock() + params.timeout
+        request = Request(request_id, number, ids, params, on_output, salt, checkpoint_at, deadline)
+        if self.scheduler.has_prefix:
+            request.prefetch = self.manager.prefetch(request.prompt, salt=salt)
+        self.scheduler.add(make_samples(request, lambda: self._new_stream(params)))
+        self.requests[request_id] = request
+        self.counts["submitted"] = number
+        self.counts["prompt_tokens"] += len(prompt)
+        return request_id
+
+    def check_prompt(self, num_tokens: int, params: SamplingParams) -> None:
+        """Refuse a prompt that is empty, or that does not fit with its answer."""
+        longest, num_new = self.manager.capacity.longest_request, params.max_new_tokens
+        if not 0 < num_tokens <= longest - num_new:
+            raise ValueError(
+                f"Invalid prompt: expected 1 to {longest - num_new} tokens, so that prompt and "
+                f"max_new_tokens ({num_new}) are at most {longest} together, got {num_tokens}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("Invalid stop: expected an engine with a tokenizer, got one without")
+
+    def _new_stream(self, params: SamplingParams) -> TextStream | None:
+        return None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; one that is over, or unknown, is left alone."""
+        self.end_request(request_id, "cancelled")
+
+    def end_request(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """End all samples of a request for a reason that is not its own."""
+        request = self.requests.get(request_id)
+        for sample in [] if request is None else request.samples:
+            if not sample.is_over:
+                self._finish(sample, reason, error=error)
+
+    def step(self) -> bool:
+        """Run one forward; False if nothing is to be done.
+
+        If it raises, every request is as before the step, or is run again: step again.
+        """
+        self._expire()
+        if self._flight is not None and self._needs_tokens():
+            self._take_tokens()
+        launched = self._launch()
+        had_flight = self._take_tokens()
+        self._flight = launched
+        if launched is not None and not self._overlap:
+            self._take_tokens()
+        return launched is not None or had_flight
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is open."""
+        return not self.requests
+
+    def _expire(self) -> None:
+        now = self.clock() if any(each.deadline for each in self.requests.values()) else 0.0
+        for request in list(self.requests.values()):
+            if request.deadline is not None and request.deadline <= now:
+                self.end_request(request.request_id, "timeout")
+
+    def _needs_tokens(self) -> bool:
+        """Tell whether the next step cannot be planned without the last one's tokens."""
+        running = self.scheduler.running
+        return self.scheduler.num_drafts > 0 or any(
+            sample.request.params.has_penalty for sample in running
+        )
+
+    def _launch(self) -> Flight | None:
+        """Queue a forward and the choice of its tokens; None if there is nothing to run."""
+        self.scheduler.admit()
+        planned = self._plan()
+        if planned is None:
+            return None
+        rows, plan = planned
+        self.counts["steps"] += 1
+        try:
+            choices, draws, places = self._choices(rows)
+            logits = self.model(self._ids(rows), plan, self._upload(places))
+            choices, draws, repeats = self._fork(choices, draws)
+            if len(repeats) > len(places):
+                logits = logits[self._upload(repeats)]
+            drawn = draw_tokens(logits, draws) if draws else Drawn(self._last_tokens[:0])
+            return self._start_copy(choices, drawn)
+        except BaseException:
+            self._recover(plan)
+            raise
+
+    def _plan(self) -> tuple[list[Row], ForwardPlan] | None:
+        """Plan a forward; requests are preempted, the youngest first, until one fits."""
+        while True:
+            try:
+                return self.scheduler.plan()
+            except OutOfBlocksError as error:
+                # Requests that have ended may leave room; others are preempted with all tokens.
+                if not self._take_tokens():
+                    self.scheduler.make_room(error)
+
+    def _ids(self, rows: list[Row]) -> Tensor:
+        """Return the tokens of a forward; those that the host does not know are on the device."""
+        unknown = [row.sample.slot for row in rows if not row.known]
+        ids = self._upload([token for row in rows for token in (row.known or [-1]) + row.drafts])
+        if len(unknown) == len(rows):
+            return self._last_tokens[self._upload(unknown)]
+        if unknown:
+            slots = [
+                row.sample.slot for row in rows for _ in range(row.num_known + len(row.drafts))
+            ]
+            ids = torch.where(ids < 0, self._last_tokens[self._upload(slots)], ids)
+        return ids
+
+    def _choices(self, rows: list[Row]) -> tuple[list[Choice], list[Draw], list[int]]:
+        """List the tokens to be chosen: by sample, one by one, and their places in the forward."""
+        choices, draws, places, end = list[Choice](), list[Draw](), list[int](), 0
+        for row in rows:
+            sample, num_drafts = row.sample, len(row.drafts)
+            end += row.num_known + num_drafts
+            if not row.is_last:
+                continue
+            start, length = len(places), row.before + row.num_known
+            places += range(end - num_drafts - 1, end)
+            draws += [_draw_of(sample, length + idx) for idx in range(num_drafts + 1)]
+            choices.append(Choice(sample, row.drafts, length, start, len(places)))
+        return choices, draws, places
+
+    def _fork(
+        self, choices: list[Choice], draws: list[Draw]
+    ) -> tuple[list[Choice], list[Draw], list[int]]:
+        """Fork samples off prompts that have run: choices, draws and logits rows of all."""
+        rows = list(range(len(draws)))
+        for choice in list(choices):
+            if not choice.sample.others:
+                continue
+            for sample in self.scheduler.fork(choice.sample)[1:]:
+                choices.append(Choice(sample, [], choice.length, len(draws), len(draws) + 1))
+                draws.append(_draw_of(sample, choice.length))
+                rows.append(choice.start)
+        return choices, draws, rows
+
+    def _start_copy(self, choices: list[Choice], drawn: Drawn) -> Flight:
+        """Keep the last token of each sample on the device, and start to copy all to the host."""
+        if self._overlap and choices:
+            slots = self._upload([choice.sample.slot for choice in choices])  # -1: the last row
+            lasts = self._upload([choice.stop - 1 for choice in choices])
+            self._last_tokens[slots] = drawn.tokens[lasts]
+        for choice in choices:
+            choice.sample.num_pending += 1
+        is_ready = None
+        if self.manager.device.type == "cuda":
+            drawn = _to_pinned(drawn)
+            is_ready = torch.cuda.Event()
+            is_ready.record()
+        return Flight(choices, drawn, is_ready)
+
+    def _recover(self, plan: ForwardPlan) -> None:
+        """Make the requests of a forward that failed what they were before it."""
+        if not plan.is_complete:
+            plan.cancel()  # does nothing where a handle has failed, which cancels by itself
+            return
+        self._take_tokens()
+        lengths = self.manager.lengths  # all layers are written, and only tokens are missing
+        for sample in list(self.scheduler.running):
+            if lengths[sample.slot] >= sample.num_tokens:
+                self.scheduler.restart(sample)
+
+    def _take_tokens(self) -> bool:
+        """Read the tokens of the forward in flight, and pass them on; False if there is none."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return False
+        if flight.is_ready is not None:
+            flight.is_ready.synchronize()
+        tokens = flight.drawn.tokens.tolist()
+        kept, new = dict[int, int](), list[tuple[Choice, list[int]]]()
+        for choice in flight.choices:
+            sample = choice.sample
+            sample.num_pending -= 1
+            if sample.is_over:
+                continue
+            chosen = tokens[choice.start : choice.stop]
+            agree = [mine == draft for mine, draft in zip(chosen, choice.drafts, strict=False)]
+            num_kept = [*agree, False].index(False)
+            if choice.drafts:
+                self.counts["kept_drafts"] += num_kept
+                self.counts["rejected_drafts"] += len(choice.drafts) - num_kept
+                kept[sample.slot] = choice.length + num_kept
+            new.append((choice, chosen[: num_kept + 1]))
+        self.manager.truncate(list(kept), list(kept.values()))
+        self._note([(choice.sample, chosen) for choice, chosen in new])
+        for choice, chosen in new:
+            self._extend(choice, chosen, flight.drawn)
+        return True
+
+    def _note(self, new: list[tuple[Sample, list[int]]]) -> None:
+        """Tell the prefix cache which tokens the requests have got."""
+        new = [(sample, tokens) for sample, tokens in new if sample.slot >= 0]
+        if self.scheduler.has_prefix and new:
+            self.manager.note_tokens(
+                [sample.slot for sample, _ in new],
+                [token for _, tokens in new for token in tokens],
+                start=[len(sample.ids) for sample, _ in new],
+                counts=[len(tokens) for _, tokens in new],
+            )
+
+    def _extend(self, choice: Choice, tokens: list[int], drawn: Drawn) -> None:
+        """Add tokens to a sample until it ends, and report them."""
+        sample, params, text = choice.sample, choice.sample.request.params, ""
+        reason: FinishReason | None = None
+        new: list[int] = []
+        for token in tokens:
+            sample.ids.append(token)
+            new.append(token)
+            if token in params.stop_token_ids:
+                reason = "stop"
+                break
+            if sample.stream is not None:
+                text += sample.stream.add(token)
+                if sample.stream.stopped_by is not None:
+                    reason = "stop"
+                    break
+            if len(sample.ids) == sample.most_tokens:
+                reason = "length"
+                break
+        self.counts["generated_tokens"] += len(new)
+        logprobs = _read_logprobs(drawn, choice.start, len(new), params.logprobs)
+        if reason is None:
+            self._report(sample, new, text, logprobs)
+        else:
+            self._finish(sample, reason, new, text, logprobs)
+
+    def _finish(
+        self,
+        sample: Sample,
+        reason: FinishReason,
+        tokens: Sequence[int] = (),
+        text: str = "",
+        logprobs: list[TokenLogprobs] | None = None,
+        *,
+        error: str | None = None,
+    ) -> None:
+        """End a sample and report its last tokens."""
+        self.scheduler.end(sample)
+        if sample.stream is not None and sample.stream.stopped_by is None:
+            text += sample.stream.end()
+        request = sample.request
+        if request.is_over:
+            del self.requests[request.request_id]
+        self.counts[reason] += 1
+        self._report(sample, list(tokens), text, logprobs, reason, error)
+
+    def _report(
+        self,
+        sample: Sample,
+        tokens: list[int],
+        text: str,
+        logprobs: list[TokenLogprobs] | None,
+        reason: FinishReason | None = None,
+        error: str | None = None,
+    ) -> None:
+        request, stream = sample.request, sample.stream
+        stop = None if stream is None else stream.stopped_by
+        request.on_output(
+            Output(
+                request.request_id, sample.index, tokens, text, logprobs, reason, stop, error,
+                len(request.prompt), request.num_cached_tokens,
+            )
+        )  # fmt: skip
+
+    def _upload(self, values: list[int]) -> Tensor:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        if self.manager.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self.manager.device, non_blocking=True)
+
+
+def _draw_of(sample: Sample, length: int) -> Draw:
+    request = sample.request
+    place = length - len(request.prompt)
+    if not request.params.has_penalty:
+        return Draw(request.params, sample.seed, place)
+    return Draw(request.params, sample.seed, place, request.prompt, sample.answer)
+
+
+def _read_logprobs(
+    drawn: Drawn, start: int, count: int, wanted: int | None
+) -> list[TokenLogprobs] | None:
+    if wanted is None or drawn.logprobs is None:
+        return None
+    assert drawn.top_tokens is not None and drawn.top_logprobs is not None
+    stop = start + count
+    rows = zip(
+        drawn.logprobs[start:stop].tolist(), drawn.top_tokens[start:stop, :wanted].tolist(),
+        drawn.top_logprobs[start:stop, :wanted].tolist(), strict=True,
+    )  # fmt: skip
+    return [
+        TokenLogprobs(logprob, list(zip(top, values, strict=True))) for logprob, top, values in rows
+    ]
+
+
+def _to_pinned(drawn: Drawn) -> Drawn:
+    """Start to copy tokens and probabilities to the host."""
+    parts = {
+        name: torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(
+            part, non_blocking=True
+        )
+        for name, part in drawn._asdict().items()
+        if part is not None
+    }
+    return Drawn(**parts)
