@@ -18,6 +18,7 @@ from decoder import Decoder
 from torch import Tensor
 
 from dsv4 import CheckpointPolicy, ForwardPlan, KVCacheManager, SwappedRequest
+from dsv4.engine.drafts import propose_drafts
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 
 AGING = 16  # tokens in the prefix cache that let a request overtake the one before it
@@ -58,14 +59,6 @@ class Row(NamedTuple):
     before: int
     known: list[int]
     drafts: list[int]
-
-
-def propose_drafts(ids: list[int], count: int, *, n: int = 2) -> list[int]:
-    """Return up to `count` tokens that followed the last `n` where they stood before."""
-    for start in range(len(ids) - n - 1, -1, -1):
-        if ids[start : start + n] == ids[-n:]:
-            return ids[start + n : start + n + count]
-    return []
 
 
 class Engine:

@@ -226,7 +226,7 @@ class EngineThread:
                 while not (self._inbox or self._is_stopping or not engine.is_idle):
                     self._changed.wait()
                 if self._is_stopping:
-                    return
+                    break
                 calls, self._inbox = self._inbox, deque()
             for call in calls:
                 call()
@@ -247,6 +247,8 @@ class EngineThread:
                 self._snapshot = self._take_snapshot()
             if not is_busy and not engine.is_idle:
                 time.sleep(IDLE)
+        for request_id in list(engine.requests):
+            engine.cancel(request_id)
 
     def _take_snapshot(self) -> EngineSnapshot:
         manager, scheduler = self._engine.manager, self._engine.scheduler

@@ -1,0 +1,187 @@
+"""Every request gets the tokens that it has alone, whatever happens around it."""
+
+import functools
+import random
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+
+from dsv4 import CheckpointPolicy
+from dsv4.engine import Engine, SamplingParams
+from dsv4.kernels import ops
+from tests.test_engine import MARGIN, VOCABULARY, make_world
+
+FAILURES = ["between layers", "in a handle", "after all layers", "in the sampler"]
+FEATURES = {
+    "cached_tokens", "preempted", "recomputed", "length", "stop", "cancelled", "timeout",
+    "cancelled inside", "kept_drafts", "rejected_drafts", *FAILURES,
+}  # fmt: skip
+
+
+def ragged(model, manager):
+    """The examples' decoder as an engine calls a model."""
+    return lambda ids, plan, rows: model(ids, manager, plan)[rows]
+
+
+class Answers:
+    """What the clients of an engine have got, by request and sample."""
+
+    def __init__(self):
+        self.tokens, self.reasons, self.logprobs = {}, {}, {}
+
+    def __call__(self, output):
+        key = output.request_id, output.index
+        assert key not in self.reasons  # nothing comes after the last output
+        self.tokens.setdefault(key, []).extend(output.token_ids)
+        self.logprobs.setdefault(key, []).extend(output.logprobs or ())
+        if output.finish_reason is not None:
+            self.reasons[key] = output.finish_reason
+
+
+@functools.cache
+def alone(name, prompt, params, rank):
+    """The tokens of one sample in an engine with room for it, without drafts."""
+    world = make_world(name)
+    manager = world.new_manager(max_requests=rank + 1, num_blocks=(rank + 1) * 8 * world.unit)
+    answers = Answers()
+    engine = Engine(ragged(world.model, manager), manager)
+    engine.submit(list(prompt), params, answers, request_id="it")
+    while engine.step():
+        pass
+    return answers.tokens["it", rank]
+
+
+class Traffic:
+    """Random requests to an engine with too little memory, cancels, and forwards that fail."""
+
+    def __init__(self, name, seed, *, overlap, num_drafts):
+        self.world, self.random = make_world(name), random.Random(seed)
+        self.manager = self.world.new_manager(
+            max_requests=4, num_blocks=self.world.num_blocks, num_checkpoints=6,
+            host_blocks=self.world.host_blocks, host_slots=2,
+            checkpoint_policy=CheckpointPolicy(every_blocks=1),
+        )  # fmt: skip
+        self.now = 0.0
+        self.engine = Engine(
+            self.run_model, self.manager, max_step_tokens=3 * self.world.unit,
+            num_drafts=num_drafts, overlap=overlap, clock=lambda: self.now,
+        )  # fmt: skip
+        self.counts, self.answers, self.sent = self.engine.counts, Answers(), {}
+        self.texts = [self.tokens(3 * self.world.unit) for _ in range(2)]
+        steps = self.random.sample(range(10, 40), len(FAILURES))
+        self.failure_at = dict(zip(steps, FAILURES, strict=True))
+
+    def tokens(self, count):
+        return [self.random.randrange(VOCABULARY) for _ in range(count)]
+
+    def submit(self):
+        choose = self.random.choice
+        text = choose(self.texts)
+        prompt = text[: self.random.randrange(len(text))]
+        prompt = tuple(prompt + self.tokens(self.random.randint(1, self.world.unit)))
+        params = SamplingParams(
+            max_new_tokens=self.random.randint(1, 48), temperature=choose([0, 0, 1, 1.5]),
+            top_k=choose([0, 0, 5]), top_p=choose([1, 1, 0.8]), min_p=choose([0, 0, 0.05]),
+            repetition_penalty=choose([1, 1, 1, 1.2]), frequency_penalty=choose([0, 0, 0, 0.3]),
+            seed=self.random.getrandbits(60), n=choose([1, 1, 3]), logprobs=choose([None, None, 2]),
+            stop_token_ids=tuple(self.tokens(choose([0, 2]))), timeout=choose([None, None, 25.0]),
+        )  # fmt: skip
+        name = self.engine.submit(
+            prompt, params, self.answers, salt=choose([b"", b"", b"me"]),
+            checkpoint_at=choose([None, len(prompt) // 2]),
+        )  # fmt: skip
+        self.sent[name] = prompt, params
+
+    def cancel(self, event):
+        if self.engine.requests:
+            self.engine.cancel(self.random.choice(list(self.engine.requests)))
+            self.counts[event] += 1
+
+    def run_model(self, ids, plan, rows):
+        """Run the model, with a cancelled request or a failure inside at times."""
+        failure = self.failure_at.get(self.counts["steps"])
+        self.counts[failure] += 1
+        model, cancel_at = self.world.model, self.random.randrange(90)
+
+        def layer(idx, attention, hidden, handle):
+            if idx == cancel_at:
+                self.cancel("cancelled inside")
+            if idx == 1 and failure == "between layers":
+                raise RuntimeError(failure)
+            error = RuntimeError(failure) if idx == 1 and failure == "in a handle" else None
+            with patch.object(ops, "write_layer", wraps=ops.write_layer, side_effect=error):
+                return attention(hidden, handle)
+
+        layers = [functools.partial(layer, *each) for each in enumerate(model.attention)]
+        with patch.object(model, "attention", layers):
+            logits = model(ids, self.manager, plan)
+        if failure == "after all layers":
+            raise RuntimeError(failure)
+        return logits[rows]
+
+    def step(self):
+        self.now += 1.0
+        failure = self.failure_at.get(self.counts["steps"] + 1)
+        error = RuntimeError(failure) if failure == "in the sampler" else None
+        draw = patch("dsv4.engine.engine.draw_tokens", side_effect=error)
+        try:
+            if error is None:
+                return self.engine.step()
+            with draw:
+                return self.engine.step()
+        except RuntimeError as raised:
+            if str(raised) not in FAILURES:
+                raise
+            return True
+
+    def run(self, num_prompts):
+        while self.step() or num_prompts or not self.engine.is_idle:
+            self.manager.check_integrity()
+            if num_prompts and self.random.random() < 0.4:
+                self.submit()
+                num_prompts -= 1
+            if self.random.random() < 0.03:
+                self.cancel("cancelled between")
+
+
+CASES = [
+    ("short", 0, False, 0), ("short", 1, True, 0), ("short", 2, True, 0), ("short", 3, False, 3),
+    ("short", 4, True, 3), ("whole", 5, True, 0),
+]  # fmt: skip
+
+
+@functools.cache
+def run_traffic(name, seed, overlap, num_drafts):
+    traffic = Traffic(name, seed, overlap=overlap, num_drafts=num_drafts)
+    traffic.run(num_prompts=10)
+    return traffic
+
+
+@pytest.mark.parametrize("name, seed, overlap, num_drafts", CASES)
+def test_every_request_gets_the_tokens_that_it_has_alone(name, seed, overlap, num_drafts):
+    traffic = run_traffic(name, seed, overlap, num_drafts)
+    manager, answers = traffic.manager, traffic.answers
+    keys = {(name, rank) for name, (_, params) in traffic.sent.items() for rank in range(params.n)}
+    assert set(answers.reasons) == keys
+    for (request, rank), reason in answers.reasons.items():
+        prompt, params = traffic.sent[request]
+        tokens = answers.tokens[request, rank]
+        if not tokens:
+            assert reason in ("cancelled", "timeout")
+            continue
+        expected = alone(name, prompt, params, rank)
+        assert tokens == expected[: len(tokens)]
+        if reason in ("stop", "length"):
+            assert tokens == expected
+        if params.logprobs is not None:
+            assert len(answers.logprobs[request, rank]) == len(tokens)
+    assert make_world(name).smallest_margin > MARGIN
+    assert not manager.open_slots and not manager.swapped_requests
+    stats = manager.stats()
+    assert stats.num_free_blocks + stats.num_evictable_blocks == traffic.world.num_blocks
+
+
+def test_the_traffic_meets_every_event():
+    counts = sum((run_traffic(*case).counts for case in CASES), start=Counter())
+    assert not {event for event in FEATURES if not counts[event]}
