@@ -38,6 +38,7 @@ FLASH_WIDTHS: dict[str, Any] = {
     "initializer_range": 0.02,
 }  # fmt: skip
 GATE_TOKENS = 140
+GATE_STEPS = 16
 # Error of a layer's output as a share of its norm: fp8 rows and mxfp4 keys give 0.01 to 0.06 on
 # small models, a wrong row or rotation several tenths.
 GATE_ERROR = 0.1
@@ -74,6 +75,7 @@ def bench_transformers(*, num_steps: int = 30) -> dict[str, Any]:
         model = random_hf_model(seed=0, **FLASH_WIDTHS).to(torch.bfloat16)
     with working("comparing attention with transformers'"):
         check_attention(model)
+        check_step(model)
     return measure(model, Sizes(num_steps=num_steps))
 
 
@@ -101,6 +103,18 @@ def check_attention(model: Any) -> None:
                 f"The attention of layer {idx} differs from transformers' by {error:.1e} of its "
                 "norm; nothing is timed"
             )
+
+
+def check_step(model: Any) -> None:
+    """Refuse to time a captured step whose ids differ from those of steps launch by launch."""
+    prompt, ids = _random_ids(model, 2, GATE_TOKENS), []
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    options = {"do_sample": False, "max_new_tokens": GATE_STEPS, "pad_token_id": 0}
+    for choices in ({}, {"cuda_graphs": "step"}):
+        with _attached(model, 2, GATE_TOKENS + GATE_STEPS, **choices) as cache:
+            ids.append(model.generate(**inputs, **options, past_key_values=cache).tolist())
+    if ids[0] != ids[1]:
+        raise RuntimeError("A captured step gives other ids than the launches; nothing is timed")
 
 
 def measure(model: Any, sizes: Sizes) -> dict[str, Any]:
