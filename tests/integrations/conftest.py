@@ -7,7 +7,7 @@ import torch
 
 from dsv4.cache.graphs import captured_forward, captured_layers
 from dsv4.integrations.transformers import captured_attention
-from tests.integrations.generation import poisoned, small_model
+from tests.integrations.generation import RepeatedRun, poisoned, small_model
 
 
 @pytest.fixture(scope="module")
@@ -20,23 +20,6 @@ def cache(model):
     with poisoned(model) as cache:
         yield cache
         cache.manager.check_integrity()
-
-
-class RepeatedRun:
-    """Repeat the work of a CUDA graph over the captured buffers, into the same output."""
-
-    def __init__(self, device):
-        self.output = None
-
-    def capture(self, run):
-        self.run = run
-        run()
-        self.output = run()
-        return self.output
-
-    @torch.no_grad()
-    def replay(self):
-        self.output.copy_(self.run())
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
