@@ -1,8 +1,13 @@
-"""A small model and a cache of it, whose unused memory is NaN."""
+"""A small model and a cache of it, whose unused memory is NaN; devices with graphs."""
+
+import importlib
 
 import pytest
+import torch
 
-from tests.integrations.generation import poisoned, small_model
+from dsv4.cache.graphs import captured_forward, captured_layers
+from dsv4.integrations.transformers import captured_attention
+from tests.integrations.generation import RepeatedRun, poisoned, small_model
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +20,16 @@ def cache(model):
     with poisoned(model) as cache:
         yield cache
         cache.manager.check_integrity()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """A device with graphs; on the CPU they are stood in for."""
+    monkeypatch.setattr(captured_attention, "SHORTEST", 32)
+    if request.param == "cpu":
+        attaching = importlib.import_module("dsv4.integrations.transformers.attach")
+        monkeypatch.setattr(attaching, "check_graph_device", lambda device: None)
+        graphs = lambda device, count: [RepeatedRun(device) for _ in range(count)]  # noqa: E731
+        monkeypatch.setattr(captured_layers, "new_graphs", graphs)
+        monkeypatch.setattr(captured_forward, "new_graph", RepeatedRun)
+    return torch.device(request.param)

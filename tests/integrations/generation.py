@@ -1,4 +1,4 @@
-"""Models, prompts and padded batches for the tests of the transformers integration."""
+"""Models, prompts, padded batches and a graph for the tests of the transformers integration."""
 
 from typing import Any
 
@@ -56,3 +56,20 @@ def padded(texts: list[Tensor], side: str = "left") -> dict[str, Tensor]:
 def share_of_scale(mine: Tensor, theirs: Tensor) -> float:
     """Return the largest difference as a share of the largest value."""
     return float((mine - theirs).abs().max() / theirs.abs().max())
+
+
+class RepeatedRun:
+    """Repeat the work of a CUDA graph over the captured buffers, into the same output."""
+
+    def __init__(self, device):
+        self.output = None
+
+    def capture(self, run):
+        self.run = run
+        run()
+        self.output = run()
+        return self.output
+
+    @torch.no_grad()
+    def replay(self):
+        self.output.copy_(self.run())

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4.cache.graphs import captured_forward
 from tests.integrations.checkpoint import save_checkpoint
-from tests.integrations.generation import small_model
+from tests.integrations.generation import RepeatedRun, small_model
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "transformers.md").read_text()
@@ -22,13 +23,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_the_snippets_run(folder):
+def test_the_snippets_run(folder, monkeypatch):
+    monkeypatch.setattr(captured_forward, "new_graph", RepeatedRun)  # the model is on the CPU
     names = {"path": str(folder), "torch": torch}
     snippets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(snippets) == 3
+    assert len(snippets) == 4
     for snippet in snippets:
         exec(compile(snippet, "docs/transformers.md", "exec"), names)
     assert names["ids"].shape[0] == 1 and names["best"].shape[0] == 2
+    assert names["next_ids"].shape == (2,)
     names["cache"].manager.check_integrity()
 
 

@@ -143,12 +143,17 @@ def test_attention_of_real_heads_is_near_transformers(wide_model):
     bench.check_attention(wide_model)
 
 
+def test_a_captured_step_of_real_heads_gives_the_same_ids(wide_model):
+    bench.check_step(wide_model)
+
+
 def test_the_bench_on_a_narrow_model(wide_model):
     sizes = Sizes(decodes=((2, 4096),), contexts=(4096,), num_steps=3)
     result = bench.measure(wide_model, sizes)
     (row,), (memory,) = result["decode"], result["memory"]
     assert not result["errors"]
-    assert row["speedup"].keys() == {"this", "graphs"} and memory["ratio"] > 0
+    assert row["speedup"].keys() == {"this", "graphs", "step"} and memory["ratio"] > 0
+    assert row["attention_speedup"].keys() == {"this", "graphs"}
 
 
 def test_the_demo():

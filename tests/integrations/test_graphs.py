@@ -1,45 +1,15 @@
-"""Decode steps by graphs equal those launch by launch, for every use of the cache.
-
-On the CPU a graph is stood in for by one that runs the module again over the captured buffers.
-"""
-
-import importlib
+"""Decode steps by graphs equal those launch by launch, for every use of the cache."""
 
 import pytest
 import torch
 
-from dsv4.cache.graphs import captured_layers
-from dsv4.integrations.transformers import attach, cache, captured_attention
+from dsv4.integrations.transformers import attach, cache, captured_attention, captured_step
 from tests.integrations.generation import GREEDY, alone, padded, poisoned, prompts, small_model
-
-
-class RepeatedRun:
-    """Repeat the work of a CUDA graph, into the same output."""
-
-    def capture(self, run):
-        self.run = run
-        run()
-        self.output = run()
-        return self.output
-
-    def replay(self):
-        self.output.copy_(self.run())
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    monkeypatch.setattr(captured_attention, "SHORTEST", 32)
-    if request.param == "cpu":
-        attaching = importlib.import_module("dsv4.integrations.transformers.attach")
-        monkeypatch.setattr(attaching, "check_graph_device", lambda device: None)
-        graphs = lambda device, count: [RepeatedRun() for _ in range(count)]  # noqa: E731
-        monkeypatch.setattr(captured_layers, "new_graphs", graphs)
-    return torch.device(request.param)
 
 
 @pytest.fixture
 def captures(monkeypatch):
-    """Record batch and length of every capture."""
+    """Record batch and length of every capture of attention modules."""
     made = []
 
     class Counted(captured_attention.CapturedAttention):
@@ -48,6 +18,20 @@ def captures(monkeypatch):
             super().__init__(*args, batch=batch, longest=longest, **kwargs)
 
     monkeypatch.setattr(cache, "CapturedAttention", Counted)
+    return made
+
+
+@pytest.fixture
+def captured_steps(monkeypatch):
+    """Record batch and longest text of every capture of a whole step."""
+    made = []
+
+    class Counted(captured_step.CapturedStep):
+        def __init__(self, *args, batch, max_length, **kwargs):
+            made.append((batch, max_length))
+            super().__init__(*args, batch=batch, max_length=max_length, **kwargs)
+
+    monkeypatch.setattr(cache, "CapturedStep", Counted)
     return made
 
 
@@ -60,6 +44,7 @@ def models():
 def model(models, device):
     if device not in models:
         models[device] = small_model(3, 4, 128, 0).to(device)
+        models[device].set_experts_implementation("batched_mm")
     return models[device]
 
 
@@ -76,15 +61,18 @@ def generate(model, inputs, *, cuda_graphs, **options) -> list[list[int]]:
     [{}, {"num_beams": 4}, {"prompt_lookup_num_tokens": 3}, {"num_return_sequences": 2}],
     ids=["greedy", "beams", "assisted", "sequences"],
 )
-def test_ids_are_those_without_graphs(model, captures, options):
+def test_ids_are_those_without_graphs(model, captures, captured_steps, options):
     texts = prompts(1, 120) if "prompt_lookup_num_tokens" in options else prompts(1, 120, 7)
     if "num_return_sequences" in options:
         options = {**options, "do_sample": True, "temperature": 1e-6}
     options = {**options, "max_new_tokens": 20}
     plain = generate(model, padded(texts), cuda_graphs=False, **options)
-    assert not captures
+    assert not captures and not captured_steps
     assert generate(model, padded(texts), cuda_graphs=True, **options) == plain
     assert captures[-1][1] == 129  # where the capture of up to 128 tokens is too short
+    captures.clear()
+    assert generate(model, padded(texts), cuda_graphs="step", **options) == plain
+    assert captured_steps[-1][1] == 256 and not captures
 
 
 def test_a_batch_is_captured_once(model, captures):

@@ -5,6 +5,7 @@ plan does not use are padding, which touches nothing.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -79,9 +80,16 @@ class CapturedForward:
         self.tokens_per_request = tokens_per_request
         self.max_length = max_length
         self.num_rows = batch if tokens_per_request == 1 else batch + 1
-        self._step = step
         self._graph = new_graph(manager.device)
-        self.outputs = self._capture()
+        check_complete(manager, "capture")
+        fill_with_padding(manager, self.num_tokens)
+        self.outputs = self._graph.capture(partial(self._run, step))
+
+    def fits(self, plan: ForwardPlan) -> bool:
+        """Tell whether the sizes of a plan are as captured."""
+        is_decode = self.tokens_per_request > 1 or plan.num_tokens == plan.num_requests
+        sizes = self._sizes(plan)
+        return is_decode and not plan.has_workspace and all(v <= limit for _, v, limit in sizes)
 
     def replay(self, plan: ForwardPlan) -> Any:
         """Run the captured step for a plan, and complete it. Returns the step's outputs.
@@ -99,18 +107,13 @@ class CapturedForward:
         plan.complete()
         return self.outputs
 
-    def _capture(self) -> Any:
-        check_complete(self.manager, "capture")
-        fill_with_padding(self.manager, self.num_tokens)
-        return self._graph.capture(self._run_step)
-
-    def _run_step(self) -> Any:
+    def _run(self, step: Step) -> Any:
         """Run the step over the buffers as they are, through a plan that only it sees."""
         plan = self.manager.padding_plan(self.num_rows, self.num_tokens, 0, self.tokens_per_request,
             max_length=self.max_length,
         )  # fmt: skip
         try:
-            outputs = self._step(
+            outputs = step(
                 [self.manager.acquire(idx, plan) for idx in range(len(self.manager.schedule))]
             )
             if not plan.is_complete:
@@ -130,12 +133,7 @@ class CapturedForward:
                 f"Invalid plan: expected at most {self.tokens_per_request} tokens in a row, as "
                 f"captured, got a chunk of {plan.tokens.max_step}, which needs the workspace"
             )
-        for name, value, limit in (
-            ("rows", plan.num_requests, self.batch),
-            ("tokens in a row", plan.tokens.max_step, self.tokens_per_request),
-            ("tokens", plan.num_tokens, self.num_tokens),
-            ("tokens in a request", plan.longest, self.max_length),
-        ):
+        for name, value, limit in self._sizes(plan):
             if value > limit:
                 raise ValueError(
                     f"Invalid plan: expected at most {limit} {name}, as captured, got {value}"
@@ -145,6 +143,15 @@ class CapturedForward:
                 "Invalid plan: expected one token in each row, as captured, "
                 f"got {plan.num_tokens} in {plan.num_requests} rows"
             )
+
+    def _sizes(self, plan: ForwardPlan) -> list[tuple[str, int, int]]:
+        """List name, value and limit of a plan's sizes."""
+        return [
+            ("rows", plan.num_requests, self.batch),
+            ("tokens in a row", plan.tokens.max_step, self.tokens_per_request),
+            ("tokens", plan.num_tokens, self.num_tokens),
+            ("tokens in a request", plan.longest, self.max_length),
+        ]
 
 
 class Graph(Protocol):

@@ -21,8 +21,11 @@ from dsv4.formats import IndexFormatName, KVFormatName
 
 try:
     from transformers import DeepseekV4ForCausalLM
+    from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    from dsv4.integrations.transformers.cache import PagedCache
+    from dsv4.integrations.transformers.cache import CudaGraphs, PagedCache
+    from dsv4.integrations.transformers.captured_step import check_experts
+    from dsv4.integrations.transformers.padding import NO_MASK
 except ImportError as error:
     raise ImportError(
         "dsv4.integrations.transformers needs transformers: pip install 'dsv4[hf]'"
@@ -31,7 +34,6 @@ except ImportError as error:
 BASE_INPUTS = (
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache",
 )  # fmt: skip
-NO_MASK = {"sliding_attention": None}  # transformers builds no 4D mask if it gets a dict
 
 
 def attach(
@@ -46,7 +48,7 @@ def attach(
     max_forward_tokens: int = 8192,
     backend: str | None = None,
     batch_invariant: bool = False,
-    cuda_graphs: bool = False,
+    cuda_graphs: CudaGraphs = False,
     **choices: Any,
 ) -> PagedCache:
     """Make a cache for a model; pass it to the model as `past_key_values`.
@@ -64,8 +66,9 @@ def attach(
         max_forward_tokens: Longer forwards run in spans of columns.
         backend, batch_invariant: See `KVCacheManager`.
         cuda_graphs: Capture the attention modules of decode steps at the first step of a batch
-            size, and replay them from then on. After a change of the weights, or of modules
-            inside of attention, attach again.
+            size, and replay them from then on. `"step"` captures the whole base model as one
+            graph; its experts must be `batched_mm`, or `grouped_mm` in BF16. After a change of
+            the weights, or of captured modules, attach again.
         **choices: Any other choice of `CacheConfig`, such as `block_tokens`.
     """
     _check_model(model)
@@ -78,8 +81,14 @@ def attach(
             f"Invalid max_forward_tokens: expected at least max_requests ({max_requests}), "
             f"got {max_forward_tokens}"
         )
+    if cuda_graphs not in (False, True, "step"):
+        raise ValueError(
+            f"Invalid cuda_graphs: expected False, True or 'step', got {cuda_graphs!r}"
+        )
     if cuda_graphs:
         check_graph_device(model.device)
+    if cuda_graphs == "step":
+        check_experts(model)
     manager = KVCacheManager(
         config,
         max_requests=max_requests,
@@ -229,8 +238,13 @@ def _run_spans(model: Any, cache: PagedCache, inputs: dict[str, Any]) -> Any:
         raise ValueError("Invalid inputs: expected at least one new column, got none")
     mask, position_ids = inputs.pop("attention_mask", None), inputs.pop("position_ids", None)
     is_token = cache.read_inputs(batch, num_columns, mask, position_ids)
+    if names == ["input_ids"] and num_columns == 1 and is_token is None:
+        hidden: Any = cache.replay(inputs["input_ids"]) if _is_plain(model, inputs) else None
+        if hidden is not None:
+            return MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
     spans = cache.split_columns(batch, num_columns, is_token)
-    _check_recorded(model, inputs, num_spans=len(spans))
+    if len(spans) > 1:
+        _check_recorded(model, inputs)
     outputs = []
     for start, stop in spans:
         span = {**inputs, **{name: inputs[name][:, start:stop] for name in names}}
@@ -240,13 +254,24 @@ def _run_spans(model: Any, cache: PagedCache, inputs: dict[str, Any]) -> Any:
     return outputs[0] if len(spans) == 1 else _join(outputs)
 
 
-def _check_recorded(model: Any, inputs: dict[str, Any], *, num_spans: int) -> None:
-    for name in ("output_hidden_states", "output_router_logits"):
-        if num_spans > 1 and inputs.get(name, getattr(model.config, name, False)):
-            raise ValueError(
-                f"{name} is not supported in a forward of more than max_forward_tokens tokens: "
-                "attach with a larger max_forward_tokens"
-            )
+def _is_plain(model: Any, inputs: dict[str, Any]) -> bool:
+    """Tell whether a forward returns the last hidden states alone, and needs no gradients."""
+    is_dict = inputs.get("return_dict", getattr(model.config, "return_dict", True))
+    return is_dict is not False and not torch.is_grad_enabled() and not _recorded(model, inputs)
+
+
+def _recorded(model: Any, inputs: dict[str, Any]) -> list[str]:
+    """List the options that record outputs of the layers, where they are on."""
+    names = ("output_hidden_states", "output_router_logits")
+    return [name for name in names if inputs.get(name, getattr(model.config, name, False))]
+
+
+def _check_recorded(model: Any, inputs: dict[str, Any]) -> None:
+    for name in _recorded(model, inputs):
+        raise ValueError(
+            f"{name} is not supported in a forward of more than max_forward_tokens tokens: "
+            "attach with a larger max_forward_tokens"
+        )
 
 
 def _join(outputs: list[Any]) -> Any:

@@ -8,8 +8,8 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.errors import OutOfBlocksError
 from dsv4.integrations.transformers.attached_cache import AttachedCache
-from dsv4.integrations.transformers.captured_attention import CapturedAttention
+from dsv4.integrations.transformers.captured_attention import CapturedAttention, room_for
+from dsv4.integrations.transformers.captured_step import CapturedStep
 from dsv4.integrations.transformers.columns import BoolArray, Columns
 from dsv4.integrations.transformers.padding import (
     check_last_column,
@@ -41,15 +42,18 @@ class PaddedForward:
         shape: Rows and columns of the padded batch.
         token_index: `[num_tokens]`, flat indices of the tokens among rows × columns; None if
             there is no padding.
-        rotations: cos + i sin at each token, by the layer's RoPE base.
         captured: Graphs of the modules; None if they run launch by launch.
+        rotations: cos + i sin at each token, by RoPE base, from the first layer on that has it.
     """
 
     plan: ForwardPlan
     shape: tuple[int, int]
     token_index: Tensor | None
-    rotations: dict[str, Rotation]
     captured: CapturedAttention | None = None
+    rotations: dict[str, Rotation] = field(default_factory=dict)
+
+
+CudaGraphs = bool | Literal["step"]
 
 
 class NoGradient(torch.autograd.Function):
@@ -77,7 +81,9 @@ class PagedCache(AttachedCache):
         drafts_per_step: The most tokens that `crop` can remove.
     """
 
-    def __init__(self, model: Any, manager: KVCacheManager, *, cuda_graphs: bool = False) -> None:
+    def __init__(
+        self, model: Any, manager: KVCacheManager, *, cuda_graphs: CudaGraphs = False
+    ) -> None:
         super().__init__(layers=[])
         self._owner = weakref.ref(model)
         self._manager: KVCacheManager | None = manager
@@ -86,8 +92,9 @@ class PagedCache(AttachedCache):
         self._columns = Columns(0)
         self._forward: PaddedForward | None = None
         self._is_generating = False
-        self._has_graphs = cuda_graphs
+        self._cuda_graphs = cuda_graphs
         self._captured: dict[int, CapturedAttention] = {}  # by batch
+        self._steps: dict[tuple[int, str], CapturedStep] = {}  # by batch and experts
         self._hidden_like: Tensor | None = None  # width and dtype of hidden states
         self.drafts_per_step = manager.config.drafts_per_step
 
@@ -178,18 +185,41 @@ class PagedCache(AttachedCache):
     @contextmanager
     def running(self, plan: ForwardPlan) -> Iterator[None]:
         """Enclose one forward of the model over a plan's tokens, as a batch of one row."""
-        shape = (1, plan.num_tokens)
-        self._forward = PaddedForward(plan, shape, None, self._rotations(plan))
+        self._forward = PaddedForward(plan, (1, plan.num_tokens), None)
         try:
             yield
         finally:
             self._forward = None
 
-    def _rotations(self, plan: ForwardPlan) -> dict[str, Rotation]:
-        """Return the rotation of the queries at each token, by the layer's RoPE base."""
-        tables = self.manager.device_memory.rope_tables
-        positions = plan.tokens.positions
-        return {base: rotation_at(table, positions) for base, table in tables.items()}
+    def replay(self, ids: Tensor) -> Tensor | None:
+        """Run a decode step of `ids` `[batch, 1]` by its graph, with `cuda_graphs="step"`.
+
+        Returns:
+            The last hidden states, `[batch, 1, hidden_size]`; None if there is no graph.
+        """
+        batch = len(ids)
+        step = self._capture_step(batch) if self._cuda_graphs == "step" else None
+        if step is None:
+            return None
+        with self.forward(batch, 1, None) as plan:
+            step.ids[:batch].copy_(ids[:, 0])
+            hidden: Tensor = step.run(plan)[:batch, None]
+        return hidden.clone()
+
+    def _capture_step(self, batch: int) -> CapturedStep | None:
+        """Return the graph of a decode step; None if another forward is live, or it is too long."""
+        manager, model = self.manager, self._owner()
+        longest = int(self._lengths(batch).max()) + 1
+        if model is None or longest > manager.capacity.max_request_tokens:
+            return None
+        key = (batch, model.config._experts_implementation)  # generate changes it for decoding
+        step = self._steps.get(key)
+        if (step is None or longest > step.max_length) and manager.live_plan is None:
+            self._steps.pop(key, None)  # its memory goes before the next one's comes
+            step = self._steps[key] = CapturedStep(
+                model, self, batch=batch, max_length=room_for(longest, manager)
+            )
+        return step if step is not None and longest <= step.max_length else None
 
     def attend(self, layer_idx: int, module: Any, hidden: Tensor) -> Tensor:
         """Run one attention module on `hidden` `[batch, num_columns, hidden_size]`.
@@ -225,7 +255,10 @@ class PagedCache(AttachedCache):
         if index is not None:
             tokens = tokens[index]
         handle = self.manager.acquire(layer_idx, forward.plan)
-        rotation = forward.rotations[handle.layer.rope_base]
+        base = handle.layer.rope_base
+        if base not in forward.rotations:
+            forward.rotations[base] = rotation_at(handle.rope, handle.positions)
+        rotation = forward.rotations[base]
         output = attend(module, tokens, handle, self._weights[layer_idx], rotation)
         if index is None:
             return output
@@ -259,7 +292,7 @@ class PagedCache(AttachedCache):
         manager, is_new, before = self.manager, not self._slots, self._lengths(batch)
         after = before + _counts(is_token, num_columns)
         captured = None
-        if self._has_graphs and num_columns == 1 and is_token is None:
+        if self._cuda_graphs is True and num_columns == 1 and is_token is None:
             captured = self._capture(batch, int(after.max()))
         slots = manager.open_requests(batch) if is_new else self._slots
         try:
@@ -271,9 +304,8 @@ class PagedCache(AttachedCache):
         if is_new:
             self._slots, self._columns = slots, Columns(batch)
         self._columns.append(num_columns, is_token)
-        rotations = self._rotations(plan) if captured is None else {}
         index = token_index(is_token, manager.device)
-        return PaddedForward(plan, (batch, num_columns), index, rotations, captured)
+        return PaddedForward(plan, (batch, num_columns), index, captured)
 
     def _capture(self, batch: int, longest: int) -> CapturedAttention | None:
         """Return the graphs of a decode step; None before the first forward, or if one is live.
@@ -337,7 +369,7 @@ class PagedCache(AttachedCache):
         if self._manager is not None:
             self.reset()
             self._manager, self._weights = None, ()
-            self._captured = {}
+            self._captured, self._steps = {}, {}
 
     def __del__(self) -> None:
         if getattr(self, "_manager", None) is not None and not sys.is_finalizing():

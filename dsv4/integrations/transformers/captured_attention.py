@@ -20,6 +20,12 @@ from dsv4.model.attention import attend, rotation_at
 SHORTEST = 1024  # tokens: every capture has room for at least these
 
 
+def room_for(longest: int, manager: KVCacheManager) -> int:
+    """Return the longest text of a capture that is made for one of `longest` tokens."""
+    limit = manager.capacity.max_request_tokens
+    return min(max(SHORTEST, next_power_of_two(longest)), limit)
+
+
 class CapturedAttention:
     """All attention modules for decode steps of one batch size.
 
@@ -50,11 +56,8 @@ class CapturedAttention:
             rotation = rotation_at(handle.rope, handle.positions)
             return attend(modules[idx], self._hidden, handle, weights[idx], rotation)
 
-        max_length = max(SHORTEST, next_power_of_two(longest))
-        self._layers = CapturedLayers(
-            manager, step,
-            batch=batch, max_length=min(max_length, manager.capacity.max_request_tokens),
-        )  # fmt: skip
+        max_length = room_for(longest, manager)
+        self._layers = CapturedLayers(manager, step, batch=batch, max_length=max_length)
 
     def fits(self, batch: int, longest: int) -> bool:
         """Return whether a step of `batch` rows of at most `longest` tokens can be replayed."""

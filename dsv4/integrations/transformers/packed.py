@@ -1,13 +1,15 @@
 """`PackedModel`: an attached model on ragged batches of its cache's manager, for engines."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.plan import ForwardPlan
-from dsv4.integrations.transformers.attach import NO_MASK
-from dsv4.integrations.transformers.cache import PagedCache
+from dsv4.integrations.transformers.padding import NO_MASK
+
+if TYPE_CHECKING:
+    from dsv4.integrations.transformers.cache import PagedCache
 
 
 class PackedModel:
@@ -18,18 +20,24 @@ class PackedModel:
         cache: The cache that `attach` returned; only its manager's requests are used.
     """
 
-    def __init__(self, model: Any, cache: PagedCache) -> None:
+    def __init__(self, model: Any, cache: "PagedCache") -> None:
         cache.check_owner(model.model)
         self._model, self._cache = model, cache
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, plan: ForwardPlan, rows: Tensor) -> Tensor:
         """Return the logits `[rows, vocabulary]` of some of the tokens `ids` `[num_tokens]`."""
-        base, cache = self._model.model, self._cache
-        with cache.running(plan):
-            outputs = type(base).forward(
-                base, input_ids=ids[None], position_ids=plan.tokens.positions[None].long(),
-                attention_mask=NO_MASK, past_key_values=cache, use_cache=True,
-            )  # fmt: skip
-        logits: Tensor = self._model.lm_head(outputs.last_hidden_state[0, rows])
+        hidden = run_packed(self._model.model, self._cache, ids, plan)
+        logits: Tensor = self._model.lm_head(hidden[rows])
         return logits
+
+
+def run_packed(base: Any, cache: "PagedCache", ids: Tensor, plan: ForwardPlan) -> Tensor:
+    """Return the base model's last hidden states, `[num_tokens, hidden_size]`."""
+    with cache.running(plan):
+        outputs = type(base).forward(
+            base, input_ids=ids[None], position_ids=plan.tokens.positions[None].long(),
+            attention_mask=NO_MASK, past_key_values=cache, use_cache=True,
+        )  # fmt: skip
+    hidden: Tensor = outputs[0][0]
+    return hidden

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from dsv4.integrations.transformers.columns import BoolArray, Columns
 
+NO_MASK = {"sliding_attention": None}  # transformers builds no 4D mask if it gets a dict
+
 
 def read_mask(
     attention_mask: Any, columns: Columns, *, batch: int, num_columns: int

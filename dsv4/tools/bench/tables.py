@@ -116,7 +116,7 @@ LISTINGS = (
 )  # fmt: skip
 CACHES = {
     "transformers": "transformers' own", "this": "this one", "graphs": "this one, CUDA graphs",
-    "free": "one that is free",
+    "step": "this one, whole step a graph", "free": "one that is free",
 }  # fmt: skip
 PER_CACHE = ("step_us", "speedup", "attention_us", "attention_speedup")
 

@@ -38,6 +38,7 @@ FLASH_WIDTHS: dict[str, Any] = {
     "initializer_range": 0.02,
 }  # fmt: skip
 GATE_TOKENS = 140
+GATE_STEPS = 16
 # Error of a layer's output as a share of its norm: fp8 rows and mxfp4 keys give 0.01 to 0.06 on
 # small models, a wrong row or rotation several tenths.
 GATE_ERROR = 0.1
@@ -61,10 +62,10 @@ class Sizes(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """Median times of the whole step, and of all its attention modules together."""
+    """Median times of the whole step, and of all its attention modules together, if apart."""
 
     step_us: float
-    attention_us: float
+    attention_us: float | None
 
 
 def bench_transformers(*, num_steps: int = 30) -> dict[str, Any]:
@@ -74,6 +75,7 @@ def bench_transformers(*, num_steps: int = 30) -> dict[str, Any]:
         model = random_hf_model(seed=0, **FLASH_WIDTHS).to(torch.bfloat16)
     with working("comparing attention with transformers'"):
         check_attention(model)
+        check_step(model)
     return measure(model, Sizes(num_steps=num_steps))
 
 
@@ -101,6 +103,18 @@ def check_attention(model: Any) -> None:
                 f"The attention of layer {idx} differs from transformers' by {error:.1e} of its "
                 "norm; nothing is timed"
             )
+
+
+def check_step(model: Any) -> None:
+    """Refuse to time a captured step whose ids differ from those of steps launch by launch."""
+    prompt, ids = _random_ids(model, 2, GATE_TOKENS), []
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    options = {"do_sample": False, "max_new_tokens": GATE_STEPS, "pad_token_id": 0}
+    for choices in ({}, {"cuda_graphs": "step"}):
+        with _attached(model, 2, GATE_TOKENS + GATE_STEPS, **choices) as cache:
+            ids.append(model.generate(**inputs, **options, past_key_values=cache).tolist())
+    if ids[0] != ids[1]:
+        raise RuntimeError("A captured step gives other ids than the launches; nothing is timed")
 
 
 def measure(model: Any, sizes: Sizes) -> dict[str, Any]:
@@ -133,17 +147,20 @@ def _measure_decode(
     }
     if model.device.type == "cuda":
         runs["graphs"] = lambda: _time_paged(model, batch, context, sizes, cuda_graphs=True)
+        runs["step"] = lambda: _time_paged(model, batch, context, sizes, cuda_graphs="step")
     times = _run_all(runs, f"batch {batch}, {context:,} tokens", errors)
     row: dict[str, Any] = {
         "batch": batch,
         "context": context,
         "step_us": {name: time.step_us for name, time in times.items()},
-        "attention_us": {name: time.attention_us for name, time in times.items()},
+        "attention_us": {
+            name: time.attention_us for name, time in times.items() if time.attention_us is not None
+        },
         "tokens_per_second": {name: batch * 1e6 / time.step_us for name, time in times.items()},
     }
     for factor, part in (("speedup", "step_us"), ("attention_speedup", "attention_us")):
         baseline = row[part].get("transformers")
-        ours = {name: row[part][name] for name in ("this", "graphs") if name in times}
+        ours = {name: row[part][name] for name in ("this", "graphs", "step") if name in row[part]}
         row[factor] = {name: baseline / us for name, us in ours.items() if baseline is not None}
     if {"transformers", "free"} <= times.keys():
         row["ceiling"] = times["transformers"].step_us / times["free"].step_us
@@ -190,7 +207,7 @@ def _measure_memory(model: Any, context: int, errors: list[str]) -> dict[str, An
 
 
 def _time_paged(model: Any, batch: int, context: int, sizes: Sizes, **choices: Any) -> StepTimes:
-    """Time this cache, launch by launch or with graphs of the attention modules."""
+    """Time this cache, launch by launch, with graphs of the modules, or of the whole step."""
     num_tokens = context + 2 * (NUM_WARMUP_STEPS + sizes.num_steps)
     with _attached(model, batch, num_tokens, **choices) as cache:
         fill_paged(cache, batch, context)
@@ -225,7 +242,7 @@ def _time_steps(model: Any, cache: Any, batch: int, sizes: Sizes) -> StepTimes:
         for _ in range(sizes.num_steps):
             step()
             times.append(read_us())
-    return StepTimes(step_us, float(np.median(times)))
+    return StepTimes(step_us, float(np.median(times)) or None)  # a graph of a step calls no module
 
 
 @torch.no_grad()

@@ -44,6 +44,25 @@ def test_the_gate_refuses(model, monkeypatch):
     assert "forward" not in vars(model.model)
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_the_gate_of_captured_steps(model, monkeypatch, is_wrong):
+    """Without a GPU, both runs are launch by launch."""
+
+    def attach_plainly(model, *, cuda_graphs=False, **choices):
+        cache = attach(model, **choices)
+        if cuda_graphs and is_wrong:
+            monkeypatch.setattr(cache, "attend", lambda idx, module, hidden: hidden.flip(-1))
+        return cache
+
+    monkeypatch.setattr(bench, "attach", attach_plainly)
+    if is_wrong:
+        with pytest.raises(RuntimeError, match="other ids than the launches; nothing is timed"):
+            bench.check_step(model)
+    else:
+        bench.check_step(model)
+    assert "forward" not in vars(model.model)
+
+
 def test_a_row_without_memory_says_so(model, monkeypatch):
     fill_transformers = bench.fill_transformers
 

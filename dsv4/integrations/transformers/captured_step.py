@@ -1,0 +1,98 @@
+"""`CapturedStep`: a whole step of an attached model as one CUDA graph, decode or verification.
+
+A replay costs the host some ten microseconds; the launches of a step cost tens of milliseconds.
+Replays read the weights at their addresses during capture. Hooks run at capture alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.graphs.captured_forward import CapturedForward
+from dsv4.cache.handle import LayerCacheHandle
+from dsv4.cache.plan import ForwardPlan
+from dsv4.integrations.transformers.packed import run_packed
+
+if TYPE_CHECKING:
+    from dsv4.integrations.transformers.cache import PagedCache
+
+
+class CapturedStep:
+    """Embedding, all layers, norm, head and `finish` in one graph.
+
+    The tokens of a plan are one after the other, as a forward of shape `[1, num_tokens]` has them.
+    Model and cache are not kept.
+
+    Args:
+        model: The attached `DeepseekV4ForCausalLM`, or its base model, which has no head.
+        cache: The model's cache, between two forwards.
+        batch, tokens_per_request, max_length: See `CapturedForward`.
+        finish: Called with the logits `[num_tokens, vocab_size]`, or with the last hidden states
+            of a base model. Its result is the output; it does not wait for the device.
+
+    Attributes:
+        ids: `[num_tokens]`, the input. Rows after a plan's last token may hold any id.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: "PagedCache",
+        *,
+        batch: int,
+        tokens_per_request: int = 1,
+        max_length: int | None = None,
+        finish: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        check_experts(model)
+        base, head, device = model.base_model, getattr(model, "lm_head", None), model.device
+        cache.check_owner(base)
+        with torch.inference_mode(False):
+            self.ids = torch.zeros(batch * tokens_per_request, dtype=torch.int64, device=device)
+
+        def step(handles: Sequence[LayerCacheHandle]) -> Any:
+            output = run_packed(base, cache, self.ids, handles[0].plan)
+            if head is not None:
+                output = head(output)
+            return output if finish is None else finish(output)
+
+        with torch.inference_mode(False), torch.no_grad():
+            self._forward = CapturedForward(
+                cache.manager, step,
+                batch=batch, tokens_per_request=tokens_per_request, max_length=max_length,
+            )  # fmt: skip
+        self.batch = self._forward.batch
+        self.max_length = self._forward.max_length
+
+    def fits(self, plan: ForwardPlan) -> bool:
+        """Tell whether a plan that is not yet written can be replayed."""
+        return self._forward.fits(plan)
+
+    def run(self, plan: ForwardPlan) -> Any:
+        """Replay the step of `ids` for a plan, and complete it.
+
+        Returns:
+            The captured outputs, row i for token i, which the next replay overwrites.
+        """
+        return self._forward.replay(plan)
+
+
+def check_experts(model: Any) -> None:
+    """Refuse experts that wait for the device, which a graph cannot hold."""
+    name, dtype = model.config._experts_implementation, model.dtype
+    if name == "batched_mm" or (name == "grouped_mm" and _groups_on_device(model)):
+        return
+    raise ValueError(
+        "Invalid experts for a captured step: expected 'batched_mm', or 'grouped_mm' in bfloat16 "
+        f"on Hopper or Blackwell, got {name!r} in {str(dtype).removeprefix('torch.')}, which waits "
+        "for the device; call model.set_experts_implementation('batched_mm')"
+    )
+
+
+def _groups_on_device(model: Any) -> bool:
+    """Tell whether PyTorch has a kernel for grouped products; elsewhere it loops on the host."""
+    if model.dtype != torch.bfloat16 or model.device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(model.device)[0] in (9, 10)
