@@ -30,7 +30,11 @@ from dsv4.errors import OutOfBlocksError
 
 
 class RaggedModel(Protocol):
-    """A model over a manager's requests."""
+    """A model over a manager's requests.
+
+    If it has a method `before_plan`, that is called before each plan with the most requests, tokens
+    of a request and tokens of all that it will have; see `PackedModel.before_plan`.
+    """
 
     def __call__(self, ids: Tensor, plan: ForwardPlan, rows: Tensor) -> Tensor:
         """Return the logits `[rows, vocabulary]` of some of the plan's tokens `[num_tokens]`."""
@@ -97,6 +101,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.counts = self.scheduler.counts
         self._overlap = manager.device.type == "cuda" if overlap is None else overlap
+        self._before_plan = getattr(model, "before_plan", None)
         self._flight: Flight | None = None
         # The last row takes the tokens of samples without a slot.
         self._last_tokens = torch.zeros(
@@ -220,13 +225,19 @@ class Engine:
 
     def _plan(self) -> tuple[list[Row], ForwardPlan] | None:
         """Plan a forward; requests are preempted, the youngest first, until one fits."""
-        while True:
+        while rows := self.scheduler.choose_rows():
             try:
-                return self.scheduler.plan()
+                if self._before_plan is not None:
+                    num_tokens = max(row.num_known + len(row.drafts) for row in rows)
+                    if any(row.drafts for row in rows):
+                        num_tokens = max(num_tokens, 1 + self.scheduler.num_drafts)
+                    self._before_plan(len(rows), num_tokens, max(row.after for row in rows))
+                return rows, self.scheduler.plan(rows)
             except OutOfBlocksError as error:
                 # Requests that have ended may leave room; others are preempted with all tokens.
                 if not self._take_tokens():
                     self.scheduler.make_room(error)
+        return None
 
     def _ids(self, rows: list[Row]) -> Tensor:
         """Return the tokens of a forward; those that the host does not know are on the device."""

@@ -168,19 +168,12 @@ class Scheduler:
         """Return the length of a sample once its known tokens have run, with drafts."""
         return min(sample.num_tokens + self.num_drafts, sample.most_tokens - 1)
 
-    def plan(self) -> tuple[list[Row], ForwardPlan] | None:
-        """Plan a forward of running samples; None if no token is to run.
-
-        Raises:
-            OutOfBlocksError: Nothing was changed; `make_room` helps.
-        """
-        rows = self._choose_rows()
-        if not rows:
-            return None
+    def plan(self, rows: list[Row]) -> ForwardPlan:
+        """Plan a forward of these rows."""
         slots, before = [row.sample.slot for row in rows], [row.before for row in rows]
-        return rows, self.manager.prepare_forward(slots, before, [row.after for row in rows])
+        return self.manager.prepare_forward(slots, before, [row.after for row in rows])
 
-    def _choose_rows(self) -> list[Row]:
+    def choose_rows(self) -> list[Row]:
         """Share the tokens of a step: decode steps first, then prompts in the order of coming."""
         rows, prefills, budget = list[Row](), [], self.max_step_tokens
         lengths = self.manager.lengths.tolist()

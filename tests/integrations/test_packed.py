@@ -10,46 +10,65 @@ from dsv4.integrations.transformers import PackedModel, attach
 from dsv4.model.random_hf import random_hf_model
 
 PROMPTS = [[*range(3, 90)], [*range(5, 12)], [*range(3, 90), *range(30, 50)], [7]]
+NUM_NEW = 9
 
 
 @pytest.fixture(scope="module")
-def model():
-    return random_hf_model(seed=0)
+def models():
+    return {}
 
 
-def generate(model, prompt, num_new):
-    ids = torch.tensor([prompt])
+@pytest.fixture
+def model(models, device):
+    if device not in models:
+        models[device] = random_hf_model(seed=0).to(device)
+        models[device].set_experts_implementation("batched_mm")
+    return models[device]
+
+
+def generate(model, prompt):
+    ids = torch.tensor([prompt], device=model.device)
     return model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False,
         eos_token_id=None, pad_token_id=0,
     )[0, len(prompt) :].tolist()  # fmt: skip
 
 
+@pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("overlap, num_drafts", [(False, 0), (True, 0), (False, 3)])
-def test_answers_are_those_of_generate(model, overlap, num_drafts):
+def test_answers_are_those_of_generate(model, overlap, num_drafts, cuda_graphs):
     cache = attach(
         model, max_requests=3, num_blocks=4, kv_format="fp32", index_format="fp32",
         max_forward_tokens=64, drafts_per_step=3,
     )  # fmt: skip
     answers = {}
-    engine = Engine(
-        PackedModel(model, cache), cache.manager, overlap=overlap, num_drafts=num_drafts
-    )
+    packed = PackedModel(model, cache, cuda_graphs=cuda_graphs)
+    engine = Engine(packed, cache.manager, overlap=overlap, num_drafts=num_drafts)
     for number, prompt in enumerate(PROMPTS):
         answers[str(number)] = []
         engine.submit(
-            prompt, SamplingParams(temperature=0, max_new_tokens=9),
+            prompt, SamplingParams(temperature=0, max_new_tokens=NUM_NEW),
             lambda output: answers[output.request_id].extend(output.token_ids),
             request_id=str(number),
         )  # fmt: skip
     while engine.step():
         pass
     for number, prompt in enumerate(PROMPTS):
-        assert answers[str(number)] == generate(model, prompt, 9)
+        assert answers[str(number)] == generate(model, prompt)
     cache.manager.check_integrity()
+    sizes = {tokens for _, tokens in packed.captured_sizes}
+    assert sizes == (({1, 1 + num_drafts}) if cuda_graphs else set())
 
 
 def test_another_models_cache_is_refused(model):
     cache = attach(random_hf_model(seed=1), max_requests=1, max_tokens=64)
     with pytest.raises(ValueError, match="expected a cache attached to this model"):
         PackedModel(model, cache)
+
+
+def test_experts_that_cannot_be_captured_are_refused():
+    model = random_hf_model(seed=1)
+    model.set_experts_implementation("eager")
+    cache = attach(model, max_requests=1, max_tokens=64)
+    with pytest.raises(ValueError, match="expected 'batched_mm'"):
+        PackedModel(model, cache, cuda_graphs=True)

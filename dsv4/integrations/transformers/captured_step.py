@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4.cache.graphs.captured_forward import CapturedForward
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.plan import ForwardPlan
-from dsv4.integrations.transformers.packed import run_packed
+from dsv4.integrations.transformers.padding import NO_MASK
 
 if TYPE_CHECKING:
     from dsv4.integrations.transformers.cache import PagedCache
@@ -79,20 +79,32 @@ class CapturedStep:
         return self._forward.replay(plan)
 
 
+def run_packed(base: Any, cache: "PagedCache", ids: Tensor, plan: ForwardPlan) -> Tensor:
+    """Return the base model's last hidden states, `[num_tokens, hidden_size]`."""
+    with cache.running(plan):
+        outputs = type(base).forward(
+            base, input_ids=ids[None], position_ids=plan.tokens.positions[None].long(),
+            attention_mask=NO_MASK, past_key_values=cache, use_cache=True,
+        )  # fmt: skip
+    hidden: Tensor = outputs[0][0]
+    return hidden
+
+
+def can_capture(model: Any) -> bool:
+    """Tell whether the model's experts never wait for the device."""
+    name = model.config._experts_implementation
+    if name != "grouped_mm" or model.dtype != torch.bfloat16 or model.device.type != "cuda":
+        return bool(name == "batched_mm")
+    # PyTorch has a kernel for grouped products of these chips; elsewhere it loops on the host.
+    return torch.cuda.get_device_capability(model.device)[0] in (9, 10)
+
+
 def check_experts(model: Any) -> None:
     """Refuse experts that wait for the device, which a graph cannot hold."""
-    name, dtype = model.config._experts_implementation, model.dtype
-    if name == "batched_mm" or (name == "grouped_mm" and _groups_on_device(model)):
-        return
-    raise ValueError(
-        "Invalid experts for a captured step: expected 'batched_mm', or 'grouped_mm' in bfloat16 "
-        f"on Hopper or Blackwell, got {name!r} in {str(dtype).removeprefix('torch.')}, which waits "
-        "for the device; call model.set_experts_implementation('batched_mm')"
-    )
-
-
-def _groups_on_device(model: Any) -> bool:
-    """Tell whether PyTorch has a kernel for grouped products; elsewhere it loops on the host."""
-    if model.dtype != torch.bfloat16 or model.device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(model.device)[0] in (9, 10)
+    if not can_capture(model):
+        name, dtype = model.config._experts_implementation, str(model.dtype)
+        raise ValueError(
+            "Invalid experts for a captured step: expected 'batched_mm', or 'grouped_mm' in "
+            f"bfloat16 on Hopper or Blackwell, got {name!r} in {dtype.removeprefix('torch.')}, "
+            "which waits for the device; call model.set_experts_implementation('batched_mm')"
+        )

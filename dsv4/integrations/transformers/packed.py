@@ -1,43 +1,77 @@
 """`PackedModel`: an attached model on ragged batches of its cache's manager, for engines."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.plan import ForwardPlan
-from dsv4.integrations.transformers.padding import NO_MASK
-
-if TYPE_CHECKING:
-    from dsv4.integrations.transformers.cache import PagedCache
+from dsv4.formats import next_power_of_two
+from dsv4.integrations.transformers.cache import PagedCache
+from dsv4.integrations.transformers.captured_attention import room_for
+from dsv4.integrations.transformers.captured_step import (
+    CapturedStep,
+    can_capture,
+    check_experts,
+    run_packed,
+)
 
 
 class PackedModel:
     """Runs the tokens of a plan of `cache.manager` in one row, without padding.
 
+    With graphs, steps of few tokens a request are captured by size: batches and lengths are
+    rounded up to powers of two.
+
     Args:
         model: The attached model.
         cache: The cache that `attach` returned; only its manager's requests are used.
+        cuda_graphs: Capture steps; by default on a GPU, if the model's experts can be captured.
     """
 
-    def __init__(self, model: Any, cache: "PagedCache") -> None:
+    def __init__(self, model: Any, cache: PagedCache, *, cuda_graphs: bool | None = None) -> None:
         cache.check_owner(model.model)
-        self._model, self._cache = model, cache
+        if cuda_graphs:
+            check_experts(model)
+        elif cuda_graphs is None:
+            cuda_graphs = model.device.type == "cuda" and can_capture(model)
+        self._model, self._cache, self._has_graphs = model, cache, cuda_graphs
+        self._steps: dict[tuple[int, int], CapturedStep] = {}  # by batch and tokens of a request
+        self._next: CapturedStep | None = None
+
+    @property
+    def captured_sizes(self) -> list[tuple[int, int]]:
+        """Batch and tokens of a request of every graph."""
+        return list(self._steps)
+
+    def before_plan(self, num_requests: int, tokens_per_request: int, longest: int) -> None:
+        """Capture the next step, if it is no chunk and no graph of its size is there.
+
+        Args:
+            num_requests, tokens_per_request, longest: The most of the next plan.
+        """
+        self._next, manager = None, self._cache.manager
+        if not self._has_graphs or tokens_per_request > manager.capacity.max_step_tokens:
+            return
+        batch = min(next_power_of_two(num_requests), manager.capacity.max_requests)
+        key = batch, tokens_per_request
+        self._next = self._steps.get(key)
+        if self._next is None or longest > self._next.max_length:
+            self._steps.pop(key, None)
+            self._next = None  # its memory goes before the next one's comes
+            self._next = self._steps[key] = CapturedStep(
+                self._model, self._cache, batch=batch, tokens_per_request=tokens_per_request,
+                max_length=room_for(longest, manager),
+            )  # fmt: skip
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, plan: ForwardPlan, rows: Tensor) -> Tensor:
         """Return the logits `[rows, vocabulary]` of some of the tokens `ids` `[num_tokens]`."""
+        step, self._next = self._next, None
+        if step is not None and step.fits(plan):
+            step.ids[: len(ids)].copy_(ids)
+            outputs: Tensor = step.run(plan)
+            return outputs[rows]
         hidden = run_packed(self._model.model, self._cache, ids, plan)
         logits: Tensor = self._model.lm_head(hidden[rows])
         return logits
-
-
-def run_packed(base: Any, cache: "PagedCache", ids: Tensor, plan: ForwardPlan) -> Tensor:
-    """Return the base model's last hidden states, `[num_tokens, hidden_size]`."""
-    with cache.running(plan):
-        outputs = type(base).forward(
-            base, input_ids=ids[None], position_ids=plan.tokens.positions[None].long(),
-            attention_mask=NO_MASK, past_key_values=cache, use_cache=True,
-        )  # fmt: skip
-    hidden: Tensor = outputs[0][0]
-    return hidden
