@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from dsv4 import CheckpointPolicy
 from dsv4.integrations.transformers import attach, detach
 from tests.integrations.generation import GREEDY, alone, poisoned, prompts, small_model
 
@@ -103,6 +104,40 @@ def test_sizes(model):
         assert cache.manager.config.drafts_per_step == 20
         assert cache.manager.config.kv_format == "fp8"
         assert cache.manager.config.index_format == "mxfp4"
+
+
+def test_choices_of_the_manager(model):
+    policy = CheckpointPolicy(every_blocks=2)
+    with attach(
+        model, **SIZES, block_tokens=128, prefix_bytes=1 << 20, num_checkpoints=3,
+        checkpoint_policy=policy, host_slots=2, undo_slots=2, wipe_on_free=True,
+    ) as cache:  # fmt: skip
+        capacity = cache.manager.capacity
+        assert cache.manager.config.block_tokens == 128
+        assert (capacity.num_checkpoints, capacity.host_slots, capacity.undo_slots) == (3, 2, 2)
+        hit = cache.manager.resume_request(list(range(200)))
+        assert hit.num_tokens == 0
+        manager = cache.manager
+    with pytest.raises(RuntimeError, match="This manager is closed"):  # it gave all to its store
+        manager.open_request()
+    for name in ("include_mtp", "max_request_tokens", "device", "prefix_byte"):
+        with pytest.raises(TypeError, match=rf"Unknown choice {name}: .*block_tokens.*prefix_byte"):
+            attach(model, **SIZES, **{name: 1})
+
+
+def test_rows_take_blocks_of_the_prefix_cache(model):
+    (ids,) = prompts(4, 256)
+    choices = {"num_blocks": 2, "max_requests": 2, "block_tokens": 128, "num_checkpoints": 2}
+    with poisoned(model, **choices, max_forward_tokens=128) as cache, torch.no_grad():
+        manager = cache.manager
+        slot = manager.resume_request(ids.tolist()).slot
+        for start in (0, 128):
+            manager.prepare_forward([slot], [start], [start + 128]).complete()
+        manager.free_request(slot)
+        stats = manager.stats()
+        assert (stats.num_free_blocks, stats.num_evictable_blocks) == (1, 1)
+        model(ids[None], past_key_values=cache)  # in two spans, whose blocks are looked for first
+        assert cache.lengths == [256]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ attention modules' `forward`. Each calls the class's method unless `past_key_val
 `PagedCache`. `detach` removes them.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -34,6 +35,7 @@ except ImportError as error:
 BASE_INPUTS = (
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache",
 )  # fmt: skip
+MANAGER_INPUTS = {"config", "device", "max_request_tokens"}  # follow from the model and the sizes
 
 
 def attach(
@@ -69,12 +71,14 @@ def attach(
             size, and replay them from then on. `"step"` captures the whole base model as one
             graph; its experts must be `batched_mm`, or `grouped_mm` in BF16. After a change of
             the weights, or of captured modules, attach again.
-        **choices: Any other choice of `CacheConfig`, such as `block_tokens`.
+        **choices: Any other choice of `CacheConfig` or `KVCacheManager`, such as `block_tokens` or
+            `prefix_bytes`.
     """
     _check_model(model)
+    config_choices, manager_choices = _split_choices(choices)
     config = CacheConfig.from_hf(
         model.config, kv_format=kv_format, index_format=index_format,
-        drafts_per_step=drafts_per_step, **choices,
+        drafts_per_step=drafts_per_step, **config_choices,
     )  # fmt: skip
     if max_forward_tokens < max_requests:
         raise ValueError(
@@ -98,6 +102,7 @@ def attach(
         max_forward_tokens=max_forward_tokens,
         max_request_tokens=max_tokens,
         batch_invariant=batch_invariant,
+        **manager_choices,
     )
     cache = PagedCache(model.model, manager, cuda_graphs=cuda_graphs)
     for module, name, method in _routes(model):
@@ -132,6 +137,20 @@ def _check_model(model: Any) -> None:
                 f"Invalid model: expected {type(module).__name__}.{name} as its class has it, got "
                 "one that another library has replaced"
             )
+
+
+def _split_choices(choices: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split choices into those of `CacheConfig` and those of `KVCacheManager`."""
+    of_config = set(inspect.signature(CacheConfig).parameters)
+    of_manager = set(inspect.signature(KVCacheManager).parameters) - MANAGER_INPUTS
+    unknown = sorted(choices.keys() - of_config - of_manager)
+    if unknown:
+        raise TypeError(
+            f"Unknown choice {', '.join(unknown)}: expected one of "
+            f"{', '.join(sorted(of_config | of_manager))}"
+        )
+    own = {name: choices[name] for name in choices if name in of_config}
+    return own, {name: choices[name] for name in choices if name not in own}
 
 
 def _num_blocks(

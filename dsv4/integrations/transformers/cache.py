@@ -161,7 +161,7 @@ class PagedCache(AttachedCache):
             needed = manager.blocks_needed(self._slots, lengths)
         else:
             needed = int(blocks_for(manager.config, lengths).sum())
-        self._check_blocks(needed, manager.num_free_blocks)
+        self._check_blocks(needed)
 
     @contextmanager
     def forward(
@@ -342,9 +342,14 @@ class PagedCache(AttachedCache):
                 "num_return_sequences count as rows"
             )
 
-    def _check_blocks(self, needed: int, num_free: int) -> None:
-        if needed > num_free:
-            raise OutOfBlocksError(needed, num_free, total=self.manager.capacity.num_blocks)
+    def _check_blocks(self, needed: int, num_freed: int = 0) -> None:
+        stats = self.manager.stats()
+        num_free, evictable = stats.num_free_blocks + num_freed, stats.num_evictable_blocks
+        if needed > num_free + evictable:
+            raise OutOfBlocksError(
+                needed, num_free, evictable or None,
+                total=self.manager.capacity.num_blocks,
+            )  # fmt: skip
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of columns, padding included, as transformers counts."""
@@ -366,10 +371,12 @@ class PagedCache(AttachedCache):
 
     def close(self) -> None:
         """Free the memory; the cache cannot be used again."""
-        if self._manager is not None:
+        manager = self._manager
+        if manager is not None:
             self.reset()
             self._manager, self._weights = None, ()
             self._captured, self._steps = {}, {}
+            manager.close()
 
     def __del__(self) -> None:
         if getattr(self, "_manager", None) is not None and not sys.is_finalizing():
@@ -456,7 +463,7 @@ class PagedCache(AttachedCache):
         """Refuse forks without enough blocks, before any row is dropped."""
         manager = self.manager
         needed = manager.blocks_to_fork(copied)
-        self._check_blocks(needed, manager.num_free_blocks + manager.blocks_freed(dropped))
+        self._check_blocks(needed, manager.blocks_freed(dropped))
 
     @property
     def batch_size(self) -> int:
