@@ -66,6 +66,10 @@ BENCHES = {
     "transformers": Bench(
         "decode steps of a transformers model with both caches, on a GPU", {"steps": 30}
     ),
+    "engine": Bench(
+        "requests that share a prompt, through the engine and through generate, on a GPU",
+        {"requests": 64, "shared": 8192, "own": 1024, "new": 256},
+    ),
     "tune": Bench(
         "launch parameters of this GPU's architecture",
         options={

@@ -109,6 +109,12 @@ LISTINGS = (
         ("transformers'", "{transformers_bytes:,}"), ("ratio", "{ratio:.3f}"),
         ("workspaces beside", "{workspace_bytes:,}"),
     ), rows="memory"),
+    Listing("engine", "{num_requests} requests of {num_shared:,} shared and {num_own:,} own "
+            "tokens, {num_new} new ones each (target {target:.0f} x)", (
+        ("", "{name}"), ("batch", "{batch:.0f}"), ("seconds", "{seconds:.1f}"),
+        ("tokens/s", "{tokens_per_s:,.0f}"), ("first token s", "{first_token_s:.2f}"),
+        ("the last one's", "{last_first_token_s:.2f}"),
+    )),
     Listing("tune", "Launches of {architecture}, microseconds per layer", (
         ("work", "{work}"), ("size", "{size}"), ("present", "{present}"), ("us", "{present_us}"),
         ("chosen", "{chosen}"), ("us", "{chosen_us}"),
@@ -125,7 +131,7 @@ def show(name: str, result: Result) -> Shown:
     """Show the result of a bench: its tables, then sentences."""
     prepare = {
         "trace": _prepare_trace, "write": _prepare_write, "step": _prepare_step,
-        "transformers": _prepare_transformers, "tune": _prepare_tune,
+        "transformers": _prepare_transformers, "engine": _prepare_engine, "tune": _prepare_tune,
     }.get(name)  # fmt: skip
     ready = {**result, "times": _times(result), **(prepare(result) if prepare else {})}
     tables = [
@@ -237,6 +243,11 @@ def _cache_row(row: Result, name: str) -> dict[str, Any]:
     if name == "free" and "ceiling" in row:
         numbers["speedup"] = row["ceiling"]
     return {"batch": row["batch"], "context": row["context"], "cache": CACHES[name], **numbers}
+
+
+def _prepare_engine(result: Result) -> dict[str, Any]:
+    found = result["rows"][0]["found_tokens"]
+    return {"sentences": [f"{result['faster']:.1f} x the tokens a second; {found:,} tokens found"]}
 
 
 def _prepare_tune(result: Result) -> dict[str, Any]:
