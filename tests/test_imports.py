@@ -22,7 +22,8 @@ LEVELS = [
     ["dsv4.cache"],
     ["dsv4.cache.graphs"],
     ["dsv4.model", "dsv4.testing"],
-    ["dsv4.integrations"],
+    ["dsv4.integrations", "dsv4.engine"],
+    ["dsv4.serve"],
     ["dsv4.tools"],
 ]
 
