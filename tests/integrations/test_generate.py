@@ -223,6 +223,15 @@ def test_a_generation_without_room_is_refused_before_it_starts(model, options):
         assert max(cache.lengths) == 249 + num_new  # the last token is not stored
 
 
+def test_drafts_that_could_not_be_rejected_are_refused_before_the_start(model):
+    run = partial(model.generate, **alone(prompts(4, 9)[0].repeat(3)), **GREEDY, max_new_tokens=9)
+    with poisoned(model, drafts_per_step=3) as cache:
+        with pytest.raises(ValueError, match="num_tokens: expected at most 4, got 5; attach with"):
+            run(past_key_values=cache, prompt_lookup_num_tokens=5)
+        assert cache.get_seq_length() == 0
+        assert torch.equal(run(past_key_values=cache, prompt_lookup_num_tokens=4), run())
+
+
 def test_padding_takes_no_room(model):
     """Columns of padding do not count, nor do new ids alone after cached ones."""
     (text,) = prompts(19, 250)

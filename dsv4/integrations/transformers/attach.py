@@ -241,6 +241,7 @@ def _check_generation(
         batch_size * copies,
         max_cache_length + num_left_out + drafts - 1,
         model_kwargs.get("attention_mask"),
+        drafts=drafts,
     )
     type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

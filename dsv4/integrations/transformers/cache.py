@@ -148,9 +148,16 @@ class PagedCache(AttachedCache):
             self._check_end(self._lengths(batch) + _counts(is_token, num_columns))
         return spans
 
-    def check_generation(self, batch: int, num_columns: int, mask: Tensor | None) -> None:
-        """Refuse a `generate` that would end with more rows or columns than there is room for."""
+    def check_generation(
+        self, batch: int, num_columns: int, mask: Tensor | None, *, drafts: int
+    ) -> None:
+        """Refuse a `generate` with more rows, columns or drafts than there is room for."""
         self._check_batch(batch)
+        if drafts > self.drafts_per_step + 1:
+            raise ValueError(
+                f"Invalid prompt_lookup_num_tokens: expected at most {self.drafts_per_step + 1}, "
+                f"got {drafts}; attach with a larger drafts_per_step (now {self.drafts_per_step})"
+            )
         padding = 0 if mask is None else int((mask == 0).sum(dim=1).min())
         self._check_length(num_columns - padding, " at the end of generate, drafts included")
 
