@@ -353,6 +353,13 @@ def test_embeddings_as_inputs(model, cache):
         expected = model(**alone(prompt), use_cache=False).logits
         logits = model(inputs_embeds=embeddings, past_key_values=cache).logits
     assert share_of_scale(logits, expected) <= LOGIT_SHARE
+    options = {**GREEDY, "max_new_tokens": 7, "attention_mask": torch.ones(1, 50)}
+    start = {"input_ids": prompt[None, :1], "inputs_embeds": embeddings}
+    with poisoned(model, max_requests=1, max_tokens=57) as small:  # 56 and the one id count
+        mine = model.generate(**start, **options, past_key_values=small)
+        assert mine.tolist() == model.generate(**start, **options).tolist()
+        with pytest.raises(ValueError, match="expected more than the 56 columns"):
+            model.generate(inputs_embeds=embeddings, **GREEDY, past_key_values=small)
 
 
 def test_hash_routed_experts_see_their_tokens():

@@ -36,6 +36,7 @@ except ImportError as error:
 BASE_INPUTS = (
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache",
 )  # fmt: skip
+TEXT_INPUTS = ("inputs", "input_ids", "inputs_embeds")
 MANAGER_INPUTS = {"config", "device", "max_request_tokens"}  # follow from the model and the sizes
 
 
@@ -210,7 +211,7 @@ def _check_assistant(assistant: Any) -> None:
 def _count_left_out(cache: PagedCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Count the cached columns that a text leaves out; refuse one without new columns."""
     past, mask = cache.get_seq_length(), kwargs.get("attention_mask")
-    given = (mask, *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
+    given = (mask, *args[:1], *(kwargs.get(name) for name in TEXT_INPUTS))
     lengths = [tensor.shape[1] for tensor in given if isinstance(tensor, torch.Tensor)]
     if past and lengths and lengths[0] <= past:
         raise ValueError(
