@@ -340,6 +340,22 @@ def test_columns():
     assert columns.read(4, 5).all()
 
 
+def test_weights_that_are_replaced_are_used():
+    model, other = small_model(3, 4, 128, 0), small_model(4, 4, 128, 0)
+    for module in (model, other):  # learned, not as they begin
+        for number, (name, weight) in enumerate(module.named_parameters()):
+            if name.endswith(("norm.weight", "sinks", "position_bias")):
+                weight.data += torch.sin(torch.arange(weight.numel()) + number).view_as(weight) / 2
+    (text,) = prompts(20, 140)
+    with poisoned(model) as cache:
+        before = feed(model, cache, [text])
+        cache.reset()
+        model.load_state_dict(other.state_dict(), assign=True)
+        after = feed(model, cache, [text])
+    assert share_of_scale(after, uncached(other, text)) <= LOGIT_SHARE
+    assert share_of_scale(after, before) > 0.01
+
+
 def test_two_caches_of_one_model(model):
     text, other = prompts(16, 140, 20)
     with poisoned(model) as first, poisoned(model, **EXACT, block_tokens=128) as second:

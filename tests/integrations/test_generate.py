@@ -2,10 +2,12 @@
 it is not."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteriaList
 
 from dsv4.integrations.transformers import attach
 from tests.integrations.generation import (
@@ -155,6 +157,101 @@ def test_assisted_decoding_with_a_model(model, cache):
     assert mine.tolist() == greedy.tolist()
 
 
+def test_assistants_that_cannot_draft(model, cache):
+    (prompt,) = prompts(4, 5)
+    num_layers = model.config.num_hidden_layers
+    for options, problem in (
+        ({"assistant_early_exit": 1}, "assistant_early_exit is not supported with a PagedCache"),
+        ({"assistant_model": small_model(11, 4)}, "Invalid assistant_model: .*compressed layers"),
+        ({"assistant_model": model}, "Invalid assistant_model: .*compressed layers"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            model.generate(
+                **alone(prompt), **GREEDY, max_new_tokens=8, past_key_values=cache, **options
+            )
+        assert model.config.num_hidden_layers == num_layers and cache.get_seq_length() == 0
+
+
+def test_two_threads_with_two_caches(model, cache):
+    """One `generate` begins and ends in the midst of another; a third uses transformers' cache."""
+    texts = prompts(17, 21, 30)
+    options = {**GREEDY, "max_new_tokens": 6, "prompt_lookup_num_tokens": 2}
+    expected = [
+        model.generate(**alone(text), **GREEDY, max_new_tokens=6).tolist() for text in texts
+    ]
+    ids, refused = [], []
+
+    def run_beside(*step) -> bool:
+        if not ids:
+            with poisoned(model) as other, ThreadPoolExecutor(1) as thread:
+                call = partial(model.generate, **alone(texts[1]), **options, past_key_values=other)
+                ids.append(thread.submit(call).result().tolist())
+            with pytest.raises(ValueError, match="not supported with stateful models"):
+                model.generate(**alone(texts[1]), **options)
+            refused.append(True)
+        return torch.zeros(1, dtype=torch.bool)
+
+    mine = model.generate(
+        **alone(texts[0]), **options, past_key_values=cache,
+        stopping_criteria=StoppingCriteriaList([run_beside]),
+    )  # fmt: skip
+    assert [mine.tolist(), *ids] == expected and refused
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}])
+def test_a_generation_without_room_is_refused_before_it_starts(model, options):
+    drafts = options.get("prompt_lookup_num_tokens", 1)  # the last step drafts beyond the end
+    text = torch.cat((*prompts(18, 125),) * 2)
+    texts = [text] if drafts > 1 else [text, text[:9]]
+    options, rows, num_new = {**GREEDY, **options}, len(texts), 8 - drafts
+    rows *= options.get("num_beams", 1)
+    with poisoned(model, max_requests=rows, max_tokens=256) as cache:
+        run = partial(model.generate, **padded(texts), **options, past_key_values=cache)
+        for limit in ({"max_new_tokens": num_new + 1}, {"max_length": 250 + num_new + 1}):
+            with pytest.raises(
+                ValueError, match=r"at most 256, got 257 at the end.*attach with larger max_tokens"
+            ):
+                run(**limit)
+        with pytest.raises(ValueError, match=rf"at most {rows} \(max_requests\), got {rows + 1};"):
+            model.generate(
+                **padded(prompts(18, *[9] * (rows + 1))), **GREEDY, max_new_tokens=2,
+                past_key_values=cache,
+            )  # fmt: skip
+        assert cache.get_seq_length() == 0 and cache.manager.num_free_slots == rows
+        ids = run(max_new_tokens=num_new)
+        assert ids.shape[1] == 250 + num_new
+        assert max(cache.lengths) == 249 + num_new  # the last token is not stored
+
+
+def test_drafts_that_could_not_be_rejected_are_refused_before_the_start(model):
+    run = partial(model.generate, **alone(prompts(4, 9)[0].repeat(3)), **GREEDY, max_new_tokens=9)
+    with poisoned(model, drafts_per_step=3) as cache:
+        with pytest.raises(ValueError, match="num_tokens: expected at most 4, got 5; attach with"):
+            run(past_key_values=cache, prompt_lookup_num_tokens=5)
+        assert cache.get_seq_length() == 0
+        assert torch.equal(run(past_key_values=cache, prompt_lookup_num_tokens=4), run())
+
+
+def test_padding_takes_no_room(model):
+    """Columns of padding do not count, nor do new ids alone after cached ones."""
+    (text,) = prompts(19, 250)
+    with poisoned(model, max_requests=1, max_tokens=256) as cache:
+        ids = torch.cat((torch.zeros(20, dtype=torch.long), text))[None]
+        mask = (ids != 0).long()
+        for num_new, problem in ((8, "at most 256, got 257"), (4, None), (4, "got 258")):
+            run = partial(
+                model.generate, ids, attention_mask=mask, **GREEDY, max_new_tokens=num_new,
+                past_key_values=cache,
+            )  # fmt: skip
+            if problem is not None:
+                with pytest.raises(ValueError, match=problem):
+                    run()
+                continue
+            ids = run()[:, -1:].repeat(1, 2)
+            assert cache.lengths == [253]
+            mask = torch.cat((mask, torch.ones(1, 5, dtype=torch.long)), dim=1)
+
+
 def test_sampling_and_several_sequences(model, cache):
     (prompt,) = prompts(5, 140)
     options = {**GREEDY, "do_sample": True, "num_return_sequences": 3, "max_new_tokens": 25}
@@ -256,6 +353,13 @@ def test_embeddings_as_inputs(model, cache):
         expected = model(**alone(prompt), use_cache=False).logits
         logits = model(inputs_embeds=embeddings, past_key_values=cache).logits
     assert share_of_scale(logits, expected) <= LOGIT_SHARE
+    options = {**GREEDY, "max_new_tokens": 7, "attention_mask": torch.ones(1, 50)}
+    start = {"input_ids": prompt[None, :1], "inputs_embeds": embeddings}
+    with poisoned(model, max_requests=1, max_tokens=57) as small:  # 56 and the one id count
+        mine = model.generate(**start, **options, past_key_values=small)
+        assert mine.tolist() == model.generate(**start, **options).tolist()
+        with pytest.raises(ValueError, match="expected more than the 56 columns"):
+            model.generate(inputs_embeds=embeddings, **GREEDY, past_key_values=small)
 
 
 def test_hash_routed_experts_see_their_tokens():

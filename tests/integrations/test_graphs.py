@@ -132,6 +132,29 @@ def test_a_capture_serves_any_grad_mode(model):
         assert not any(out.requires_grad for out in cache._captured[1]._layers._outputs)
 
 
+@pytest.mark.parametrize("replace", ["assign", "data"])
+@pytest.mark.parametrize("cuda_graphs", [True, "step"])
+def test_weights_that_move_are_captured_again(
+    device, captures, captured_steps, cuda_graphs, replace
+):
+    model, other = (small_model(seed, 4, 128, 0).to(device) for seed in (3, 4))
+    model.set_experts_implementation("batched_mm")
+    text = {**alone(prompts(5, 9)[0].to(device)), **GREEDY, "max_new_tokens": 6}
+    with poisoned(model, cuda_graphs=cuda_graphs) as cache:
+        model.generate(**text, past_key_values=cache)
+        cache.reset()
+        if replace == "assign":
+            model.load_state_dict(other.state_dict(), assign=True)
+        else:
+            for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                mine.data = theirs.data
+        mine = model.generate(**text, past_key_values=cache)
+        assert mine.tolist() == other.generate(**text).tolist()
+    # The first decode step finds the change; attention modules wait for the next one.
+    assert captured_steps == ([(1, 32), (1, 32)] if cuda_graphs == "step" else [])
+    assert captures == ([] if cuda_graphs == "step" else [(1, 10), (1, 11)])
+
+
 def test_what_was_not_captured_is_refused(model):
     with poisoned(model, cuda_graphs=True) as cache, torch.no_grad():
         ids = torch.tensor([[3], [5]], device=model.device)

@@ -5,10 +5,10 @@ attention modules' `forward`. Each calls the class's method unless `past_key_val
 `PagedCache`. `detach` removes them.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import MethodType
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from dsv4.cache.graphs.captured_forward import check_graph_device
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.capacity import blocks_for
+from dsv4.checks import check_int
 from dsv4.config import CacheConfig
 from dsv4.formats import IndexFormatName, KVFormatName
 
@@ -35,6 +36,7 @@ except ImportError as error:
 BASE_INPUTS = (
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache",
 )  # fmt: skip
+TEXT_INPUTS = ("inputs", "input_ids", "inputs_embeds")
 MANAGER_INPUTS = {"config", "device", "max_request_tokens"}  # follow from the model and the sizes
 
 
@@ -69,8 +71,9 @@ def attach(
         backend, batch_invariant: See `KVCacheManager`.
         cuda_graphs: Capture the attention modules of decode steps at the first step of a batch
             size, and replay them from then on. `"step"` captures the whole base model as one
-            graph; its experts must be `batched_mm`, or `grouped_mm` in BF16. After a change of
-            the weights, or of captured modules, attach again.
+            graph; its experts must be `batched_mm`, or `grouped_mm` in BF16. Weights that were
+            moved or replaced are captured again. After a change of captured modules, or of hooks
+            on them, attach again.
         **choices: Any other choice of `CacheConfig` or `KVCacheManager`, such as `block_tokens` or
             `prefix_bytes`.
     """
@@ -106,7 +109,7 @@ def attach(
     )
     cache = PagedCache(model.model, manager, cuda_graphs=cuda_graphs)
     for module, name, method in _routes(model):
-        setattr(module, name, MethodType(method, module))
+        setattr(module, name, partial(method, module))  # can be copied and pickled, as the module
     return cache
 
 
@@ -163,6 +166,9 @@ def _num_blocks(
         )
     if num_blocks is not None:
         return num_blocks
+    max_tokens = check_int(
+        "max_tokens", max_tokens, at_least=1, at_most=config.max_position, limit="max_position"
+    )
     return max_requests * int(blocks_for(config, np.array([max_tokens]))[0])
 
 
@@ -176,38 +182,71 @@ def _routes(model: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _is_routed(module: Any, name: str, method: Callable[..., Any]) -> bool:
-    return getattr(vars(module).get(name), "__func__", None) is method
+    return getattr(vars(module).get(name), "func", None) is method
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, PagedCache):
         return type(self).generate(self, *args, **kwargs)
-    _check_text(cache, args, kwargs)
-    with cache.generating(), _stateless(self):
-        return type(self).generate(self, *args, **kwargs)
+    _check_assistant(kwargs.get("assistant_model"))
+    view = copy.copy(self)  # the same modules; other threads see none of what is set here
+    view._is_stateful = False  # the class declares that its cache cannot be rolled back
+    view._prepare_cache_for_generation = partial(
+        _check_generation, self, _count_left_out(cache, args, kwargs)
+    )
+    with cache.generating():
+        return type(self).generate(view, *args, **kwargs)
 
 
-def _check_text(cache: PagedCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a text that has no new columns after those in the cache."""
-    past = cache.get_seq_length()
-    given = (kwargs.get("attention_mask"), *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
+def _check_assistant(assistant: Any) -> None:
+    layer_types = set(getattr(getattr(assistant, "config", None), "layer_types", None) or ())
+    if isinstance(assistant, DeepseekV4ForCausalLM) and layer_types != {"sliding_attention"}:
+        raise ValueError(
+            "Invalid assistant_model: expected one whose own cache can be rolled back, got a "
+            "DeepseekV4ForCausalLM with compressed layers; prompt_lookup_num_tokens needs none"
+        )
+
+
+def _count_left_out(cache: PagedCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Count the cached columns that a text leaves out; refuse one without new columns."""
+    past, mask = cache.get_seq_length(), kwargs.get("attention_mask")
+    given = (mask, *args[:1], *(kwargs.get(name) for name in TEXT_INPUTS))
     lengths = [tensor.shape[1] for tensor in given if isinstance(tensor, torch.Tensor)]
     if past and lengths and lengths[0] <= past:
         raise ValueError(
             f"Invalid text: expected more than the {past} columns that the cache holds, to go on "
             f"from them, got {lengths[0]}; call reset() before another text"
         )
+    return lengths[0] - lengths[-1] if lengths else 0
 
 
-@contextmanager
-def _stateless(model: Any) -> Iterator[None]:
-    """Let `generate` roll the cache back; the class declares that it cannot be."""
-    model._is_stateful = False
-    try:
-        yield
-    finally:
-        del model._is_stateful
+def _check_generation(
+    model: Any,
+    num_left_out: int,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    """Refuse, before its first forward, a generation that the cache cannot bring to its end."""
+    if generation_config.assistant_early_exit is not None:
+        raise ValueError(
+            "assistant_early_exit is not supported with a PagedCache: the first layers have no "
+            "cache of their own to draft on; use prompt_lookup_num_tokens"
+        )
+    copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+    drafts = generation_config.prompt_lookup_num_tokens or 1  # the last step may draft beyond
+    model_kwargs["past_key_values"].check_generation(
+        batch_size * copies,
+        max_cache_length + num_left_out + drafts - 1,
+        model_kwargs.get("attention_mask"),
+        drafts=drafts,
+    )
+    type(model)._prepare_cache_for_generation(
+        model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    )
 
 
 def _forward_attention(
@@ -238,6 +277,11 @@ def _forward_model(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _check_inputs(model: Any, cache: PagedCache, inputs: dict[str, Any]) -> None:
     cache.check_owner(model)
+    if any(layer.gradient_checkpointing and layer.training for layer in model.layers):
+        raise ValueError(
+            "Gradient checkpointing is not supported with a PagedCache: its layers get no cache; "
+            "call model.eval(), or train without past_key_values"
+        )
     if inputs.get("use_cache") is False:
         raise ValueError("Invalid use_cache: expected True with a PagedCache, got False")
     if inputs.get("output_attentions", model.config.output_attentions):

@@ -87,7 +87,6 @@ class PagedCache(AttachedCache):
         super().__init__(layers=[])
         self._owner = weakref.ref(model)
         self._manager: KVCacheManager | None = manager
-        self._weights = tuple(learned_weights(layer.self_attn) for layer in model.layers)
         self._slots: list[int] = []
         self._columns = Columns(0)
         self._forward: PaddedForward | None = None
@@ -149,14 +148,31 @@ class PagedCache(AttachedCache):
             self._check_end(self._lengths(batch) + _counts(is_token, num_columns))
         return spans
 
+    def check_generation(
+        self, batch: int, num_columns: int, mask: Tensor | None, *, drafts: int
+    ) -> None:
+        """Refuse a `generate` with more rows, columns or drafts than there is room for."""
+        self._check_batch(batch)
+        if drafts > self.drafts_per_step + 1:
+            raise ValueError(
+                f"Invalid prompt_lookup_num_tokens: expected at most {self.drafts_per_step + 1}, "
+                f"got {drafts}; attach with a larger drafts_per_step (now {self.drafts_per_step})"
+            )
+        padding = 0 if mask is None else int((mask == 0).sum(dim=1).min())
+        self._check_length(num_columns - padding, " at the end of generate, drafts included")
+
+    def _check_length(self, length: int, when: str = "") -> None:
+        limit = self.manager.capacity.max_request_tokens
+        if length > limit:
+            raise ValueError(
+                f"Too many tokens in one request: expected at most {limit}, got {length}{when}; "
+                "attach with larger max_tokens (or num_blocks)"
+            )
+
     def _check_end(self, lengths: NDArray[np.int64]) -> None:
         """Refuse rows that would be too long, or need more blocks than are free."""
         manager = self.manager
-        limit = manager.capacity.max_request_tokens
-        if lengths.max() > limit:
-            raise ValueError(
-                f"Too many tokens in one request: expected at most {limit}, got {lengths.max()}"
-            )
+        self._check_length(int(lengths.max()))
         if self._slots:
             needed = manager.blocks_needed(self._slots, lengths)
         else:
@@ -214,6 +230,8 @@ class PagedCache(AttachedCache):
             return None
         key = (batch, model.config._experts_implementation)  # generate changes it for decoding
         step = self._steps.get(key)
+        if step is not None and not step.is_current():
+            self._steps, step = {}, None
         if (step is None or longest > step.max_length) and manager.live_plan is None:
             self._steps.pop(key, None)  # its memory goes before the next one's comes
             step = self._steps[key] = CapturedStep(
@@ -259,7 +277,7 @@ class PagedCache(AttachedCache):
         if base not in forward.rotations:
             forward.rotations[base] = rotation_at(handle.rope, handle.positions)
         rotation = forward.rotations[base]
-        output = attend(module, tokens, handle, self._weights[layer_idx], rotation)
+        output = attend(module, tokens, handle, learned_weights(module), rotation)
         if index is None:
             return output
         return output.new_zeros(num_padded, output.shape[1]).index_copy_(0, index, output)
@@ -291,6 +309,7 @@ class PagedCache(AttachedCache):
         """Plan the forward; a refusal changes nothing."""
         manager, is_new, before = self.manager, not self._slots, self._lengths(batch)
         after = before + _counts(is_token, num_columns)
+        self._check_length(int(after.max(initial=0)))
         captured = None
         if self._cuda_graphs is True and num_columns == 1 and is_token is None:
             captured = self._capture(batch, int(after.max()))
@@ -310,10 +329,12 @@ class PagedCache(AttachedCache):
     def _capture(self, batch: int, longest: int) -> CapturedAttention | None:
         """Return the graphs of a decode step; None before the first forward, or if one is live.
 
-        Each batch size keeps the graphs of its longest text.
+        Each batch size keeps the graphs of its longest text, until a weight is moved.
         """
-        manager, model, hidden = self.manager, self._owner(), self._hidden_like
         captured = self._captured.get(batch)
+        if captured is not None and not captured.is_current():
+            self._captured, self._hidden_like, captured = {}, None, None
+        manager, model, hidden = self.manager, self._owner(), self._hidden_like
         if captured is not None and captured.fits(batch, longest):
             return captured
         too_long = longest > manager.capacity.max_request_tokens
@@ -322,7 +343,7 @@ class PagedCache(AttachedCache):
         modules = [layer.self_attn for layer in model.layers]
         with torch.inference_mode(False), torch.no_grad():
             self._captured[batch] = CapturedAttention(
-                manager, modules, self._weights, batch=batch, hidden=hidden, longest=longest
+                manager, modules, batch=batch, hidden=hidden, longest=longest
             )
         return self._captured[batch]
 
@@ -374,8 +395,7 @@ class PagedCache(AttachedCache):
         manager = self._manager
         if manager is not None:
             self.reset()
-            self._manager, self._weights = None, ()
-            self._captured, self._steps = {}, {}
+            self._manager, self._captured, self._steps = None, {}, {}
             manager.close()
 
     def __del__(self) -> None:
@@ -471,7 +491,7 @@ class PagedCache(AttachedCache):
         return len(self._slots) or -1
 
     def __len__(self) -> int:
-        return len(self._weights)
+        return 0 if self._manager is None else len(self._manager.schedule)
 
     def __repr__(self) -> str:
         state = "closed" if self._manager is None else f"tokens={self.lengths}"

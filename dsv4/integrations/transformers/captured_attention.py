@@ -14,8 +14,8 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.formats import next_power_of_two
-from dsv4.kernels.contracts import LayerWeights
-from dsv4.model.attention import attend, rotation_at
+from dsv4.integrations.transformers.weight_addresses import WeightAddresses
+from dsv4.model.attention import attend, learned_weights, rotation_at
 
 SHORTEST = 1024  # tokens: every capture has room for at least these
 
@@ -32,7 +32,6 @@ class CapturedAttention:
     Args:
         manager: The cache's manager, between two forwards.
         modules: The model's attention modules; not kept.
-        weights: The `learned_weights` of each module.
         batch: Rows of a step.
         hidden: Hidden states with the modules' last axis and dtype.
         longest: Tokens of the longest row after the next step. The capture has room for more; a
@@ -43,21 +42,25 @@ class CapturedAttention:
         self,
         manager: KVCacheManager,
         modules: Sequence[Any],
-        weights: Sequence[LayerWeights],
         *,
         batch: int,
         hidden: Tensor,
         longest: int,
     ) -> None:
         self._hidden = hidden.new_zeros(batch, hidden.shape[-1])
+        self._addresses = WeightAddresses(modules)
 
         def step(handle: LayerCacheHandle) -> Tensor:
-            idx = handle.layer.layer_idx
+            module = modules[handle.layer.layer_idx]
             rotation = rotation_at(handle.rope, handle.positions)
-            return attend(modules[idx], self._hidden, handle, weights[idx], rotation)
+            return attend(module, self._hidden, handle, learned_weights(module), rotation)
 
         max_length = room_for(longest, manager)
         self._layers = CapturedLayers(manager, step, batch=batch, max_length=max_length)
+
+    def is_current(self) -> bool:
+        """Return whether the weights lie where they were captured."""
+        return self._addresses.are_current()
 
     def fits(self, batch: int, longest: int) -> bool:
         """Return whether a step of `batch` rows of at most `longest` tokens can be replayed."""

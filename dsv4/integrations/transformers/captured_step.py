@@ -14,6 +14,7 @@ from dsv4.cache.graphs.captured_forward import CapturedForward
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.plan import ForwardPlan
 from dsv4.integrations.transformers.padding import NO_MASK
+from dsv4.integrations.transformers.weight_addresses import WeightAddresses
 
 if TYPE_CHECKING:
     from dsv4.integrations.transformers.cache import PagedCache
@@ -49,6 +50,7 @@ class CapturedStep:
         check_experts(model)
         base, head, device = model.base_model, getattr(model, "lm_head", None), model.device
         cache.check_owner(base)
+        self._addresses = WeightAddresses([model])
         with torch.inference_mode(False):
             self.ids = torch.zeros(batch * tokens_per_request, dtype=torch.int64, device=device)
 
@@ -65,6 +67,10 @@ class CapturedStep:
             )  # fmt: skip
         self.batch = self._forward.batch
         self.max_length = self._forward.max_length
+
+    def is_current(self) -> bool:
+        """Tell whether the weights lie where they were captured."""
+        return self._addresses.are_current()
 
     def fits(self, plan: ForwardPlan) -> bool:
         """Tell whether a plan that is not yet written can be replayed."""

@@ -56,7 +56,7 @@ class PackedModel:
         batch = min(next_power_of_two(num_requests), manager.capacity.max_requests)
         key = batch, tokens_per_request
         self._next = self._steps.get(key)
-        if self._next is None or longest > self._next.max_length:
+        if self._next is None or longest > self._next.max_length or not self._next.is_current():
             self._steps.pop(key, None)
             self._next = None  # its memory goes before the next one's comes
             self._next = self._steps[key] = CapturedStep(
