@@ -147,3 +147,13 @@ def test_bench_prefix(capsys):
     assert set(result["median_us"]) == {"hit", "hit_without_copy", "hash_of_a_block"}
     assert all(0 < result["best_us"][name] <= value for name, value in result["median_us"].items())
     assert "A prefix hit of 768 tokens" in "".join(lines)
+
+
+def test_bench_disk(capsys, tmp_path):
+    assert main(["bench", "disk", str(tmp_path), "--records", "3", "--rounds", "2"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(lines[-1])
+    assert [row["name"] for row in result["rows"]] == ["dd", "xxh3-128", "HMAC-SHA-256"]
+    assert all(len(row["gb_per_s"]) == 2 and row["ratio"] > 0 for row in result["rows"])
+    assert "3 records of 912,384 bytes" in "".join(lines)
+    assert not list(tmp_path.iterdir())

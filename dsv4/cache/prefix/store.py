@@ -64,8 +64,8 @@ class PrefixStore:
             are written. Each further process can exceed it by 32 MiB, or by one larger record.
             The index and files of killed processes come on top.
         model_id: A name for the weights; records of other models are never found.
-        key: Up to 64 secret bytes. Records then have a BLAKE2b tag, and those of another key are
-            never found. Without it a checksum, xxh3-128, finds damage alone.
+        key: Up to 64 secret bytes. Records then have an HMAC-SHA-256 tag, and those of another key
+            are never found. Without it a checksum, xxh3-128, finds damage alone.
         queue_bytes: Bytes that may wait to be written.
         num_readers: Threads that read.
 
@@ -245,7 +245,7 @@ def _identity(model_id: str, key: bytes | None) -> bytes:
     if key is None:
         key_name = b""
     elif isinstance(key, bytes) and 0 < len(key) <= MAX_KEY_BYTES:
-        key_name = hashlib.blake2b(b"dsv4 prefix store", key=key, digest_size=32).digest()
+        key_name = hashlib.blake2b(b"dsv4 HMAC-SHA-256", key=key, digest_size=32).digest()
     else:
         raise ValueError(f"Invalid key: expected 1 to {MAX_KEY_BYTES} bytes")
     return b"".join(map(_part, (b"dsv4 prefix record", model_id.encode(), key_name)))

@@ -2,7 +2,7 @@
 
 | bytes | |
 |---|---|
-| 0 to 31 | tag of all bytes that follow: xxh3-128 and zeros, or BLAKE2b with the store's key |
+| 0 to 31 | tag of all bytes that follow: xxh3-128 and zeros, or HMAC-SHA-256 with a key |
 | 32 to 87 | magic, address, bytes of the payload, tokens |
 | 88 to 4095 | zeros |
 | 4096 on | the payload, and zeros up to a whole page |
@@ -12,7 +12,6 @@ file that another process cuts would end this process.
 """
 
 import errno
-import hashlib
 import hmac
 import os
 import secrets
@@ -29,7 +28,7 @@ from typing import Any
 PAGE_BYTES = 4096
 TAG_BYTES = 32
 ADDRESS_BYTES = 32
-MAX_KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
+MAX_KEY_BYTES = 64  # a block of SHA-256
 # Another process may have written a file and not yet its row of the index.
 ORPHAN_SECONDS = 600.0
 _FIELDS = struct.Struct("<8s32sQQ")
@@ -50,9 +49,9 @@ def file_bytes(num_bytes: int) -> int:
 
 
 def make_hasher(key: bytes | None) -> Callable[[], Any]:
-    """Return what starts a tag: xxh3-128, or BLAKE2b with a key."""
+    """Return what starts a tag: xxh3-128, or HMAC-SHA-256 with a key."""
     if key is not None:
-        return lambda: hashlib.blake2b(key=key, digest_size=TAG_BYTES)
+        return hmac.new(key, digestmod="sha256").copy
     try:
         from xxhash import xxh3_128
     except ImportError as error:

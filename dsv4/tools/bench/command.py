@@ -39,6 +39,11 @@ BENCHES = {
     "prefix": Bench(
         "host time of a prefix hit and of a block's hash", {"tokens": 100_000, "rounds": 50}
     ),
+    "disk": Bench(
+        "reads of a prefix store beside those of dd iflag=direct",
+        {"records": 400, "rounds": 15},
+        {"folder": {"type": Path, "metavar": "FOLDER", "help": "a folder of the disk"}},
+    ),
     "trace": Bench(
         "what the prefix cache finds of a trace's prompts",
         {"requests": 600},

@@ -47,6 +47,10 @@ LISTINGS = (
     Listing("prefix", "A prefix hit of {num_hit_tokens:,} tokens of V4-Flash", (
         ("", "{words}"), ("best us", "{best:.1f}"), *TIMES, TARGET,
     ), rows="times"),
+    Listing("disk", "{num_records:,} records of {record_bytes:,} bytes, read in turn with dd "
+            "(target {target} of dd)", (
+        ("", "{name}"), ("median GB/s", "{median:.2f}"), ("of dd", "{ratio:.2f}"),
+    ), num_left=1),
     Listing("trace", "Found of the prompt tokens: {file}, requests {first} to {last}", (
         ("blocks", "{size}"), ("policy", "{policy}"), ("bound", "{bound:.2%}"),
         ("plain LRU", "{lru:.2%}"), ("found", "{found:.2%}"), ("of LRU", "{ratio}"),

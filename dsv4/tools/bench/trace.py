@@ -84,8 +84,8 @@ def bench_trace(
         "first": first,
         "num_requests": num_requests,
         "num_tokens": sum(prompt.num_tokens for prompt in prompts),
-        "block_bytes": _sizes(CacheConfig.v4_flash())[0],
-        "checkpoint_blocks": _sizes(narrow_config())[1],
+        "block_bytes": block_sizes(CacheConfig.v4_flash())[0],
+        "checkpoint_blocks": block_sizes(narrow_config())[1],
         "halo_blocks": narrow_config().halo_tokens / narrow_config().block_tokens,
         "rows": rows,
     }
@@ -119,7 +119,7 @@ def _cases(prompts: Sequence[TracePrompt], sizes: Sequence[int]) -> list[Case]:
     distinct = len({each for prompt in prompts for each in prompt.hashes})
     every = CheckpointPolicy().every_blocks
     most_checkpoints = distinct // every + 2 * len(prompts) + STAGED_CHECKPOINTS
-    needed = distinct + _sizes(narrow_config())[1] * most_checkpoints
+    needed = distinct + block_sizes(narrow_config())[1] * most_checkpoints
     bound = found_by_lru(prompts, distinct)
     return [
         Case(
@@ -142,7 +142,7 @@ def narrow_config() -> CacheConfig:
     )  # fmt: skip
 
 
-def _sizes(config: CacheConfig) -> tuple[int, int]:
+def block_sizes(config: CacheConfig) -> tuple[int, int]:
     """Return the bytes of a block, and the blocks that a checkpoint takes on the host."""
     schemas = build_schemas(config)
     block_bytes = block_layout(schemas, page_align=config.page_align).num_bytes
@@ -159,7 +159,7 @@ def _measure(
     num_replayed = sum(hit.num_replayed for hit in hits) / block_tokens
     num_hits = sum(hit.num_tokens + hit.num_replayed > 0 for hit in hits)
     stats = replay.manager.stats()
-    block_bytes, checkpoint_blocks = _sizes(CacheConfig.v4_flash())
+    block_bytes, checkpoint_blocks = block_sizes(CacheConfig.v4_flash())
     num_staged = stats.num_prefix_checkpoints - stats.num_prefix_host_checkpoints
     tiers = {
         "device_blocks": stats.num_prefix_blocks,
@@ -196,7 +196,7 @@ class Replay:
         self.config = config = narrow_config()
         self.num_device = self.num_host = case.num_blocks
         if setting.is_one_budget:
-            staged = STAGED_CHECKPOINTS * _sizes(config)[1]
+            staged = STAGED_CHECKPOINTS * block_sizes(config)[1]
             self.num_device = max(case.longest, (case.num_blocks - staged) // DEVICE_SHARE)
             self.num_host = case.num_blocks - staged - self.num_device
         if self.num_device < case.longest or self.num_host < 0:
@@ -208,7 +208,7 @@ class Replay:
             config, max_requests=1, num_blocks=self.num_device, backend="reference",
             max_forward_tokens=CHUNK_BLOCKS * config.block_tokens,
             max_request_tokens=case.longest * config.block_tokens + 1,
-            prefix_bytes=self.num_host * _sizes(config)[0], num_checkpoints=STAGED_CHECKPOINTS,
+            prefix_bytes=self.num_host * block_sizes(config)[0], num_checkpoints=STAGED_CHECKPOINTS,
             checkpoint_policy=setting.policy,
         )  # fmt: skip
         prefix = self.manager._books.prefix

@@ -78,7 +78,7 @@ def test_memory_is_that_of_v4_flash():
     case = trace.Case(300, 300, 20, 1, 1)
     replay = trace.Replay(trace.SETTINGS[trace.ONE_BUDGET], case)
     checkpoints: Checkpoints = replay.manager._books.checkpoints
-    assert checkpoints.blocks_each == trace._sizes(flash)[1] == 6
+    assert checkpoints.blocks_each == trace.block_sizes(flash)[1] == 6
     assert replay.num_device + replay.num_host + 8 * 6 == 300
     assert narrow_halo() == pytest.approx(flash.halo_tokens / flash.block_tokens, abs=0.1)
     assert narrow.num_layers == len(replay.manager.schedule) == 2
