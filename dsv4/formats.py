@@ -161,18 +161,6 @@ class PagedRows:
         return section[..., field.offset : end].view(field.dtype)
 
 
-def cut_tail(
-    storage: Tensor, *, offset: int, num_rows: int, width: int, dtype: torch.dtype
-) -> Tensor:
-    """Cut the tails `[num_runs, num_rows, 2, width]` that start at byte `offset` of each run.
-
-    A row holds kv and gate of one token. storage is `[num_runs, run_bytes]` uint8.
-    """
-    end = offset + num_rows * 2 * width * dtype.itemsize
-    tail: Tensor = storage[:, offset:end].view(dtype).unflatten(1, (num_rows, 2, width))
-    return tail
-
-
 def kv_row(name: KVFormatName, *, head_dim: int, rope_dim: int) -> RowFormat:
     """Build the row of one KV vector: `head_dim - rope_dim` channels, then the rotated ones."""
     nope_dim = head_dim - rope_dim

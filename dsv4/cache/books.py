@@ -65,7 +65,7 @@ class CacheBooks:
         )
         self.checkpoints = Checkpoints(
             memory.checkpoints, memory.state.storage, self.host, journal,
-            on_free=self._wiper(memory.checkpoints.storage),
+            on_free=self._wiper(memory.checkpoints),
         )  # fmt: skip
         self.prefix = self._new_prefix_cache(capacity, policy, on_events, store)
         self.swapped = SwappedRequests(self.host, self.allocator, self.prefix, journal)

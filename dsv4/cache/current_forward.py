@@ -54,14 +54,13 @@ class CurrentForward:
         Args:
             boundaries: Row, slot and boundary that are checkpointed once it is complete.
         """
-        for name in ("_plan", "_is_settled", "_boundaries", "_is_named"):
-            self._journal.note_attribute(self, name)
         is_named = np.zeros(len(self._is_named), dtype=np.bool_)
         is_named[plan.request_slots] = True  # padding names the last one
-        self._is_named = is_named
-        self._boundaries = boundaries
-        self._is_settled = False
-        self._plan = plan
+        for name, value in (
+            ("_is_named", is_named), ("_boundaries", boundaries), ("_is_settled", False),
+            ("_plan", plan),
+        ):  # fmt: skip
+            self._journal.set_attribute(self, name, value)
         if self._books.prefix is not None:
             self._books.prefix.has_news = True
 
@@ -90,8 +89,7 @@ class CurrentForward:
 
     def undo(self, plan: ForwardPlan) -> None:
         """Undo a plan, as part of a change."""
-        self._journal.note_attribute(plan, "is_cancelled")
-        plan.is_cancelled = True
+        self._journal.set_attribute(plan, "is_cancelled", True)
         if plan is self._plan and plan.survival is not None:
             self._go_back(plan)
             self._end(plan, is_written=False)
@@ -127,12 +125,11 @@ class CurrentForward:
             if held.size:
                 books.checkpoints.release(held)
         if requests.is_closing.any():
-            self._journal.note_attribute(plan, "is_retired")
-            plan.is_retired = True  # another request may get the slots
+            # Another request may get the slots.
+            self._journal.set_attribute(plan, "is_retired", True)
             books.close_slots(requests.is_closing.nonzero()[0])
         books.wipe_undo(plan)
-        self._journal.note_attribute(self, "_is_settled")
-        self._is_settled = True
+        self._journal.set_attribute(self, "_is_settled", True)
 
     def retire(self) -> None:
         """End the reads of the last plan, which is not live."""
@@ -143,8 +140,7 @@ class CurrentForward:
     def retire_for(self, slots: Int64Array) -> None:
         """End the reads of the last plan if it names one of the slots."""
         if self._plan is not None and not self._plan.is_live and self._is_named[slots].any():
-            self._journal.note_attribute(self._plan, "is_retired")
-            self._plan.is_retired = True
+            self._journal.set_attribute(self._plan, "is_retired", True)
 
     def publish(self) -> None:
         """Publish the full blocks that no forward can change."""

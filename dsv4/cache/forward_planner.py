@@ -39,6 +39,25 @@ class BlockNeeds(NamedTuple):
     num_blocks: int
 
 
+class Rows(NamedTuple):
+    """The rows of a forward, `[batch]` each.
+
+    Attributes:
+        slots: Request slots; -1 is a padding row.
+        before, after: Lengths around it.
+        counts: Tokens of each.
+        is_real: Those that are not padding.
+        is_chunk: Real ones with more tokens than a step.
+    """
+
+    slots: Int64Array
+    before: Int64Array
+    after: Int64Array
+    counts: Int64Array
+    is_real: BoolArray
+    is_chunk: BoolArray
+
+
 class ForwardPlanner:
     """Plans the forwards of one manager."""
 
@@ -53,42 +72,40 @@ class ForwardPlanner:
         self, request_slots: Ints, positions_before: Ints, positions_after: Ints
     ) -> ForwardPlan:
         """Plan a forward; see `KVCacheManager.prepare_forward`."""
-        slots = check_ints("request_slots", request_slots)
-        before = check_ints("positions_before", positions_before)
-        after = check_ints("positions_after", positions_after)
-        _check_lengths(slots, before, after)
-        counts = after - before
-        is_real = self._check_rows(slots, before, after, counts)
-        num_tokens = int(counts.sum())
-        self._check_capacity(slots, num_tokens)
+        rows = self._check_rows(
+            check_ints("request_slots", request_slots),
+            check_ints("positions_before", positions_before),
+            check_ints("positions_after", positions_after),
+        )
+        batch, num_tokens = len(rows.slots), int(rows.counts.sum())
+        self._check_capacity(batch, num_tokens)
         self._forward.publish()
-        real = slice(None) if is_real.all() else is_real
-        real_slots, real_before, real_after = slots[real], before[real], after[real]
+        real = slice(None) if rows.is_real.all() else rows.is_real
+        real_slots, real_before, real_after = rows.slots[real], rows.before[real], rows.after[real]
         needs = self.count_blocks(real_slots, real_before, real_after)
-        is_chunk = (counts > self._capacity.max_step_tokens) & is_real
-        has_chunks = bool(is_chunk.any())
-        chosen = self._choose_boundaries(slots, before, after, is_chunk)
-        in_chunks = [each for each in chosen if is_chunk[each[0]]]
-        in_steps = [each for each in chosen if not is_chunk[each[0]]]
-        survival = self._plan_survival(slots, before, after, is_chunk, has_chunks=has_chunks)
+        has_chunks = bool(rows.is_chunk.any())
+        chosen = self._choose_boundaries(rows)
+        in_chunks = [each for each in chosen if rows.is_chunk[each[0]]]
+        in_steps = [each for each in chosen if not rows.is_chunk[each[0]]]
+        survival = self._plan_survival(rows, has_chunks=has_chunks)
         self._make_room(needs, len(real_slots), in_chunks, survival)
         self._forward.retire()
         with self._books.journal:
             sources, targets = self._take_blocks(needs, real_slots, real_before)
             self._books.requests.advance(real_slots, real_after)
             if has_chunks:
-                self._hold(slots, survival)
+                self._hold(rows.slots, survival)
             boundaries = self._take_checkpoints(in_chunks)
-            starts = self._workspace_starts(counts, is_chunk) if has_chunks else None
-            num_chunks = self._fill_buffers(slots, before, after, counts, starts, num_tokens)
-            buffers = self._memory.plan_buffers
-            sizes = (len(slots), num_tokens)
-            buffers.upload(self._books.requests.changed_blocks, sources, targets, sizes)
+            num_chunks = self._fill_buffers(rows, num_tokens, has_chunks=has_chunks)
+            buffers, max_step = self._memory.plan_buffers, int(rows.counts.max(initial=0))
+            buffers.upload(
+                self._books.requests.changed_blocks, sources, targets, (batch, num_tokens)
+            )
             self._books.requests.forget_changes()
-            host, batch = buffers.host, len(slots)
+            host = buffers.host
             plan = ForwardPlan(
                 owner=weakref.ref(self._forward),
-                tokens=buffers.token_map(batch, num_tokens, num_chunks, int(counts.max(initial=0))),
+                tokens=buffers.token_map(batch, num_tokens, num_chunks, max_step),
                 request_slots=host["request_slots"][:batch].copy(),
                 positions_before=host["positions_before"][:batch].copy(),
                 positions_after=host["positions_after"][:batch].copy(),
@@ -133,13 +150,16 @@ class ForwardPlanner:
         num_missing = int(missing.sum()) if grows.size else 0
         return BlockNeeds(grows, missing, copies, num_missing + len(copies))
 
-    def _check_rows(
-        self, slots: Int64Array, before: Int64Array, after: Int64Array, counts: Int64Array
-    ) -> BoolArray:
-        """Refuse rows that contradict the requests; return which rows are real."""
+    def _check_rows(self, slots: Int64Array, before: Int64Array, after: Int64Array) -> Rows:
+        """Refuse rows that contradict each other or the requests."""
+        if not slots.shape == before.shape == after.shape:
+            raise ValueError(
+                "Invalid shapes: expected request_slots, positions_before and positions_after of "
+                f"equal length, got {len(slots)}, {len(before)} and {len(after)}"
+            )
         requests, max_requests = self._books.requests, self._capacity.max_requests
         check_ints("request_slots", slots, at_least=-1, at_most=max_requests - 1)
-        is_real: BoolArray = slots >= 0
+        counts, is_real = after - before, slots >= 0
         mine = slots[is_real]
         requests.check_open(mine, "request_slots")
         self._forward.check_idle()
@@ -161,11 +181,12 @@ class ForwardPlanner:
             raise ValueError(
                 f"Too many tokens in one request: expected at most {limit}, got {longest}"
             )
-        return is_real
+        is_chunk = (counts > self._capacity.max_step_tokens) & is_real
+        return Rows(slots, before, after, counts, is_real, is_chunk)
 
-    def _check_capacity(self, slots: Int64Array, num_tokens: int) -> None:
+    def _check_capacity(self, num_requests: int, num_tokens: int) -> None:
         for name, value, limit in (
-            ("requests", len(slots), self._capacity.max_requests),
+            ("requests", num_requests, self._capacity.max_requests),
             ("tokens", num_tokens, self._capacity.max_forward_tokens),
         ):
             if value > limit:
@@ -193,25 +214,15 @@ class ForwardPlanner:
         num_before = np.arange(len(ids)) - np.searchsorted(ids, ids)  # writers of the same block
         return rows[num_before < self._books.allocator.num_owners[ids] - 1]
 
-    def _choose_boundaries(
-        self, slots: Int64Array, before: Int64Array, after: Int64Array, is_chunk: BoolArray
-    ) -> list[tuple[int, int, int]]:
+    def _choose_boundaries(self, rows: Rows) -> list[tuple[int, int, int]]:
         """Choose the boundaries to checkpoint; a replay's fixed state is right at its end."""
         prefix = self._books.prefix
         if prefix is None:
             return []
-        start = np.maximum(before, self._books.requests.written_from(slots) - 1)
-        return prefix.choose_boundaries(slots, start, after, is_chunk)
+        start = np.maximum(rows.before, self._books.requests.written_from(rows.slots) - 1)
+        return prefix.choose_boundaries(rows.slots, start, rows.after, rows.is_chunk)
 
-    def _plan_survival(
-        self,
-        slots: Int64Array,
-        before: Int64Array,
-        after: Int64Array,
-        is_chunk: BoolArray,
-        *,
-        has_chunks: bool,
-    ) -> Survival:
+    def _plan_survival(self, rows: Rows, *, has_chunks: bool) -> Survival:
         """Decide what a cancelled forward leaves of each request.
 
         A step overwrites no row that a query at the old length reads. A chunk may: it goes back to
@@ -219,15 +230,16 @@ class ForwardPlanner:
         or to 0. A replay goes back to its halo's start, if that is later.
         """
         requests, block_tokens = self._books.requests, self._config.block_tokens
+        slots, before = rows.slots, rows.before.copy()
         floors, num_read_only = requests.rollback_floor[slots], requests.num_read_only[slots]
-        lowest = after - self._capacity.max_step_tokens  # at most the length before a step
-        before, none = before.copy(), self._nothing[: len(slots)]
+        lowest = rows.after - self._capacity.max_step_tokens  # at most the length before a step
+        none = self._nothing[: len(slots)]
         if not has_chunks:
             return Survival(before, np.maximum(floors, lowest), none, none, num_read_only)
         lowest = np.maximum(floors, np.minimum(before, lowest))
         survival = Survival(before, lowest, none.copy(), none.copy(), num_read_only)
         free = list(range(self._capacity.num_undo_slots))
-        chunks = np.flatnonzero(is_chunk & (before > 0))
+        chunks = np.flatnonzero(rows.is_chunk & (before > 0))
         for row in chunks[np.argsort(-before[chunks], kind="stable")].tolist():
             slot, length = int(slots[row]), int(before[row])
             held, end = self._held_checkpoint(slot, length), int(num_read_only[row]) * block_tokens
@@ -311,36 +323,24 @@ class ForwardPlanner:
         if not points:
             return None
         return CheckpointPoints(
-            self._memory.plan_buffers.note_checkpoints(points), self._memory.checkpoints.storage
+            self._memory.plan_buffers.note_checkpoints(points), self._memory.checkpoints
         )
 
-    def _workspace_starts(self, counts: Int64Array, is_chunk: BoolArray) -> Int64Array:
-        """Return the first workspace row of each chunk, which its ring cannot read back."""
-        rows = np.where(is_chunk, counts + (self._config.sliding_window - 1), 0)
-        return np.where(is_chunk, np.cumsum(rows) - rows, -1)
-
-    def _fill_buffers(
-        self,
-        slots: Int64Array,
-        before: Int64Array,
-        after: Int64Array,
-        counts: Int64Array,
-        workspace_starts: Int64Array | None,
-        num_tokens: int,
-    ) -> int:
+    def _fill_buffers(self, rows: Rows, num_tokens: int, *, has_chunks: bool) -> int:
         """Write the plan's arrays and return the number of chunks."""
+        slots, before, after, counts, _, is_chunk = rows
         batch, num_chunks = len(slots), 0
         host = self._memory.plan_buffers.start(batch, num_tokens)
         host["num_read_only"][:] = self._books.requests.num_read_only
         host["request_slots"][:batch] = slots
         host["positions_before"][:batch] = before
         host["positions_after"][:batch] = after
-        if workspace_starts is None:
-            host["workspace_starts"][:batch] = -1
-        else:
-            host["workspace_starts"][:batch] = workspace_starts
-            chunks = np.flatnonzero(workspace_starts >= 0)
+        host["workspace_starts"][:batch] = -1
+        if has_chunks:  # whose rings cannot be read back
+            chunks = np.flatnonzero(is_chunk)
             num_chunks = len(chunks)
+            widths = counts[chunks] + (self._config.sliding_window - 1)
+            host["workspace_starts"][chunks] = np.cumsum(widths) - widths
             host["chunk_ids"][:num_chunks] = chunks
         ids = np.arange(batch)
         if num_tokens == batch == np.count_nonzero(counts):  # plain decode: one token each
@@ -353,11 +353,3 @@ class ForwardPlanner:
             host["request_ids"][:num_tokens] = ids
             host["positions"][:num_tokens] = np.arange(num_tokens) + (before - first_token)[ids]
         return num_chunks
-
-
-def _check_lengths(slots: Int64Array, before: Int64Array, after: Int64Array) -> None:
-    if not slots.shape == before.shape == after.shape:
-        raise ValueError(
-            "Invalid shapes: expected request_slots, positions_before and positions_after of "
-            f"equal length, got {len(slots)}, {len(before)} and {len(after)}"
-        )

@@ -25,7 +25,7 @@ from dsv4.cache.prefix.events import OnEvents
 from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch, TrackedRequest
 from dsv4.cache.prefix.store import PrefixStore
 from dsv4.cache.prefix.token_store import TokenIds, as_token_ids
-from dsv4.cache.request_table import RequestTable
+from dsv4.cache.request_table import Extent, RequestTable
 from dsv4.cache.saved_request import copy_request, read_saved, write_saved
 from dsv4.cache.stats import CacheStats, collect_stats
 from dsv4.cache.swap import SwappedRequest
@@ -280,9 +280,7 @@ class KVCacheManager(NotCopyable):
                     self.state.reset_slot(slot)  # what a replay reads at first should be finite
                 else:
                     books.checkpoints.load(checkpointed.checkpoint, slot)
-                requests.fill_slot(
-                    slot, blocks, length=length, rollback_floor=known, num_read_only=len(path)
-                )
+                requests.fill_slot(slot, blocks, Extent(length, known, len(path)))
             prefix.track(slot, tracked, prompt.ids)
         prefetch = prefix.prefetch(prompt, in_memory, length)
         return PrefixHit(slot, length, known - length, prefetch)
@@ -362,20 +360,16 @@ class KVCacheManager(NotCopyable):
         books, requests = self._books, self._requests
         slot = self._idle_slot(slot)
         requests.check_free_slots()
-        blocks, length = requests.blocks_of(slot), int(requests.lengths[slot])
-        num_read_only = int(requests.num_read_only[slot])
-        shared, copied = np.split(blocks, [max(length // self.config.block_tokens, num_read_only)])
+        blocks, extent = requests.blocks_of(slot), requests.extent_of(slot)
+        num_full = max(extent.length // self.config.block_tokens, extent.num_read_only)
+        shared, copied = np.split(blocks, [num_full])
         books.make_room(len(copied))
         self._forward.checkpoint_fork(slot)
         with self._journal:
             copies = books.acquire_blocks(len(copied))
             books.allocator.share(shared)
             fork = books.open_slots(1)[0]
-            requests.fill_slot(
-                fork, np.concatenate((shared, copies)),
-                length=length, rollback_floor=int(requests.rollback_floor[slot]),
-                num_read_only=num_read_only,
-            )  # fmt: skip
+            requests.fill_slot(fork, np.concatenate((shared, copies)), extent)
             self.state.storage[fork].copy_(self.state.storage[slot])
             for source, target in zip(copied.tolist(), copies.tolist(), strict=True):
                 self.paged.storage[target].copy_(self.paged.storage[source])
@@ -400,12 +394,7 @@ class KVCacheManager(NotCopyable):
         blocks = requests.blocks_of(slot)
         books.swapped.make_room(slot, blocks)
         with self._journal:
-            swapped = books.swapped.copy_out(
-                slot, blocks,
-                length=int(requests.lengths[slot]),
-                rollback_floor=int(requests.rollback_floor[slot]),
-                num_read_only=int(requests.num_read_only[slot]),
-            )  # fmt: skip
+            swapped = books.swapped.copy_out(slot, blocks, requests.extent_of(slot))
             slots = np.array([slot])
             self._forward.retire_for(slots)
             books.close_slots(slots)
@@ -426,10 +415,7 @@ class KVCacheManager(NotCopyable):
         with self._journal:
             slot = books.open_slots(1)[0]
             blocks = books.swapped.copy_in(swapped, slot, books.acquire_blocks(num_blocks))
-            self._requests.fill_slot(
-                slot, blocks, length=swapped.length, rollback_floor=swapped.rollback_floor,
-                num_read_only=swapped.num_read_only,
-            )  # fmt: skip
+            self._requests.fill_slot(slot, blocks, swapped.extent)
             if books.prefix is not None and swapped.tracked is not None:
                 assert swapped.token_ids is not None
                 books.prefix.track(slot, swapped.tracked, swapped.token_ids)
@@ -486,9 +472,7 @@ class KVCacheManager(NotCopyable):
             blocks = self._books.acquire_blocks(len(saved.blocks))
             self.state.storage[slot] = saved.slot.to(self.device)
             self.paged.storage[torch.from_numpy(blocks).long()] = saved.blocks.to(self.device)
-            self._requests.fill_slot(
-                slot, blocks, length=saved.length, rollback_floor=saved.rollback_floor
-            )
+            self._requests.fill_slot(slot, blocks, Extent(saved.length, saved.rollback_floor))
             if self._books.prefix is not None and saved.prefix_root:
                 root, ids = bytes.fromhex(saved.prefix_root), saved.token_ids.numpy()
                 self._books.prefix.track(slot, TrackedRequest(root), ids)

@@ -1,5 +1,7 @@
 """`RequestTable`: the request slots, their lengths, and the host's block table."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray, ragged
@@ -7,6 +9,14 @@ from dsv4.cache.memory.capacity import Capacity, blocks_for
 from dsv4.cache.memory.journal import Journal
 from dsv4.checks import check_one_or_more
 from dsv4.errors import NoFreeSlotError
+
+
+class Extent(NamedTuple):
+    """How far a request reaches; see `RequestTable`."""
+
+    length: int
+    rollback_floor: int
+    num_read_only: int = 0
 
 
 class RequestTable:
@@ -57,25 +67,20 @@ class RequestTable:
         start = len(self._free_slots) - count
         slots = self._free_slots[start:][::-1]
         self._journal.note_tail(self._free_slots, start)
-        self._journal.note_rows(self.is_open, slots)
-        self.is_open[slots] = True
+        self._journal.set_rows(self.is_open, slots, True)
         del self._free_slots[start:]
         return slots
 
     def close_slots(self, slots: Int64Array) -> None:
         """Close slots that were shortened to 0; the first is opened next."""
-        journal = self._journal
-        journal.note_tail(self._free_slots, len(self._free_slots))
-        journal.note_rows(self.is_open, slots)
-        journal.note_rows(self.is_closing, slots)
-        self.is_open[slots] = False
-        self.is_closing[slots] = False
+        self._journal.note_tail(self._free_slots, len(self._free_slots))
+        self._journal.set_rows(self.is_open, slots, False)
+        self._journal.set_rows(self.is_closing, slots, False)
         self._free_slots += slots[::-1].tolist()
 
     def mark_closing(self, slots: Int64Array) -> None:
         """Take slots from the user, but keep them until the current forward has ended."""
-        self._journal.note_rows(self.is_closing, slots)
-        self.is_closing[slots] = True
+        self._journal.set_rows(self.is_closing, slots, True)
 
     def blocks_of(self, slot: int) -> IntArray:
         """Copy the blocks of a slot, in order."""
@@ -85,46 +90,35 @@ class RequestTable:
         """Return the first position of each slot whose entries may be written."""
         return self.num_read_only[slots] * self._config.block_tokens
 
-    def fill_slot(
-        self,
-        slot: int,
-        blocks: IntArray,
-        *,
-        length: int,
-        rollback_floor: int,
-        num_read_only: int = 0,
-    ) -> None:
-        """Give an empty slot these blocks and that length."""
+    def extent_of(self, slot: int) -> Extent:
+        """Return how far a slot's request reaches."""
+        arrays = (self.lengths, self.rollback_floor, self.num_read_only)
+        return Extent(*(int(array[slot]) for array in arrays))
+
+    def fill_slot(self, slot: int, blocks: IntArray, extent: Extent) -> None:
+        """Give an empty slot these blocks and lengths."""
         self.set_blocks(slot, np.arange(len(blocks)), blocks)
-        for array, value in (
-            (self.num_blocks, len(blocks)),
-            (self.lengths, length),
-            (self.rollback_floor, rollback_floor),
-            (self.num_read_only, num_read_only),
-        ):
-            self._journal.note_rows(array, slot)
-            array[slot] = value
+        self._journal.set_rows(self.num_blocks, slot, len(blocks))
+        arrays = (self.lengths, self.rollback_floor, self.num_read_only)
+        for array, value in zip(arrays, extent, strict=True):
+            self._journal.set_rows(array, slot, value)
 
     def append_blocks(self, slots: Int64Array, counts: Int64Array, blocks: IntArray) -> None:
         """Give each slot `counts` more blocks; `blocks` holds those of the first slot first."""
         have = self.num_blocks[slots]
         rows, columns = ragged(slots, have, counts)
         self.set_blocks(rows, columns, blocks)
-        self._journal.note_rows(self.num_blocks, slots)
-        self.num_blocks[slots] = have + counts
+        self._journal.set_rows(self.num_blocks, slots, have + counts)
 
     def advance(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Give slots their lengths after a forward."""
         floors = np.maximum(self.rollback_floor[slots], lengths - self._max_step_tokens)
-        self._journal.note_rows(self.lengths, slots)
-        self._journal.note_rows(self.rollback_floor, slots)
-        self.lengths[slots] = lengths
-        self.rollback_floor[slots] = floors
+        self._journal.set_rows(self.lengths, slots, lengths)
+        self.set_floors(slots, floors)
 
     def set_floors(self, slots: Int64Array, floors: Int64Array) -> None:
         """Give slots the shortest lengths that they can return to."""
-        self._journal.note_rows(self.rollback_floor, slots)
-        self.rollback_floor[slots] = floors
+        self._journal.set_rows(self.rollback_floor, slots, floors)
 
     def shorten(
         self, slots: Int64Array, lengths: Int64Array, num_read_only: Int64Array
@@ -141,15 +135,10 @@ class RequestTable:
             rows, columns = ragged(slots, kept, have - kept)
             dropped = self.block_table[rows, columns]
             self.set_blocks(rows, columns, -1)
-            self._journal.note_rows(self.num_blocks, slots)
-            self.num_blocks[slots] = kept
-        floors = np.minimum(self.rollback_floor[slots], lengths)
-        self._journal.note_rows(self.lengths, slots)
-        self._journal.note_rows(self.rollback_floor, slots)
-        self._journal.note_rows(self.num_read_only, slots)
-        self.lengths[slots] = lengths
-        self.rollback_floor[slots] = floors
-        self.num_read_only[slots] = num_read_only
+            self._journal.set_rows(self.num_blocks, slots, kept)
+        self._journal.set_rows(self.lengths, slots, lengths)
+        self.set_floors(slots, np.minimum(self.rollback_floor[slots], lengths))
+        self._journal.set_rows(self.num_read_only, slots, num_read_only)
         return dropped
 
     def set_blocks(
@@ -178,8 +167,7 @@ class RequestTable:
 
     def forget_changes(self) -> None:
         """Note that the device's block table is up to date."""
-        self._journal.note_attribute(self, "_changed")
-        self._changed = []
+        self._journal.set_attribute(self, "_changed", [])
 
     def check_all_open(self, slots: object, name: str = "slot") -> Int64Array:
         """Return one open slot, or several, named once each, as an array; refuse any others."""

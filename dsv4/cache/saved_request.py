@@ -6,7 +6,7 @@ and zeros elsewhere. A cache that would give the bytes another meaning refuses i
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -202,58 +202,46 @@ def _read_request(
     config: CacheConfig,
     layout: CacheLayout,
 ) -> SavedRequest:
-    names = ["blocks", "slot", "token_ids"]
-    if sorted(tensors) != names:
-        text = f"expected the tensors {', '.join(names)}, got {sorted(tensors)}"
-        raise REQUEST_FILE.refusal(path, text)
-    saved = SavedRequest(
-        _read_length(path, description, "length"),
-        _read_length(path, description, "rollback_floor"),
-        prefix_root=description["prefix_root"],
-        **tensors,
-    )
-    _check_rows(path, saved, config, layout)
-    _check_ids(path, saved)
-    return saved
+    for problem in _problems(description, tensors, config, layout):
+        raise REQUEST_FILE.refusal(path, problem)
+    return SavedRequest(
+        int(description["length"]), int(description["rollback_floor"]),
+        tensors["slot"], tensors["blocks"], description["prefix_root"], tensors["token_ids"],
+    )  # fmt: skip
 
 
-def _read_length(path: FilePath, description: Mapping[str, str], name: str) -> int:
-    text = description[name]
-    if re.fullmatch("0|[1-9][0-9]{0,9}", text) and int(text) <= MAX_POSITION:
-        return int(text)
-    problem = f"expected {name} to be a whole number from 0 to {MAX_POSITION}, got {text}"
-    raise REQUEST_FILE.refusal(path, problem)
-
-
-def _check_rows(
-    path: FilePath, saved: SavedRequest, config: CacheConfig, layout: CacheLayout
-) -> None:
-    for name, tensor in (("slot", saved.slot), ("blocks", saved.blocks)):
+def _problems(
+    description: Mapping[str, str],
+    tensors: dict[str, Tensor],
+    config: CacheConfig,
+    layout: CacheLayout,
+) -> Iterator[str]:
+    """Yield why these are not a request; what follows a problem relies on its absence."""
+    if sorted(tensors) != ["blocks", "slot", "token_ids"]:
+        yield f"expected the tensors blocks, slot, token_ids, got {sorted(tensors)}"
+    for name in ("length", "rollback_floor"):
+        text = description[name]
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", text) or int(text) > MAX_POSITION:
+            yield f"expected {name} to be a whole number from 0 to {MAX_POSITION}, got {text}"
+    slot, blocks, ids = tensors["slot"], tensors["blocks"], tensors["token_ids"]
+    for name, tensor in (("slot", slot), ("blocks", blocks)):
         if tensor.dtype != torch.uint8:
-            text = f"expected {name} in torch.uint8, got {tensor.dtype}"
-            raise REQUEST_FILE.refusal(path, text)
+            yield f"expected {name} in torch.uint8, got {tensor.dtype}"
     slot_bytes, block_bytes = layout.slots.num_bytes, layout.blocks.num_bytes
-    shapes = saved.slot.shape, saved.blocks.shape[1:]
-    if shapes != ((slot_bytes,), (block_bytes,)):
-        raise REQUEST_FILE.refusal(
-            path,
+    if (slot.shape, blocks.shape[1:]) != ((slot_bytes,), (block_bytes,)):
+        yield (
             f"expected a slot of {slot_bytes} and blocks of {block_bytes} bytes, "
-            f"got {list(saved.slot.shape)} and {list(saved.blocks.shape)}",
+            f"got {list(slot.shape)} and {list(blocks.shape)}"
         )
-    num_blocks = int(blocks_for(config, np.array([saved.length]))[0])
-    if saved.rollback_floor > saved.length or len(saved.blocks) != num_blocks:
-        raise REQUEST_FILE.refusal(
-            path,
-            f"expected {num_blocks} blocks and a floor from 0 to {saved.length}, "
-            f"got {len(saved.blocks)} and {saved.rollback_floor}",
+    length, floor = int(description["length"]), int(description["rollback_floor"])
+    num_blocks = int(blocks_for(config, np.array([length]))[0])
+    if floor > length or len(blocks) != num_blocks:
+        yield (
+            f"expected {num_blocks} blocks and a floor from 0 to {length}, "
+            f"got {len(blocks)} and {floor}"
         )
-
-
-def _check_ids(path: FilePath, saved: SavedRequest) -> None:
-    ids, digits = saved.token_ids, 2 * DIGEST_BYTES
-    if not re.fullmatch(f"(?:[0-9a-f]{{{digits}}})?", saved.prefix_root):
-        text = f"expected prefix_root to be {digits} hex digits or empty, got {saved.prefix_root}"
-        raise REQUEST_FILE.refusal(path, text)
+    root, digits = description["prefix_root"], 2 * DIGEST_BYTES
+    if not re.fullmatch(f"(?:[0-9a-f]{{{digits}}})?", root):
+        yield f"expected prefix_root to be {digits} hex digits or empty, got {root}"
     if ids.dtype != torch.int32 or ids.dim() != 1 or len(ids) > MAX_POSITION:
-        text = f"expected token_ids [n] int32, got {list(ids.shape)} {ids.dtype}"
-        raise REQUEST_FILE.refusal(path, text)
+        yield f"expected token_ids [n] int32, got {list(ids.shape)} {ids.dtype}"

@@ -84,12 +84,12 @@ def collect_stats(books: CacheBooks, memory: DeviceMemory) -> CacheStats:
         return CacheStats(**common)
     if (tier := prefix.tier) is not None:
         common["num_disk_tokens"] = tier.num_loaded_tokens
-        common["num_disk_given"] = tier.num_given
-        common["num_disk_skipped"] = tier.num_skipped
+        common["num_disk_given"] = tier.counts.num_given
+        common["num_disk_skipped"] = tier.counts.num_skipped
         common["num_disk_damaged"] = tier.num_damaged
     tree = prefix.tree
     block_bytes = memory.paged.layout.num_bytes
-    checkpoint_bytes, on_host = memory.checkpoints.storage.shape[1], tree.num_host_checkpoints
+    checkpoint_bytes, on_host = memory.checkpoints.shape[1], tree.num_host_checkpoints
     return CacheStats(
         **common,
         num_prefix_blocks=tree.num_blocks,

@@ -11,6 +11,7 @@ from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.prefix.prefix_cache import PrefixCache, TrackedRequest
 from dsv4.cache.prefix.retention import PrefixNode
+from dsv4.cache.request_table import Extent
 from dsv4.checks import NotCopyable
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 
@@ -33,19 +34,22 @@ class SwappedRequest(NotCopyable):
     """A request that `swap_out` moved to the host; `swap_in` takes it, once.
 
     Attributes:
-        length, rollback_floor, num_read_only: The request's, as they were.
+        extent: Its lengths, as they were.
         place: Its place on the host; None once it is back, or was dropped.
         tracked: Its record in the prefix cache, which does not lose its published blocks; None if
             its tokens are not known.
         token_ids: Its known tokens.
     """
 
-    length: int
-    rollback_floor: int
-    num_read_only: int
+    extent: Extent
     place: HostPlace | None
     tracked: TrackedRequest | None = None
     token_ids: IntArray | None = None
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        return self.extent.length
 
     @property
     def nodes(self) -> list[PrefixNode]:
@@ -117,15 +121,7 @@ class SwappedRequests:
                 total=host.block_owners.num_blocks, kind="host blocks",
             )  # fmt: skip
 
-    def copy_out(
-        self,
-        slot: int,
-        blocks: IntArray,
-        *,
-        length: int,
-        rollback_floor: int,
-        num_read_only: int,
-    ) -> SwappedRequest:
+    def copy_out(self, slot: int, blocks: IntArray, extent: Extent) -> SwappedRequest:
         """Copy what only this request owns to the host, where `make_room` has made room."""
         host, prefix, nodes = self._host, self._prefix, self._nodes(slot)
         rest = blocks[len(nodes) :]
@@ -136,15 +132,13 @@ class SwappedRequests:
         host.copy_blocks_out(rest[~is_shared], targets[~is_shared])
         host.copy_slot_out(slot, host_slot)
         self._allocator.share(rest[is_shared])
-        place = HostPlace(host_slot, targets, kept)
-        swapped = SwappedRequest(length, rollback_floor, num_read_only, place)
+        swapped = SwappedRequest(extent, HostPlace(host_slot, targets, kept))
         if prefix is not None and slot in prefix.requests:
             prefix.tree.keep_for_swapped(nodes, 1)
             swapped.tracked = prefix.requests[slot].copy()
             swapped.tracked.pending.clear()
             swapped.token_ids = prefix.ids.read(slot).copy()
-        self._journal.note_item(self._waiting, swapped)
-        self._waiting[swapped] = None
+        self._journal.set_item(self._waiting, swapped, None)
         return swapped
 
     def copy_in(self, swapped: SwappedRequest, slot: int, new_blocks: IntArray) -> IntArray:
@@ -170,10 +164,8 @@ class SwappedRequests:
         self._allocator.release(place.kept[place.kept >= 0])
         if self._prefix is not None:
             self._prefix.tree.keep_for_swapped(swapped.nodes, -1)
-        self._journal.note_attribute(swapped, "place")
-        self._journal.note_item(self._waiting, swapped)
-        swapped.place = None
-        del self._waiting[swapped]
+        self._journal.set_attribute(swapped, "place", None)
+        self._journal.drop_item(self._waiting, swapped)
 
     def place_of(self, swapped: SwappedRequest) -> HostPlace:
         """Return a request's place; refuse another manager's request, and one that is gone."""

@@ -1,4 +1,4 @@
-"""`Backend`: the functions of a backend, and the choice of one.
+"""The choice of a backend: `load_backend` returns its functions, those of `kernels.reference`.
 
 `reference` defines each function. The other backends store the same bytes and select the same
 entries. A backend that a caller names runs or raises: no other replaces it in silence.
@@ -7,62 +7,12 @@ entries. A backend that a caller names runs or raises: no other replaces it in s
 import importlib
 from functools import cache
 from types import SimpleNamespace
-from typing import Protocol, cast
+from typing import Any
 
 import torch
-from torch import Tensor
-
-from dsv4.kernels.contracts import (
-    AttentionResult,
-    CheckpointPoints,
-    Gathered,
-    LayerWrites,
-    Selection,
-    TokenMap,
-)
-from dsv4.kernels.layer_memory import LayerMemory
 
 BACKENDS = ("reference", "triton")
 EXTERNAL = ("flashmla", "deepgemm")  # each replaces one function: attend, select_entries
-
-
-class Backend(Protocol):
-    """Functions of a backend; `kernels.reference` documents each."""
-
-    def write_layer(
-        self, writes: LayerWrites, memory: LayerMemory, tokens: TokenMap,
-    ) -> None: ...  # fmt: skip
-
-    def select_entries(
-        self, query: Tensor, head_weights: Tensor, memory: LayerMemory, tokens: TokenMap,
-        *, max_entries: int,
-    ) -> Selection: ...  # fmt: skip
-
-    def attend(
-        self, query: Tensor, sinks: Tensor | None, memory: LayerMemory,
-        selected_rows: Tensor | None, tokens: TokenMap, *, max_entries: int,
-        batch_invariant: bool,
-    ) -> AttentionResult: ...  # fmt: skip
-
-    def gather_compressed_kv(self, memory: LayerMemory, rows: Tensor) -> Gathered: ...
-
-    def gather_all_compressed_kv(
-        self, memory: LayerMemory, tokens: TokenMap, *, max_entries: int
-    ) -> Gathered: ...
-
-    def gather_swa_kv(self, memory: LayerMemory, tokens: TokenMap) -> Gathered: ...
-
-    def checkpoint_window(
-        self, boundaries: CheckpointPoints, memory: LayerMemory, tokens: TokenMap
-    ) -> None: ...
-
-    def checkpoint_tails(
-        self,
-        boundaries: CheckpointPoints,
-        memory: LayerMemory,
-        tokens: TokenMap,
-        writes: LayerWrites,
-    ) -> None: ...
 
 
 def default_backend(device: torch.device) -> str:
@@ -95,13 +45,13 @@ def check_backend(name: str, device: torch.device) -> None:
 
 
 @cache
-def load_backend(name: str) -> Backend:
+def load_backend(name: str) -> Any:
     """Load a backend; an external one has one function of its own, the others are Triton's."""
     if name not in BACKENDS + EXTERNAL:
         raise ValueError(f"Unknown backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     reference = importlib.import_module("dsv4.kernels.reference")
     if name == "reference":
-        return cast(Backend, reference)
+        return reference
     try:
         kernels = importlib.import_module("dsv4.kernels.triton")
     except ModuleNotFoundError as error:
@@ -113,4 +63,4 @@ def load_backend(name: str) -> Backend:
         external = importlib.import_module(f"dsv4.kernels.external.{name}")
         function = "attend" if name == "flashmla" else "select_entries"
         functions[function] = getattr(external, function)
-    return cast(Backend, SimpleNamespace(**functions))
+    return SimpleNamespace(**functions)

@@ -1,22 +1,15 @@
 """`LayerMemory`: the storages of one layer, and the places of its rows in them."""
 
-import ast
-from dataclasses import astuple, dataclass, field, fields
+import json
+import math
+from dataclasses import astuple, dataclass, field
 from functools import cache, cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from dsv4.formats import (
-    IndexFormatName,
-    KVFormatName,
-    PagedRows,
-    RowFormat,
-    cut_tail,
-    index_row,
-    kv_row,
-)
+from dsv4.formats import IndexFormatName, KVFormatName, PagedRows, RowFormat, index_row, kv_row
 from dsv4.rope import RopeTable
 
 _Part = TypeVar("_Part")
@@ -86,14 +79,13 @@ class LayerLayout:
     key: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", " ".join(map(str, astuple(self)[:-1])))
+        object.__setattr__(self, "key", json.dumps(astuple(self)[:-1]))
 
     @staticmethod
     @cache
     def from_key(key: str) -> "LayerLayout":
         """Layout whose `key` this is."""
-        names = [field.name for field in fields(LayerLayout) if field.init]
-        return LayerLayout(**dict(zip(names, map(_read_value, key.split(" ")), strict=True)))
+        return LayerLayout(*json.loads(key))
 
     @cached_property
     def kv_row(self) -> RowFormat:
@@ -131,18 +123,11 @@ class LayerLayout:
     def _cut_tail(self, slots: Tensor, offset: int, head_dim: int) -> Tensor | None:
         if offset < 0:
             return None
-        return cut_tail(
-            slots, offset=offset, num_rows=self.tail_rows,
-            width=self.num_series * head_dim, dtype=getattr(torch, self.tail_dtype),
-        )  # fmt: skip
-
-
-def _read_value(text: str) -> Any:
-    """Value in a layout's key: a number, a bool, or else a name."""
-    try:
-        return ast.literal_eval(text)
-    except ValueError:
-        return text
+        dtype: torch.dtype = getattr(torch, self.tail_dtype)
+        shape = (self.tail_rows, 2, self.num_series * head_dim)  # kv and gate of a token
+        end = offset + math.prod(shape) * dtype.itemsize
+        tail: Tensor = slots[:, offset:end].view(dtype).unflatten(1, shape)
+        return tail
 
 
 class LayerStorages(NamedTuple):

@@ -9,7 +9,7 @@ characters that a terminal would act on.
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 _Item = TypeVar("_Item")
+Columns = Sequence[tuple[str, str]]  # headings and cell templates
 # Control characters but the end of a line, changes of direction, and bytes that are no text.
 _UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -56,6 +57,23 @@ def make_table(
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def build_table(
+    title: str, rows: Iterable[Mapping[str, Any]], columns: Columns, *, num_left: int = 0,
+    missing: str = "-", **style: Any,
+) -> Table:  # fmt: skip
+    """Make a table of rows; a cell whose number a row lacks, or has as None, is `missing`."""
+
+    def cell(template: str, row: Mapping[str, Any]) -> str:
+        try:
+            return template.format_map(row)
+        except (KeyError, TypeError):
+            return missing
+
+    headings = [heading for heading, _ in columns]
+    cells = [[cell(template, row) for _, template in columns] for row in rows]
+    return make_table(title, headings, cells, num_left=num_left, **style)
 
 
 def track(items: Iterable[_Item], what: str, *, total: int | None = None) -> Iterator[_Item]:

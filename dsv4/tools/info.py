@@ -18,10 +18,11 @@ def collect_info() -> dict[str, Any]:
     """Collect everything that the command prints; the version of a missing package is None."""
     # Benches alone call SGLang's kernels.
     external = {"flashmla": load_flash_mla, "deepgemm": load_deep_gemm, "sglang": load_sglang}
+    cpu = {"device": "cpu", "name": platform.machine(), "memory_bytes": None, "capability": None}
     return {
         "versions": {"python": platform.python_version(), **{n: _version(n) for n in PACKAGES}},
         "cuda": torch.version.cuda,
-        "devices": [_cpu(), *(_gpu(idx) for idx in range(torch.cuda.device_count()))],
+        "devices": [cpu, *(_gpu(idx) for idx in range(torch.cuda.device_count()))],
         "backends": {name: _availability(_backend_problem(name)) for name in BACKENDS},
         "peers": {
             name: _availability(external_problem(name, load)) for name, load in external.items()
@@ -38,10 +39,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu() -> dict[str, Any]:
-    return {"device": "cpu", "name": platform.machine(), "memory_bytes": None, "capability": None}
 
 
 def _gpu(idx: int) -> dict[str, Any]:

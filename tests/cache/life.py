@@ -247,7 +247,7 @@ class Life(RuleBasedStateMachine):
         self.manager = self.world.new_manager(**self.sizes)
         poison(self.manager)
         host = self.manager._books.host
-        for storage in (self.manager.device_memory.checkpoints.storage, host.blocks, host.slots):
+        for storage in (self.manager.device_memory.checkpoints, host.blocks, host.slots):
             storage.fill_(0xFF)
         self.tokens, self.floors, self.known = {}, {}, {}
         self.waiting = []

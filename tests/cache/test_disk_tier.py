@@ -35,7 +35,7 @@ def make(store, world=SHORT, **sizes):
     manager = world.new_manager(**{**defaults, **sizes}, store=store)
     poison(manager)
     host = manager._books.host
-    for storage in (manager.device_memory.checkpoints.storage, host.blocks, host.slots):
+    for storage in (manager.device_memory.checkpoints, host.blocks, host.slots):
         storage.fill_(0xFF)
     return manager
 
@@ -357,7 +357,7 @@ def test_sleep_writes_what_waits(opened, monkeypatch):
     for number in range(3):
         run(manager, text(number))
     manager.sleep()
-    assert manager._books.prefix.tier.num_given == 3 * 24
+    assert manager._books.prefix.tier.counts.num_given == 3 * 24
     manager.close()
     with make(opened(), host_blocks=90) as manager:
         assert [prefetched(manager, text(number)) for number in range(3)] == [32] * 3

@@ -38,7 +38,7 @@ def make_manager(config=PLAIN, *, device="cpu", **sizes):
                 "max_request_tokens": MAX_TOKENS, "num_checkpoints": 4}  # fmt: skip
     manager = KVCacheManager(config, device=device, **{**defaults, **sizes})
     poison(manager)
-    manager.device_memory.checkpoints.storage.fill_(0xFF)
+    manager.device_memory.checkpoints.fill_(0xFF)
     return manager
 
 
@@ -477,7 +477,7 @@ def test_stats_count_hits_in_tokens():
     assert (stats.num_lookups, stats.num_hits) == (2, 1)
     assert (stats.num_asked_tokens, stats.num_hit_tokens) == (800, 256)
     assert stats.hit_rate == 0.32
-    checkpoint_bytes = manager.device_memory.checkpoints.storage.shape[1]
+    checkpoint_bytes = manager.device_memory.checkpoints.shape[1]
     assert stats.prefix_bytes == 2 * manager.paged.storage.shape[1] + checkpoint_bytes
     assert KVCacheManager(PLAIN, max_requests=1, num_blocks=2).stats().hit_rate == 0.0
 

@@ -140,7 +140,7 @@ def test_checkpoints_go_to_the_host_and_come_back():
         ask(manager, [*ids, 1])
     stats = manager.stats()
     assert (stats.num_prefix_checkpoints, stats.num_prefix_host_checkpoints) == (4, 3)
-    assert stats.prefix_host_bytes == 3 * manager.device_memory.checkpoints.storage.shape[1]
+    assert stats.prefix_host_bytes == 3 * manager.device_memory.checkpoints.shape[1]
     assert [ask(manager, [*ids, 2]) for ids in prompts] == [24] * 4
 
 

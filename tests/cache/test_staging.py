@@ -62,8 +62,9 @@ class QueuedStaging(PinnedStaging):
     def _new_event(self):
         return QueueEvent(self.queue)
 
-    def _start_copy(self, buffer):
+    def _start_copy(self, buffer, copied):
         self.queue.waiting.append(lambda: self.target.copy_(buffer))
+        copied.record()
 
 
 def numbered(value):

@@ -165,7 +165,7 @@ def test_captures_through_the_ops_are_the_direct_ones():
         for layer_idx in (SWA, CSA, HCA):
             manager.acquire(layer_idx, plan).forward(inputs[layer_idx], WEIGHTS[layer_idx])
         plan.complete()
-        return manager, [manager.device_memory.checkpoints.storage.clone()]
+        return manager, [manager.device_memory.checkpoints.clone()]
 
     direct = run()
     with SeenOps() as seen:

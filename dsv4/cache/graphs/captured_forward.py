@@ -6,19 +6,34 @@ plan does not use are padding, which touches nothing.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from dsv4.cache.graphs.padding import check_complete, fill_with_padding
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.checks import check_int
+from dsv4.errors import LiveForwardError
 
 NUM_WARMUP_RUNS = 3
 
 Step = Callable[[Sequence[LayerCacheHandle]], Any]
+
+
+def check_complete(manager: KVCacheManager, purpose: str) -> None:
+    """Refuse a manager whose last forward is not complete: padding would overwrite its plan."""
+    if manager.live_plan is not None:
+        raise LiveForwardError(
+            f"Cannot {purpose}: the manager's last forward is not complete; run all of its "
+            "layers first, or cancel its plan"
+        )
+
+
+def fill_with_padding(manager: KVCacheManager, num_tokens: int) -> None:
+    """Make padding of all rows and of the first `num_tokens` tokens, now and wherever unused."""
+    manager.device_memory.plan_buffers.reserve(num_tokens)
+    manager.prepare_forward([], [], []).complete()
 
 
 class CapturedForward:
@@ -154,18 +169,8 @@ class CapturedForward:
         ]
 
 
-class Graph(Protocol):
-    """A recorded run that can be repeated."""
-
-    def capture(self, run: Callable[[], Any]) -> Any:
-        """Warm up, record one call of `run`, and return its result."""
-
-    def replay(self) -> None:
-        """Repeat the recorded run on the current stream."""
-
-
 class CudaGraph:
-    """`Graph` by `torch.cuda.CUDAGraph`; with a pool and a stream it shares its memory."""
+    """A recorded run that can be repeated; with a pool and a stream it shares its memory."""
 
     def __init__(
         self, device: torch.device, *, pool: Any = None, stream: torch.cuda.Stream | None = None
@@ -176,6 +181,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, run: Callable[[], Any]) -> Any:
+        """Warm up, record one call of `run`, and return its result."""
         with torch.cuda.device(self._device):
             current, side = torch.cuda.current_stream(), self._stream or torch.cuda.Stream()
             side.wait_stream(current)
@@ -187,16 +193,17 @@ class CudaGraph:
                 return run()
 
     def replay(self) -> None:
+        """Repeat the recorded run on the current stream."""
         self._graph.replay()
 
 
-def new_graph(device: torch.device) -> Graph:
+def new_graph(device: torch.device) -> CudaGraph:
     """Return an empty graph for that device."""
     check_graph_device(device)
     return CudaGraph(device)
 
 
-def new_graphs(device: torch.device, count: int) -> list[Graph]:
+def new_graphs(device: torch.device, count: int) -> list[CudaGraph]:
     """Return graphs that share their memory; they must be replayed in the order of capture."""
     check_graph_device(device)
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dsv4.cache.graphs.captured_forward import new_graphs
-from dsv4.cache.graphs.padding import check_complete, fill_with_padding
+from dsv4.cache.graphs.captured_forward import check_complete, fill_with_padding, new_graphs
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan

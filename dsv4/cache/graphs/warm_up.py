@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
-from dsv4.cache.graphs.padding import check_complete, fill_with_padding
+from dsv4.cache.graphs.captured_forward import check_complete, fill_with_padding
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.layer_checks import INPUT_DTYPES
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.plan import ForwardPlan
 from dsv4.kernels import ops
 from dsv4.kernels.contracts import CompressorInputs, IndexInputs, LayerProjections, LayerWeights
 from dsv4.kernels.index_scratch import index_scratch_bytes
@@ -60,20 +60,21 @@ def warm_up(
     if {manager.backend, manager.attention_backend, manager.index_backend} == {"reference"}:
         return
     fill_with_padding(manager, num_tokens=0)
+    kernels = _Kernels(manager, dtype)
     for layer_idx in _distinct_layers(manager, weights):
-        for forwards in _forwards(manager, layer_idx, dtype):
+        for forwards in kernels.forwards(layer_idx):
             attended = set()
             for forward in forwards:
-                handle = _write_layer(manager, layer_idx, forward, weights[layer_idx], dtype)
+                handle = kernels.write_layer(layer_idx, forward, weights[layer_idx])
                 if forward is forwards[0]:
-                    _gather(handle)
-                    _select_entries(manager, handle, dtype)
-                is_split = _is_split(manager, layer_idx, forward.num_tokens, dtype)
+                    kernels.gather(handle)
+                    kernels.select_entries(handle)
+                is_split = kernels.is_split(layer_idx, forward.num_tokens)
                 if is_split not in attended:
-                    _attend(manager, handle, weights[layer_idx].sinks, dtype)
+                    kernels.attend(handle, weights[layer_idx].sinks)
                 attended.add(is_split)
     if manager.index_backend == "deepgemm":
-        _score_by_deepgemm(manager, dtype)
+        kernels.score_by_deepgemm()
 
 
 def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -> list[int]:
@@ -88,203 +89,175 @@ def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -
     return list(first.values())
 
 
-def _forwards(
-    manager: KVCacheManager, layer_idx: int, dtype: torch.dtype
-) -> Iterator[list[_Forward]]:
-    """Yield, for each kind of forward, the smallest for every choice of launch parameters."""
-    capacity = manager.capacity
-    most, longest_step = capacity.max_forward_tokens, capacity.max_step_tokens
+class _Kernels:
+    """Runs the kernels of a manager on padding, with zeros of one dtype as inputs."""
 
-    def sizes(kind: "Kind", least: int, most: int) -> list[int]:
-        return _launch_sizes(manager, layer_idx, dtype, kind, range(least, most + 1))
+    def __init__(self, manager: KVCacheManager, dtype: torch.dtype) -> None:
+        self.manager, self.config, self.capacity = manager, manager.config, manager.capacity
+        self.dtype, self.device = dtype, manager.device
 
-    decodes = sizes("decode", 1, min(most, capacity.max_requests))
-    yield [_Forward(size, size, 0, 1) for size in decodes]
-    # A row without a token makes a step of a forward, even if no row has several.
-    yield [_Forward(1, size, 0, 2) for size in sizes("step", 1, most)]
-    if most > longest_step:
-        yield [_Forward(1, size, 1, size) for size in sizes("chunk", longest_step + 1, most)]
+    def forwards(self, layer_idx: int) -> Iterator[list[_Forward]]:
+        """Yield, for each kind of forward, the smallest for every choice of launch parameters."""
+        most, longest_step = self.capacity.max_forward_tokens, self.capacity.max_step_tokens
+        decodes = range(1, min(most, self.capacity.max_requests) + 1)
+        yield [_Forward(size, size, 0, 1) for size in self._sizes(layer_idx, "decode", decodes)]
+        # A row without a token makes a step of a forward, even if no row has several.
+        steps = range(1, most + 1)
+        yield [_Forward(1, size, 0, 2) for size in self._sizes(layer_idx, "step", steps)]
+        if most > longest_step:
+            chunks = range(longest_step + 1, most + 1)
+            yield [_Forward(1, size, 1, size) for size in self._sizes(layer_idx, "chunk", chunks)]
 
+    def _sizes(self, layer_idx: int, kind: "Kind", sizes: range) -> list[int]:
+        """Return the fewest tokens for each choice of parameters; a window alone runs as SWA."""
+        from dsv4.kernels.triton.launch import launch_parameters
 
-def _launch_sizes(
-    manager: KVCacheManager, layer_idx: int, dtype: torch.dtype, kind: "Kind", sizes: range
-) -> list[int]:
-    """Return the fewest tokens for each choice of parameters; a window alone runs as SWA."""
-    from dsv4.kernels.triton.launch import launch_parameters
+        first: dict[object, int] = {}
+        ratios = (0, self.manager.schedule[layer_idx].ratio)
+        for size in sizes:
+            parameters = tuple(launch_parameters(r, kind, size, self.device) for r in ratios)
+            first.setdefault((parameters, self.is_split(layer_idx, size)), size)
+        return list(first.values())
 
-    first: dict[object, int] = {}
-    ratios = (0, manager.schedule[layer_idx].ratio)
-    for size in sizes:
-        parameters = tuple(launch_parameters(r, kind, size, manager.device) for r in ratios)
-        is_split = _is_split(manager, layer_idx, size, dtype)
-        first.setdefault((parameters, is_split), size)
-    return list(first.values())
+    def is_split(self, layer_idx: int, num_tokens: int) -> tuple[bool, ...]:
+        """Tell whether attention splits over rows, for the shortest and the longest requests."""
+        from dsv4.kernels.triton.attention import attend_launch, choose_splits, count_tiles
 
+        if self.manager.batch_invariant:
+            return ()  # by the layer alone
+        num_heads = self.config.num_query_heads
+        memory = self.manager.device_memory.memories[layer_idx]
+        launch = attend_launch(num_heads, self.dtype, memory)
+        numbers = [count_tiles(memory, launch, n) for n in self._entry_numbers(layer_idx)]
+        return tuple(
+            choose_splits(num_tokens, num_heads, number, launch, memory) is not None
+            for number in numbers
+        )
 
-def _is_split(
-    manager: KVCacheManager, layer_idx: int, num_tokens: int, dtype: torch.dtype
-) -> tuple[bool, ...]:
-    """Tell whether attention splits over rows, for the shortest and the longest requests."""
-    from dsv4.kernels.triton.attention import attend_launch, choose_splits, count_tiles
+    def _entry_numbers(self, layer_idx: int) -> tuple[int, ...]:
+        """Return the fewest and the most entries of a launch."""
+        ratio = self.manager.schedule[layer_idx].ratio
+        if ratio == AttentionType.CSA.ratio:
+            return (self.config.index_topk,)
+        return (1, self.capacity.max_request_tokens // ratio) if ratio else (0,)
 
-    if manager.batch_invariant:
-        return ()  # by the layer alone
-    num_heads, memory = manager.config.num_query_heads, manager.device_memory.memories[layer_idx]
-    launch = attend_launch(num_heads, dtype, memory)
-    numbers = [count_tiles(memory, launch, n) for n in _entry_numbers(manager, layer_idx)]
-    return tuple(
-        choose_splits(num_tokens, num_heads, number, launch, memory) is not None
-        for number in numbers
-    )
+    def write_layer(
+        self, layer_idx: int, forward: _Forward, weights: LayerWeights
+    ) -> LayerCacheHandle:
+        """Write a layer in parts and at once."""
+        handle = self._acquire(layer_idx, forward)
+        inputs = self._zero_projections(handle)
+        handle.write_swa(inputs.kv, weights.kv_norm)
+        if inputs.compressor is not None and weights.compressor is not None:
+            index = inputs.indexer
+            handle.flush_compression(
+                *inputs.compressor,
+                weights.compressor,
+                index_kv=None if index is None else index.kv,
+                index_gate=None if index is None else index.gate,
+                index_weights=weights.indexer,
+            )
+        handle = self._acquire(layer_idx, forward)
+        handle.write(inputs, weights)
+        return handle
 
+    def _acquire(self, layer_idx: int, forward: _Forward) -> LayerCacheHandle:
+        """Plan padding whose sizes gather at least one entry of every type."""
+        plan = self.manager.padding_plan(*forward, max_length=AttentionType.HCA.ratio)
+        return self.manager.acquire(layer_idx, plan)
 
-def _entry_numbers(manager: KVCacheManager, layer_idx: int) -> tuple[int, ...]:
-    """Return the fewest and the most entries of a launch."""
-    ratio, config = manager.schedule[layer_idx].ratio, manager.config
-    if ratio == AttentionType.CSA.ratio:
-        return (config.index_topk,)
-    return (1, manager.capacity.max_request_tokens // ratio) if ratio else (0,)
+    def gather(self, handle: LayerCacheHandle) -> None:
+        """Gather a layer's windows and entries."""
+        handle.gather_swa_kv()
+        if handle.paged is not None:
+            handle.gather_all_compressed_kv()
+            handle.gather_compressed_kv(self._no_rows(handle))
 
+    def _no_rows(self, handle: LayerCacheHandle) -> Tensor:
+        shape = (handle.plan.num_tokens, self.config.index_topk)
+        return torch.full(shape, -1, dtype=torch.int64, device=self.device)
 
-def _write_layer(
-    manager: KVCacheManager,
-    layer_idx: int,
-    forward: _Forward,
-    weights: LayerWeights,
-    dtype: torch.dtype,
-) -> LayerCacheHandle:
-    """Write a layer in parts and at once."""
-    handle = manager.acquire(layer_idx, _padding_plan(manager, forward))
-    inputs = _zero_projections(handle, forward.num_tokens, dtype)
-    handle.write_swa(inputs.kv, weights.kv_norm)
-    _flush_compression(handle, inputs, weights)
-    handle = manager.acquire(layer_idx, _padding_plan(manager, forward))
-    handle.write(inputs, weights)
-    return handle
+    def select_entries(self, handle: LayerCacheHandle) -> None:
+        """Select entries, at the smallest number of entries for every choice of programs."""
+        from dsv4.kernels.triton.topk import distinct_sizes
 
+        config = self.config
+        if handle.layer.attention_type is not AttentionType.CSA:
+            return
+        shape = (handle.plan.num_tokens, config.index_num_heads, config.index_head_dim)
+        query = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        longest = self.capacity.max_request_tokens // handle.layer.ratio
+        memories = [handle.memory]
+        if len(handle.tokens.chunk_ids):  # too small a workspace for operands of chunks
+            least = index_scratch_bytes(
+                config.index_format, num_heads=config.index_num_heads, dim=config.index_head_dim,
+                topk=config.index_topk, max_entries=longest, max_tokens=1,
+            )  # fmt: skip
+            scratch = handle.memory.index_scratch[:least]
+            memories.append(handle.memory._replace(index_scratch=scratch))
+        for max_entries in distinct_sizes(longest, topk=config.index_topk):
+            for memory in memories:
+                ops.select_entries(
+                    query, query[:, :, 0].contiguous(), memory, handle.tokens,
+                    max_entries=max_entries, backend=self.manager.index_backend,
+                )  # fmt: skip
 
-def _gather(handle: LayerCacheHandle) -> None:
-    handle.gather_swa_kv()
-    if handle.paged is not None:
-        handle.gather_all_compressed_kv()
-        shape = (handle.plan.num_tokens, handle.config.index_topk)
-        handle.gather_compressed_kv(handle.positions.new_full(shape, -1, dtype=torch.int64))
+    def score_by_deepgemm(self) -> None:
+        """Choose entries for every number of tokens that DeepGEMM compiles a kernel for."""
+        from dsv4.kernels.external.deepgemm import call_sizes, index_scratch
 
-
-def _select_entries(manager: KVCacheManager, handle: LayerCacheHandle, dtype: torch.dtype) -> None:
-    """Select entries, at the smallest number of entries for every choice of programs."""
-    from dsv4.kernels.triton.topk import distinct_sizes
-
-    config = manager.config
-    if handle.layer.attention_type is not AttentionType.CSA:
-        return
-    shape = (handle.plan.num_tokens, config.index_num_heads, config.index_head_dim)
-    query = torch.zeros(shape, dtype=dtype, device=manager.device)
-    longest = manager.capacity.max_request_tokens // handle.layer.ratio
-    memories = [handle.memory]
-    if len(handle.tokens.chunk_ids):  # too small a workspace for operands of chunks
-        least = index_scratch_bytes(
-            config.index_format, num_heads=config.index_num_heads, dim=config.index_head_dim,
-            topk=config.index_topk, max_entries=longest, max_tokens=1,
-        )  # fmt: skip
-        memories.append(handle.memory._replace(index_scratch=handle.memory.index_scratch[:least]))
-    for max_entries in distinct_sizes(longest, topk=config.index_topk):
-        for memory in memories:
+        config, manager = self.config, self.manager
+        layers = [s for s in manager.schedule if s.attention_type is AttentionType.CSA]
+        max_entries = self.capacity.max_request_tokens // AttentionType.CSA.ratio
+        if not layers or max_entries <= config.index_topk:
+            return
+        shape = (self.capacity.max_forward_tokens, config.index_num_heads, config.index_head_dim)
+        query = torch.zeros((), dtype=self.dtype, device=self.device).expand(shape)
+        memory = manager.device_memory.memories[layers[0].layer_idx]
+        smallest = config.index_topk + 1  # the fewest entries leave room for the most tokens
+        scratch = index_scratch(query, memory, max_entries=smallest)
+        for size in call_sizes(scratch.num_rows):
+            part = query[:size]
+            handle = self._acquire(layers[0].layer_idx, _Forward(1, len(part), 0, 2))
             ops.select_entries(
-                query, query[:, :, 0].contiguous(), memory, handle.tokens,
-                max_entries=max_entries, backend=manager.index_backend,
+                part, part[:, :, 0], handle.memory, handle.tokens,
+                max_entries=smallest, backend=manager.index_backend,
             )  # fmt: skip
 
+    def attend(self, handle: LayerCacheHandle, sinks: Tensor | None) -> None:
+        """Attend with and without sinks, over short and over long requests."""
+        shape = (handle.plan.num_tokens, self.config.num_query_heads, self.config.head_dim)
+        query = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        is_csa = handle.layer.attention_type is AttentionType.CSA
+        rows = self._no_rows(handle) if is_csa else None
+        for max_entries in self._entry_numbers(handle.layer.layer_idx):
+            for given in (sinks, None):
+                ops.attend(
+                    query, given, handle.memory, rows, handle.tokens,
+                    max_entries=max_entries, batch_invariant=self.manager.batch_invariant,
+                    backend=self.manager.attention_backend,
+                )  # fmt: skip
 
-def _score_by_deepgemm(manager: KVCacheManager, dtype: torch.dtype) -> None:
-    """Choose entries for every number of tokens that DeepGEMM compiles a kernel for."""
-    from dsv4.kernels.external.deepgemm import call_sizes, index_scratch
+    def _zero_projections(self, handle: LayerCacheHandle) -> LayerProjections:
+        """Return zeros in the shapes of a layer's projections; unread ones take no memory."""
+        config, kind, num_tokens = self.config, handle.layer.attention_type, handle.plan.num_tokens
 
-    config, capacity = manager.config, manager.capacity
-    layers = [s for s in manager.schedule if s.attention_type is AttentionType.CSA]
-    most, longest = capacity.max_forward_tokens, capacity.max_request_tokens
-    max_entries = longest // AttentionType.CSA.ratio
-    if not layers or max_entries <= config.index_topk:
-        return
-    nothing = torch.zeros((), dtype=dtype, device=manager.device)
-    query = nothing.expand(most, config.index_num_heads, config.index_head_dim)
-    memory = manager.device_memory.memories[layers[0].layer_idx]
-    smallest = config.index_topk + 1  # the fewest entries leave room for the most tokens
-    scratch = index_scratch(query, memory, max_entries=smallest)
-    for size in call_sizes(scratch.num_rows):
-        part = query[:size]
-        plan = _padding_plan(manager, _Forward(1, len(part), 0, 2))
-        handle = manager.acquire(layers[0].layer_idx, plan)
-        ops.select_entries(
-            part, part[:, :, 0], handle.memory, handle.tokens,
-            max_entries=smallest, backend=manager.index_backend,
-        )  # fmt: skip
+        def unread(*shape: int) -> Tensor:
+            zero = torch.zeros((), dtype=self.dtype, device=self.device)
+            return zero.expand(num_tokens, *shape)
 
+        def compressor(dim: int) -> CompressorInputs:
+            shape = (num_tokens, handle.schema.num_series * dim)
+            zeros = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+            return CompressorInputs(*zeros)
 
-def _attend(
-    manager: KVCacheManager,
-    handle: LayerCacheHandle,
-    sinks: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> None:
-    """Attend with and without sinks, over short and over long requests."""
-    config, num_tokens = handle.config, handle.plan.num_tokens
-    shape = (num_tokens, config.num_query_heads, config.head_dim)
-    query = torch.zeros(shape, dtype=dtype, device=handle.positions.device)
-    rows = None
-    if handle.layer.attention_type is AttentionType.CSA:
-        listed = (num_tokens, config.index_topk)
-        rows = handle.positions.new_full(listed, -1, dtype=torch.int64)
-    for max_entries in _entry_numbers(manager, handle.layer.layer_idx):
-        for given in (sinks, None):
-            ops.attend(
-                query, given, handle.memory, rows, handle.tokens,
-                max_entries=max_entries, batch_invariant=manager.batch_invariant,
-                backend=manager.attention_backend,
-            )  # fmt: skip
-
-
-def _flush_compression(
-    handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights
-) -> None:
-    if inputs.compressor is None or weights.compressor is None:
-        return
-    index = inputs.indexer
-    handle.flush_compression(
-        *inputs.compressor,
-        weights.compressor,
-        index_kv=None if index is None else index.kv,
-        index_gate=None if index is None else index.gate,
-        index_weights=weights.indexer,
-    )
-
-
-def _padding_plan(manager: KVCacheManager, forward: _Forward) -> ForwardPlan:
-    """Plan padding whose sizes gather at least one entry of every type."""
-    return manager.padding_plan(*forward, max_length=AttentionType.HCA.ratio)
-
-
-def _zero_projections(
-    handle: LayerCacheHandle, num_tokens: int, dtype: torch.dtype
-) -> LayerProjections:
-    """Return zeros in the shapes of a layer's projections; unread ones take no memory."""
-    config, kind, device = handle.config, handle.layer.attention_type, handle.positions.device
-
-    def unread(*shape: int) -> torch.Tensor:
-        return torch.zeros((), dtype=dtype, device=device).expand(num_tokens, *shape)
-
-    def zeros(width: int) -> torch.Tensor:
-        return torch.zeros(num_tokens, width, dtype=dtype, device=device)
-
-    query, kv = unread(config.num_query_heads, config.head_dim), zeros(config.head_dim)
-    if kind is AttentionType.SWA:
-        return LayerProjections(query, kv)
-    width = handle.schema.num_series * config.head_dim
-    compressor = CompressorInputs(zeros(width), zeros(width))
-    if kind is AttentionType.HCA:
-        return LayerProjections(query, kv, compressor)
-    index_width = handle.schema.num_series * config.index_head_dim
-    index_query = unread(config.index_num_heads, config.index_head_dim)
-    head_weights = unread(config.index_num_heads)
-    indexer = IndexInputs(zeros(index_width), zeros(index_width), index_query, head_weights)
-    return LayerProjections(query, kv, compressor, indexer)
+        query = unread(config.num_query_heads, config.head_dim)
+        kv = torch.zeros(num_tokens, config.head_dim, dtype=self.dtype, device=self.device)
+        if kind is AttentionType.SWA:
+            return LayerProjections(query, kv)
+        if kind is AttentionType.HCA:
+            return LayerProjections(query, kv, compressor(config.head_dim))
+        index_query = unread(config.index_num_heads, config.index_head_dim)
+        head_weights = unread(config.index_num_heads)
+        indexer = IndexInputs(*compressor(config.index_head_dim), index_query, head_weights)
+        return LayerProjections(query, kv, compressor(config.head_dim), indexer)

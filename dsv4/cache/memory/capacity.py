@@ -1,5 +1,6 @@
 """`Capacity`: the sizes of a manager, and their exact bytes before anything is allocated."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -181,29 +182,55 @@ class Capacity:
 
     def memory(self) -> dict[str, ComponentBytes]:
         """Count the bytes of every tensor of a manager of these sizes, by component."""
-        schemas = build_schemas(self.config)
-        align = self.config.page_align
+        config, schemas = self.config, build_schemas(self.config)
+        csa = [s for s in schemas if s.attention_type is AttentionType.CSA]
+        hca = [s for s in schemas if s.attention_type is AttentionType.HCA]
+        blocks = block_layout(schemas, page_align=config.page_align)
+        slots = slot_layout(schemas, page_align=config.page_align)
+        num_blocks, max_requests, row = self.num_blocks, self.max_requests, config.kv_row
+
+        def entries(layers: list[LayerCacheSchema]) -> ComponentBytes:
+            rows = ((s.entries_per_block * row.row_bytes, s.page_bytes) for s in layers)
+            return _times(num_blocks, rows)
+
+        def exact(count: int, sizes: Iterable[int]) -> ComponentBytes:
+            return _times(count, ((size, size) for size in sizes))
+
+        keys = ((s.entries_per_block * s.index_row.row_bytes, s.index_page_bytes) for s in csa)
+        rings = ((s.ring_rows * row.row_bytes, s.ring_bytes) for s in schemas)
+        workspace = row.page_bytes(self.workspace_rows, align=BYTE_ALIGN)
+        pooled = config.head_dim * FP32_BYTES + INT32_BYTES
+        rope = self.max_request_tokens * config.rope_dim * FP32_BYTES
+        partials = self.attention_partials * self.partial_elements * FP32_BYTES
         return {
-            **self._block_components(schemas, block_layout(schemas, page_align=align)),
-            **self._slot_components(schemas, slot_layout(schemas, page_align=align)),
-            "undo_slots": self._slots(self.num_undo_slots, schemas),
-            **self._shared_components(),
+            "csa_entries": entries(csa),
+            "index_keys": _times(num_blocks, keys),
+            "hca_entries": entries(hca),
+            "block_padding": _times(num_blocks, [(0, blocks.padding)]),
+            "window": _times(max_requests, rings),
+            "csa_tails": exact(max_requests, (s.tail_bytes for s in csa)),
+            "index_tails": exact(max_requests, (s.index_tail_bytes for s in csa)),
+            "hca_tails": exact(max_requests, (s.tail_bytes for s in hca)),
+            "slot_padding": _times(max_requests, [(0, slots.padding)]),
+            "undo_slots": _runs(self.num_undo_slots, slots),
+            "block_table": exact(max_requests, [self.max_request_blocks * INT32_BYTES]),
+            "plan_buffers": exact(self.plan_elements, [INT32_BYTES]),
+            "pooling_scratch": exact(self.pooling_windows, [pooled]),
+            "index_scratch": exact(1, [self.index_scratch_bytes]),
+            "attention_partials": exact(1, [partials]),
+            "window_workspace": ComponentBytes(self.workspace_rows * row.row_bytes, workspace),
+            "rope_tables": exact(len(self.rope_bases), [rope]),
+            "index_global_scale": exact(1, [FP32_BYTES]),
             "checkpoints": self._checkpoints(schemas),
         }
 
     def host_memory(self) -> dict[str, ComponentBytes]:
         """Count the bytes of blocks and slots in host memory."""
-        schemas = build_schemas(self.config)
-        layout = block_layout(schemas, page_align=self.config.page_align)
-        payload = layout.num_bytes - layout.padding
+        schemas, align = build_schemas(self.config), self.config.page_align
         return {
-            "host_blocks": self._times(self.host_blocks, payload, layout.num_bytes),
-            "host_slots": self._slots(self.host_slots, schemas),
+            "host_blocks": _runs(self.host_blocks, block_layout(schemas, page_align=align)),
+            "host_slots": _runs(self.host_slots, slot_layout(schemas, page_align=align)),
         }
-
-    def _slots(self, count: int, schemas: tuple[LayerCacheSchema, ...]) -> ComponentBytes:
-        layout = slot_layout(schemas, page_align=self.config.page_align)
-        return self._times(count, layout.num_bytes - layout.padding, layout.num_bytes)
 
     def _checkpoints(self, schemas: tuple[LayerCacheSchema, ...]) -> ComponentBytes:
         """Count checkpoints: a boundary needs one window of each ring and tail, a slot has more."""
@@ -212,67 +239,14 @@ class Capacity:
         payload = sum(window * s.kv_row.row_bytes for s in schemas) + sum(
             (s.tail_bytes + s.index_tail_bytes) * rows // s.tail_rows for s, rows in tail_rows
         )
-        return self._times(self.num_checkpoints, payload, checkpoint_bytes(schemas))
+        return _times(self.num_checkpoints, [(payload, checkpoint_bytes(schemas))])
 
-    def _block_components(
-        self, schemas: tuple[LayerCacheSchema, ...], layout: RunLayout
-    ) -> dict[str, ComponentBytes]:
-        def total(kind: AttentionType) -> ComponentBytes:
-            chosen = [s for s in schemas if s.attention_type is kind]
-            payload = sum(s.entries_per_block * s.kv_row.row_bytes for s in chosen)
-            return self._times(self.num_blocks, payload, sum(s.page_bytes for s in chosen))
 
-        csa = [s for s in schemas if s.indexer_head_dim]
-        key_payload = sum(s.entries_per_block * s.index_row.row_bytes for s in csa)
-        key_bytes = sum(s.index_page_bytes for s in csa)
-        return {
-            "csa_entries": total(AttentionType.CSA),
-            "index_keys": self._times(self.num_blocks, key_payload, key_bytes),
-            "hca_entries": total(AttentionType.HCA),
-            "block_padding": self._times(self.num_blocks, 0, layout.padding),
-        }
+def _times(count: int, sizes: Iterable[tuple[int, int]]) -> ComponentBytes:
+    """Count `count` times the sum of some sizes: payload and allocated bytes."""
+    payload, allocated = map(sum, zip((0, 0), *sizes, strict=True))
+    return ComponentBytes(count * payload, count * allocated)
 
-    def _slot_components(
-        self, schemas: tuple[LayerCacheSchema, ...], layout: RunLayout
-    ) -> dict[str, ComponentBytes]:
-        def tails(kind: AttentionType) -> ComponentBytes:
-            size = sum(s.tail_bytes for s in schemas if s.attention_type is kind)
-            return self._times(self.max_requests, size, size)
 
-        ring_payload = sum(s.ring_rows * s.kv_row.row_bytes for s in schemas)
-        index_tails = sum(s.index_tail_bytes for s in schemas)
-        return {
-            "window": self._times(
-                self.max_requests, ring_payload, sum(s.ring_bytes for s in schemas)
-            ),
-            "csa_tails": tails(AttentionType.CSA),
-            "index_tails": self._times(self.max_requests, index_tails, index_tails),
-            "hca_tails": tails(AttentionType.HCA),
-            "slot_padding": self._times(self.max_requests, 0, layout.padding),
-        }
-
-    def _shared_components(self) -> dict[str, ComponentBytes]:
-        row = self.config.kv_row
-        tables = self.max_requests * self.max_request_blocks * INT32_BYTES
-        rope = len(self.rope_bases) * self.max_request_tokens * self.config.rope_dim * FP32_BYTES
-        plan = self.plan_elements * INT32_BYTES
-        partials = self.attention_partials * self.partial_elements * FP32_BYTES
-        scratch = self.pooling_windows * (self.config.head_dim * FP32_BYTES + INT32_BYTES)
-        index_scratch = self.index_scratch_bytes
-        return {
-            "block_table": ComponentBytes(tables, tables),
-            "plan_buffers": ComponentBytes(plan, plan),
-            "pooling_scratch": ComponentBytes(scratch, scratch),
-            "index_scratch": ComponentBytes(index_scratch, index_scratch),
-            "attention_partials": ComponentBytes(partials, partials),
-            "window_workspace": ComponentBytes(
-                self.workspace_rows * row.row_bytes,
-                row.page_bytes(self.workspace_rows, align=BYTE_ALIGN),
-            ),
-            "rope_tables": ComponentBytes(rope, rope),
-            "index_global_scale": ComponentBytes(FP32_BYTES, FP32_BYTES),
-        }
-
-    @staticmethod
-    def _times(count: int, payload: int, allocated: int) -> ComponentBytes:
-        return ComponentBytes(count * payload, count * allocated)
+def _runs(count: int, layout: RunLayout) -> ComponentBytes:
+    return _times(count, [(layout.num_bytes - layout.padding, layout.num_bytes)])

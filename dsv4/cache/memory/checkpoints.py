@@ -1,20 +1,16 @@
-"""`CheckpointPool`: the fixed state of requests at block boundaries, and its policy."""
+"""`Checkpoints`: the fixed state of requests at block boundaries, and its policy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
-from dsv4.cache.memory.byte_rows import byte_rows
 from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
-from dsv4.cache.memory.layout import checkpoint_bytes
-from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.checks import check_bool, check_int
 
 
@@ -65,26 +61,6 @@ class CheckpointPolicy:
         return list(range(start, last + 1, self.every_blocks))
 
 
-class CheckpointPool:
-    """Checkpoints as one tensor `[num_checkpoints, checkpoint_bytes]`, each the front of a slot.
-
-    Attributes:
-        storage: The bytes; a row has the same offset as in a slot.
-    """
-
-    def __init__(
-        self,
-        schemas: tuple[LayerCacheSchema, ...],
-        *,
-        num_checkpoints: int,
-        device: torch.device,
-        storage: Tensor | None = None,
-    ) -> None:
-        self.storage = byte_rows(
-            "checkpoints", num_checkpoints, checkpoint_bytes(schemas), device, storage
-        )
-
-
 class Checkpoints:
     """The checkpoints on device and host, with their owners, and the copies between them.
 
@@ -92,7 +68,7 @@ class Checkpoints:
     blocks of the host's.
 
     Args:
-        pool: The checkpoints on the device.
+        pool: The checkpoints on the device, `[num_checkpoints, bytes]`, each the front of a slot.
         slots: The fixed state of requests, `[max_requests, slot_bytes]`.
         host: The host's memory.
         on_free: Called with rows of the pool that have lost their last owner.
@@ -103,14 +79,14 @@ class Checkpoints:
 
     def __init__(
         self,
-        pool: CheckpointPool,
+        pool: Tensor,
         slots: Tensor,
         host: HostMemory,
         journal: Journal,
         on_free: Callable[[IntArray], None] | None,
     ) -> None:
-        self.num_device = len(pool.storage)
-        self.blocks_each = -(-pool.storage.shape[1] // max(1, host.blocks.shape[1]))
+        self.num_device = len(pool)
+        self.blocks_each = -(-pool.shape[1] // max(1, host.blocks.shape[1]))
         num_host = len(host.blocks) // self.blocks_each if self.num_device else 0
         self._device = BlockAllocator(self.num_device, journal, on_free)
         self._on_host = BlockAllocator(num_host, journal)
@@ -130,7 +106,7 @@ class Checkpoints:
     @property
     def num_bytes(self) -> int:
         """Bytes of one."""
-        return self._pool.storage.shape[1]
+        return self._pool.shape[1]
 
     def acquire(self, count: int) -> IntArray:
         """Take checkpoints on the device; their first writer waits for copies of them."""
@@ -160,33 +136,32 @@ class Checkpoints:
     def move_to_host(self, checkpoint: int) -> int:
         """Copy a checkpoint with one owner to free blocks of the host; return its new id."""
         blocks = self._host.block_owners.acquire(self.blocks_each)
-        self._host.copy_row_out(self._pool.storage[checkpoint], blocks)
+        self._host.copy_row_out(self._pool[checkpoint], blocks)
         self._device.release(np.array([checkpoint]))
         return self.adopt(blocks)
 
     def adopt(self, blocks: IntArray) -> int:
         """Make a checkpoint of blocks of the host that hold one; return its id."""
         index = int(self._on_host.acquire(1)[0])
-        self._journal.note_rows(self._host_blocks, index)
-        self._host_blocks[index] = blocks
+        self._journal.set_rows(self._host_blocks, index, blocks)
         return self.num_device + index
 
     def device_row(self, checkpoint: int) -> Tensor | None:
         """Return the bytes of a checkpoint on the device; None if it is not there."""
         is_there = 0 <= checkpoint < self.num_device
-        return self._pool.storage[checkpoint] if is_there else None
+        return self._pool[checkpoint] if is_there else None
 
     def save(self, checkpoint: int, slot: int) -> None:
         """Copy the front of a slot to a checkpoint on the device."""
-        self._pool.storage[checkpoint].copy_(self._slots[slot, : self._pool.storage.shape[1]])
+        self._pool[checkpoint].copy_(self._slots[slot, : self._pool.shape[1]])
 
     def load(self, checkpoint: int, slot: int) -> None:
         """Give a slot the rows of a checkpoint."""
-        front = self._slots[slot, : self._pool.storage.shape[1]]
+        front = self._slots[slot, : self._pool.shape[1]]
         if self.is_on_host(checkpoint):
             self._host.copy_row_in(self._host_blocks[checkpoint - self.num_device], front)
         else:
-            front.copy_(self._pool.storage[checkpoint])
+            front.copy_(self._pool[checkpoint])
 
     def host_blocks(self) -> list[int]:
         """Return the blocks of the host that checkpoints have."""

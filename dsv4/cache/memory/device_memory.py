@@ -5,10 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from dsv4.cache.memory.arrays import IntArray
-from dsv4.cache.memory.byte_rows import byte_rows
 from dsv4.cache.memory.capacity import Capacity
-from dsv4.cache.memory.checkpoints import CheckpointPool
-from dsv4.cache.memory.layout import cache_layout
+from dsv4.cache.memory.layout import byte_rows, cache_layout, checkpoint_bytes
 from dsv4.cache.memory.paged_cache import PagedKVPool
 from dsv4.cache.memory.plan_buffers import PlanBuffers
 from dsv4.cache.memory.schema import LayerCacheSchema
@@ -30,7 +28,8 @@ class DeviceMemory:
 
     Attributes:
         layout: Offsets of every layer's rows.
-        paged, state, checkpoints: The pools of blocks, of slots and of checkpoints.
+        paged, state: The pools of blocks and of slots.
+        checkpoints: `[num_checkpoints, bytes]` uint8, each the front of a slot.
         undo: `[undo_slots, slot_bytes]` uint8, slots as they were before a chunk.
         block_table: `[max_requests, max_blocks]` int32, -1 where there is none.
         plan_buffers: The arrays of the current plan.
@@ -67,9 +66,9 @@ class DeviceMemory:
             self.layout, max_requests=capacity.max_requests, device=device,
             storage=given.get("slots"),
         )  # fmt: skip
-        self.checkpoints = CheckpointPool(
-            schemas, num_checkpoints=capacity.num_checkpoints, device=device,
-            storage=given.get("checkpoints"),
+        self.checkpoints = byte_rows(
+            "checkpoints", capacity.num_checkpoints, checkpoint_bytes(schemas), device,
+            given.get("checkpoints"),
         )  # fmt: skip
         self.undo = byte_rows(
             "undo_slots", capacity.num_undo_slots, self.layout.slots.num_bytes, device,
@@ -154,6 +153,6 @@ class DeviceMemory:
             "index_scratch": self.index_scratch,
             "partials": self.partials,
             "window_workspace": self.workspace,
-            "checkpoints": self.checkpoints.storage,
+            "checkpoints": self.checkpoints,
             **rope,
         }

@@ -7,6 +7,7 @@ waits.
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -41,9 +42,9 @@ class HostMemory:
         num_slots: int,
         is_wiped: bool = False,
     ) -> None:
-        wipers = (self._wipe_blocks, self._wipe_slots) if is_wiped else (None, None)
-        self.block_owners = BlockAllocator(num_blocks, journal, wipers[0])
-        self.slot_owners = BlockAllocator(num_slots, journal, wipers[1])
+        wipe = self._wipe if is_wiped else None
+        self.block_owners = BlockAllocator(num_blocks, journal, wipe and partial(wipe, "blocks"))
+        self.slot_owners = BlockAllocator(num_slots, journal, wipe and partial(wipe, "slots"))
         self.num_bytes_out = self.num_bytes_in = 0
         self._device_blocks, self._device_slots = blocks, slots
         self.blocks = _rows_like(blocks, num_blocks)
@@ -117,13 +118,10 @@ class HostMemory:
             torch.cuda.current_stream(self._device_blocks.device).wait_stream(self._stream)
         self._is_copying = False
 
-    def _wipe_blocks(self, ids: IntArray) -> None:
+    def _wipe(self, name: str, ids: IntArray) -> None:
+        """Overwrite rows of `blocks` or `slots` with zeros."""
         self._wait()
-        self.blocks[torch.from_numpy(ids.astype(np.int64))] = 0
-
-    def _wipe_slots(self, ids: IntArray) -> None:
-        self._wait()
-        self.slots[torch.from_numpy(ids.astype(np.int64))] = 0
+        getattr(self, name)[torch.from_numpy(ids.astype(np.int64))] = 0
 
     def _wait(self) -> None:
         """Wait on the host for all copies: it writes the memory itself."""

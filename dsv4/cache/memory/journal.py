@@ -90,19 +90,34 @@ class Journal:
         if self._change is not None:
             self._change.undo.append((undo, args))
 
-    def note_rows(self, array: NDArray[Any], index: Any) -> None:
-        """Note the elements of an array that change next."""
+    def set_rows(self, array: NDArray[Any], index: Any, values: Any) -> None:
+        """Note elements of an array, then change them."""
         if self._change is not None:
             old = np.array(array[index])
             self._change.undo.append((array.__setitem__, (index, old)))
+        array[index] = values
 
     def note_attribute(self, owner: object, name: str) -> None:
         """Note an attribute that changes next."""
         if self._change is not None:
             self._change.undo.append((setattr, (owner, name, getattr(owner, name))))
 
-    def note_item(self, items: dict[Any, Any], key: Hashable) -> None:
-        """Note an item of a dict that changes next, appears or goes."""
+    def set_attribute(self, owner: object, name: str, value: Any) -> None:
+        """Note an attribute, then change it."""
+        self.note_attribute(owner, name)
+        setattr(owner, name, value)
+
+    def set_item(self, items: dict[Any, Any], key: Hashable, value: Any) -> None:
+        """Note an item of a dict, then change or add it."""
+        self._note_item(items, key)
+        items[key] = value
+
+    def drop_item(self, items: dict[Any, Any], key: Hashable) -> None:
+        """Note an item of a dict, then remove it, if it is there."""
+        self._note_item(items, key)
+        items.pop(key, None)
+
+    def _note_item(self, items: dict[Any, Any], key: Hashable) -> None:
         if self._change is not None:
             self._change.undo.append((_put_back, (items, key, items.get(key, _MISSING))))
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.cache.memory.byte_rows import byte_rows
-from dsv4.cache.memory.layout import CacheLayout
+from dsv4.cache.memory.layout import CacheLayout, byte_rows
 from dsv4.formats import PagedRows
 from dsv4.kernels.layer_memory import LayerLayout
 

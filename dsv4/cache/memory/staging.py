@@ -1,23 +1,11 @@
 """`Staging`: carries a plan to a device with memory of its own, without waiting for it."""
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from dsv4.cache.memory.arrays import IntArray
 
 NUM_BUFFERS = 4
-
-
-class Event(Protocol):
-    """A mark in a device's queue, like `torch.cuda.Event`."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
 
 
 class Staging:
@@ -49,35 +37,19 @@ class PinnedStaging(Staging):
         if not copied.query():
             copied.synchronize()
         buffer.numpy()[:] = values
-        self._start_copy(buffer)
-        copied.record()
+        self._start_copy(buffer, copied)
         self._next = (self._next + 1) % NUM_BUFFERS
 
     def _allocate(self) -> Tensor:
         return torch.empty(self.target.shape, dtype=self.target.dtype, pin_memory=True)
 
-    def _new_event(self) -> Event:
-        return _DeviceEvent(self.target.device)
+    def _new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
 
-    def _start_copy(self, buffer: Tensor) -> None:
+    def _start_copy(self, buffer: Tensor, copied: torch.cuda.Event) -> None:
         self.target.copy_(buffer, non_blocking=True)
-
-
-class _DeviceEvent:
-    """An event on the current stream of one device, even if another device is current."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._event = torch.cuda.Event()
-
-    def record(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._device))
-
-    def query(self) -> bool:
-        return bool(self._event.query())
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
+        # Another device may be the current one.
+        copied.record(torch.cuda.current_stream(self.target.device))
 
 
 def staging_for(device: torch.device) -> type[Staging] | None:

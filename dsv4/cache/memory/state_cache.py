@@ -9,10 +9,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.cache.memory.byte_rows import byte_rows
-from dsv4.cache.memory.layout import CacheLayout
+from dsv4.cache.memory.layout import CacheLayout, byte_rows
 from dsv4.checks import check_int
 from dsv4.formats import PagedRows
+
+
+def _series(name: str, part: int, series: str) -> property:
+    """Make the property of one series of a tail: its kv is part 0, its gate part 1."""
+
+    def view(state: "LayerState") -> Tensor:
+        tail: Tensor | None = getattr(state, name)
+        if tail is None:
+            raise ValueError(f"This layer has no {name}")
+        width = state.ring.format.dim if name == "tail" else tail.shape[-1] // 2
+        has_b = tail.shape[-1] > width
+        if series == "b" and not has_b:
+            raise ValueError("Only a CSA layer has a series the next window reads")
+        start = width if series == "a" and has_b else 0
+        return tail[:, :, part, start : start + width]
+
+    return property(view)
 
 
 @dataclass(frozen=True)
@@ -48,48 +64,10 @@ class LayerState:
         """`[max_requests, ring_rows, scales]`: the multipliers that restore a value."""
         return self.ring.field("scale")
 
-    @property
-    def tail_ka(self) -> Tensor:
-        return self._series("tail", 0, "a")
-
-    @property
-    def tail_za(self) -> Tensor:
-        return self._series("tail", 1, "a")
-
-    @property
-    def tail_kb(self) -> Tensor:
-        return self._series("tail", 0, "b")
-
-    @property
-    def tail_zb(self) -> Tensor:
-        return self._series("tail", 1, "b")
-
-    @property
-    def index_tail_ka(self) -> Tensor:
-        return self._series("index_tail", 0, "a")
-
-    @property
-    def index_tail_za(self) -> Tensor:
-        return self._series("index_tail", 1, "a")
-
-    @property
-    def index_tail_kb(self) -> Tensor:
-        return self._series("index_tail", 0, "b")
-
-    @property
-    def index_tail_zb(self) -> Tensor:
-        return self._series("index_tail", 1, "b")
-
-    def _series(self, name: str, part: int, series: str) -> Tensor:
-        tail: Tensor | None = getattr(self, name)
-        if tail is None:
-            raise ValueError(f"This layer has no {name}")
-        width = self.ring.format.dim if name == "tail" else tail.shape[-1] // 2
-        has_b = tail.shape[-1] > width
-        if series == "b" and not has_b:
-            raise ValueError("Only a CSA layer has a series the next window reads")
-        start = width if series == "a" and has_b else 0
-        return tail[:, :, part, start : start + width]
+    tail_ka, tail_za = _series("tail", 0, "a"), _series("tail", 1, "a")
+    tail_kb, tail_zb = _series("tail", 0, "b"), _series("tail", 1, "b")
+    index_tail_ka, index_tail_za = _series("index_tail", 0, "a"), _series("index_tail", 1, "a")
+    index_tail_kb, index_tail_zb = _series("index_tail", 0, "b"), _series("index_tail", 1, "b")
 
 
 class StateCachePool:

@@ -146,8 +146,8 @@ class _Record(NamedTuple):
 
 
 @dataclass
-class _Counts:
-    """Records given to the store, and those that were not."""
+class WriteCounts:
+    """Records given to the store, and those that left the device before or were refused."""
 
     num_given: int = 0
     num_skipped: int = 0
@@ -188,6 +188,7 @@ class DiskTier:
 
     Attributes:
         num_loaded_tokens: Tokens of blocks that were read and adopted.
+        counts: Records that were written.
     """
 
     def __init__(
@@ -207,21 +208,11 @@ class DiskTier:
         self._staging = host.new_rows(max(checkpoints.blocks_each, num_rows))
         self._waiting: deque[tuple[PrefixNode, bool]] = deque()  # with whether its checkpoint is
         self._prefetches: dict[Prefetch, None] = {}
-        self._counts, self._jobs = _Counts(), _Jobs()
+        self.counts, self._jobs = WriteCounts(), _Jobs()
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="dsv4-prefix-find")
         self._thread = Thread(target=self._jobs.run, name="dsv4-prefix-disk", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
-
-    @property
-    def num_given(self) -> int:
-        """Records given to the store."""
-        return self._counts.num_given
-
-    @property
-    def num_skipped(self) -> int:
-        """Records that left the device before they were copied, or that the store refused."""
-        return self._counts.num_skipped
 
     @property
     def num_damaged(self) -> int:
@@ -250,7 +241,7 @@ class DiskTier:
             if len(mine) < len(sources):
                 break
             self._waiting.popleft()
-            self._counts.num_skipped += not sources
+            self.counts.num_skipped += not sources
             rows += mine
             for piece, (source, row) in enumerate(zip(sources, mine, strict=True)):
                 target = self._staging[row, : len(source)]
@@ -260,7 +251,7 @@ class DiskTier:
                 records.append(_Record(kind, node.digest, target, num_tokens))
         if copies:
             event = self._host.copy_away(copies)
-            run = partial(_put, event, self._records, records, self._counts)
+            run = partial(_put, event, self._records, records, self.counts)
             self._jobs.put(_Job(rows, run))
 
     def _sources(self, node: PrefixNode, is_checkpoint: bool) -> Sequence[Tensor]:
@@ -304,8 +295,7 @@ class DiskTier:
             return None
         with self._journal:
             prefetch = Prefetch(wanted, self._host.block_owners.acquire(num_blocks))
-            self._journal.note_item(self._prefetches, prefetch)
-            self._prefetches[prefetch] = None
+            self._journal.set_item(self._prefetches, prefetch, None)
             self._journal.after_commit(self._start, prefetch)
             return prefetch
 
@@ -397,8 +387,7 @@ class DiskTier:
 
     def _forget(self, prefetch: Prefetch, unused: list[int]) -> None:
         self._host.block_owners.release(np.array(unused, dtype=np.int32))
-        self._journal.note_item(self._prefetches, prefetch)
-        del self._prefetches[prefetch]
+        self._journal.drop_item(self._prefetches, prefetch)
 
     def cancel_prefetches(self) -> None:
         """Give up all prefetches, and their blocks on the host."""
@@ -436,7 +425,7 @@ def _put(
     after: torch.cuda.Event | None,
     records: BoundStore,
     staged: Sequence[_Record],
-    counts: _Counts,
+    counts: WriteCounts,
 ) -> None:
     """Give the store copies of staging rows, after the copies to them."""
     num_given = 0

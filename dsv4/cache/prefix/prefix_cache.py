@@ -170,10 +170,6 @@ class PrefixCache:
             raise TypeError(f"Invalid salt: expected bytes, got {type(salt).__name__}")
         return Prompt(root_digest(self._config.format_fingerprint, salt), as_token_ids(token_ids))
 
-    def find(self, prompt: Prompt) -> ResumePoint:
-        """Find the best point to resume a prompt at; one token is left to run."""
-        return self.choose_start(self.find_blocks(prompt))
-
     def choose_start(self, path: list[PrefixNode]) -> ResumePoint:
         """Choose the point with the fewest tokens to run: a checkpoint, or the start of a halo.
 
@@ -264,7 +260,7 @@ class PrefixCache:
         Raises:
             OutOfBlocksError: There would not be so many. No request was changed.
         """
-        if self.tier is not None and self.tree.num_host_room < num_blocks:
+        if self.tier is not None and self.tree.count_host_room() < num_blocks:
             self.tier.cancel_prefetches()
         self.tree.make_host_room(num_blocks)
 
@@ -277,8 +273,9 @@ class PrefixCache:
         self.num_host_hit_tokens += num_on_host
 
     def match(self, prompt: Prompt) -> PrefixMatch:
-        """Count the tokens that `find` finds."""
-        (num_tokens, _, path), block_tokens = self.find(prompt), self._config.block_tokens
+        """Count the tokens that are found now; one is left to run."""
+        num_tokens, _, path = self.choose_start(self.find_blocks(prompt))
+        block_tokens = self._config.block_tokens
         num_host = sum(node.block < 0 for node in path)
         owners = self._blocks.num_owners
         num_unused = sum(owners[node.block] == 1 for node in path if node.block >= 0)
@@ -297,8 +294,7 @@ class PrefixCache:
 
     def track(self, slot: int, request: TrackedRequest, ids: IntArray) -> None:
         """Track a request in a slot that was not tracked."""
-        self._journal.note_item(self.requests, slot)
-        self.requests[slot] = request
+        self._journal.set_item(self.requests, slot, request)
         self.ids.append(np.array([slot]), ids, np.array([len(ids)]))
         self.has_news = True
         self._update(slot)
@@ -318,8 +314,7 @@ class PrefixCache:
         for slot in slots[known == 0].tolist():
             if slot not in self.requests:
                 root = root or root_digest(self._config.format_fingerprint, b"")
-                self._journal.note_item(self.requests, slot)
-                self.requests[slot] = TrackedRequest(root)
+                self._journal.set_item(self.requests, slot, TrackedRequest(root))
         self.ids.append(slots, ids, counts)
         self.has_news = True
 
@@ -372,12 +367,12 @@ class PrefixCache:
         count = min(len(chosen), self._checkpoints.num_free, max_checkpoints)
         self.num_skipped_checkpoints += len(chosen) - count
         taken = self._checkpoints.acquire(count).tolist()
-        self._journal.note_attribute(self, "_planned")
-        self._planned = [
+        planned = [
             PlannedCheckpoint(*point, checkpoint)
             for point, checkpoint in zip(chosen[:count], taken, strict=True)
         ]
-        return [(each.row, each.boundary, each.checkpoint) for each in self._planned]
+        self._journal.set_attribute(self, "_planned", planned)
+        return [(each.row, each.boundary, each.checkpoint) for each in planned]
 
     def end_checkpoints(self, *, is_done: bool) -> None:
         """The forward that was to take them is over: they are pending, or were not taken."""
@@ -388,8 +383,7 @@ class PrefixCache:
                 self.add_pending(planned.slot, planned.boundary, planned.checkpoint)
             else:
                 self._checkpoints.release(np.array([planned.checkpoint]))
-        self._journal.note_attribute(self, "_planned")
-        self._planned = []
+        self._journal.set_attribute(self, "_planned", [])
 
     def add_pending(self, slot: int, boundary: int, checkpoint: int) -> None:
         """Give a request the checkpoint of a boundary; its node, if that is published."""
@@ -398,8 +392,7 @@ class PrefixCache:
         if num_blocks <= len(request.nodes):
             self._give_checkpoint(request, num_blocks, checkpoint)
             return
-        self._journal.note_item(pending, boundary)
-        pending[boundary] = checkpoint
+        self._journal.set_item(pending, boundary, checkpoint)
         self._update(slot)
 
     def publish(self, lengths: Int64Array) -> None:
@@ -463,8 +456,7 @@ class PrefixCache:
         limit = num_blocks * self._config.block_tokens
         for boundary in [each for each in pending if each > limit]:
             self._checkpoints.release(np.array([pending[boundary]]))
-            self._journal.note_item(pending, boundary)
-            del pending[boundary]
+            self._journal.drop_item(pending, boundary)
         self._update(slot)
 
     def copy(self, slot: int, fork: int) -> None:
@@ -483,8 +475,7 @@ class PrefixCache:
         slots = np.array(tracked)
         self.cut(slots, np.zeros(len(slots), dtype=np.int64))
         for slot in tracked:
-            self._journal.note_item(self.requests, slot)
-            del self.requests[slot]
+            self._journal.drop_item(self.requests, slot)
 
     def _publish(self, slots: Int64Array, first: Int64Array, last: Int64Array) -> None:
         """Publish these blocks of each slot, and the checkpoints at their ends."""
@@ -521,8 +512,7 @@ class PrefixCache:
             if request.pending:
                 self._publish_checkpoints(slot, request, end)
         self._blocks.share(np.array(taken, dtype=np.int32))
-        self._journal.note_rows(self._num_published, slots)
-        self._num_published[slots] = last
+        self._journal.set_rows(self._num_published, slots, last)
 
     def _tell(self, slot: int, nodes: list[PrefixNode], first: int) -> None:
         """Tell of blocks that a request has published, from the first one that was not there."""
@@ -537,8 +527,7 @@ class PrefixCache:
         pending, block_tokens = request.pending, self._config.block_tokens
         for boundary in [each for each in pending if each <= num_final * block_tokens]:
             checkpoint = pending[boundary]
-            self._journal.note_item(pending, boundary)
-            del pending[boundary]
+            self._journal.drop_item(pending, boundary)
             self._give_checkpoint(request, boundary // block_tokens, checkpoint)
         self._update(slot)
 
@@ -567,8 +556,7 @@ class PrefixCache:
             (self._num_pending, len(request.pending)),
             (self._last_use, max(request.uses, default=0)),
         ):
-            self._journal.note_rows(array, slot)
-            array[slot] = value
+            self._journal.set_rows(array, slot, value)
 
 
 def _shorten_lists(lists: list[list[PrefixNode]], lengths: list[int]) -> None:

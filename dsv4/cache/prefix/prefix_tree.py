@@ -56,6 +56,7 @@ class PrefixTree:
         retention: The order in which things go.
         num_evicted_blocks, num_evicted_checkpoints: Those that had to leave the device.
         num_lost_blocks: Blocks that left device and host.
+        num_host_blocks: Blocks that are on the host alone.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PrefixTree:
         )
         self.holds_blocks_on_host = True
         self._is_mine: BoolArray = np.zeros(blocks.num_blocks, dtype=np.bool_)
-        self._num_on_host = 0  # nodes on the host alone
+        self.num_host_blocks = 0
         self._num_kept = 0  # those of them that swapped requests need
         self._num_reserved = 0  # nodes on the device that may need room on the host
         self._on_device: dict[PrefixNode, None] = {}  # nodes with a checkpoint there
@@ -91,11 +92,6 @@ class PrefixTree:
     def num_blocks(self) -> int:
         """Blocks on the device that the tree owns."""
         return int(np.count_nonzero(self._is_mine))
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks that are on the host alone."""
-        return self._num_on_host
 
     @property
     def num_checkpoints(self) -> int:
@@ -110,13 +106,6 @@ class PrefixTree:
     def num_evictable(self) -> int:
         """Blocks on the device that nobody else owns."""
         return int(np.count_nonzero(self._is_mine & (self._blocks.num_owners == 1)))
-
-    @property
-    def num_host_room(self) -> int:
-        """Blocks on the host that are free, or can be, for others than swapped requests."""
-        droppable = self._num_on_host - self._num_kept
-        droppable += len(self._on_host) * self._checkpoints.blocks_each
-        return self._num_host_free + droppable
 
     @property
     def _num_host_free(self) -> int:
@@ -145,15 +134,13 @@ class PrefixTree:
         """
         node = self.nodes.get(digest)
         if node is None:
-            depth = 1 if parent is None else parent.depth + 1
-            node = PrefixNode(digest, parent, depth, block, last_used=self.retention.clock)
+            node = self._new_node(digest, parent, block, -1)
             added.append(node)
             self.nodes[digest] = node
             self._is_mine[block] = True
             if parent is not None:
                 parent.children[digest] = node
                 parent.num_device_children += 1
-                parent.had_children = True
         elif node.block < 0:
             self._put_on_device(node, block)
         else:
@@ -162,21 +149,24 @@ class PrefixTree:
 
     def add_on_host(self, digest: bytes, parent: PrefixNode | None, host_block: int) -> PrefixNode:
         """Return a new node, for a block of the host that becomes the tree's."""
-        depth = 1 if parent is None else parent.depth + 1
-        node = PrefixNode(
-            digest, parent, depth, host_block=host_block, last_used=self.retention.clock
-        )
+        node = self._new_node(digest, parent, -1, host_block)
         self._note_counts()
-        self._journal.note_item(self.nodes, digest)
-        self.nodes[digest] = node
+        self._journal.set_item(self.nodes, digest, node)
         self._count(node, 1)
         if parent is not None:
-            self._journal.note_item(parent.children, digest)
-            parent.children[digest] = node
-            parent.had_children = True
+            self._journal.set_item(parent.children, digest, node)
         self._note_stored([node], HOST)
         self._enqueue(node)
         return node
+
+    def _new_node(
+        self, digest: bytes, parent: PrefixNode | None, block: int, host_block: int
+    ) -> PrefixNode:
+        depth = 1
+        if parent is not None:
+            depth, parent.had_children = parent.depth + 1, True
+        clock = self.retention.clock
+        return PrefixNode(digest, parent, depth, block, host_block, last_used=clock)
 
     def _forget(self, added: list[PrefixNode]) -> None:
         for node in reversed(added):
@@ -195,10 +185,8 @@ class PrefixTree:
         if node.checkpoint >= 0:
             self._checkpoints.release(np.array([checkpoint]))
         else:
-            self._note_checkpoint(node)
-            node.checkpoint, node.added = checkpoint, self.retention.clock
-            is_on_host = self._checkpoints.is_on_host(checkpoint)
-            (self._on_host if is_on_host else self._on_device)[node] = None
+            self._set_checkpoint(node, checkpoint)
+            node.added = self.retention.clock
         self._enqueue(node)
 
     def use_checkpoint(self, node: PrefixNode, *, is_last: bool) -> int:
@@ -249,22 +237,20 @@ class PrefixTree:
                 break
             with self._journal:
                 if has_room:
-                    self._move_checkpoint_to_host(node)
+                    self._set_checkpoint(node, self._checkpoints.move_to_host(node.checkpoint))
+                    self._enqueue(node)
                 else:
                     self._drop_checkpoint(node)
             self.num_evicted_checkpoints += 1
 
-    def _move_checkpoint_to_host(self, node: PrefixNode) -> None:
-        self._note_checkpoint(node)
-        node.checkpoint = self._checkpoints.move_to_host(node.checkpoint)
-        del self._on_device[node]
-        self._on_host[node] = None
-        self._enqueue(node)
-
-    def _note_checkpoint(self, node: PrefixNode) -> None:
-        self._journal.note_attribute(node, "checkpoint")
-        for nodes in (self._on_device, self._on_host):
-            self._journal.note_item(nodes, node)
+    def _set_checkpoint(self, node: PrefixNode, checkpoint: int) -> None:
+        """Give a node a checkpoint in place of its own; -1 for none."""
+        self._journal.set_attribute(node, "checkpoint", checkpoint)
+        self._journal.drop_item(self._on_device, node)
+        self._journal.drop_item(self._on_host, node)
+        if checkpoint >= 0:
+            is_on_host = self._checkpoints.is_on_host(checkpoint)
+            self._journal.set_item(self._on_host if is_on_host else self._on_device, node, None)
 
     def touch(self, node: PrefixNode) -> None:
         """Note that a request used this block, and those before it, until now."""
@@ -356,13 +342,13 @@ class PrefixTree:
         self, num_blocks: int, key: float, kept: Collection[PrefixNode] = ()
     ) -> bool:
         """Drop things of smaller keys on the host until so many blocks are free for others."""
-        staying = self._count_staying(kept)
+        staying = self.count_host_room() - self.count_host_room(kept)
 
         def is_worthless(parent: PrefixNode) -> bool:
             """It is worth nothing without the leaf after it."""
             return parent.block < 0 and not parent.num_swapped and parent not in kept
 
-        while self._num_host_free < num_blocks <= self.num_host_room - staying:
+        while self._num_host_free < num_blocks <= self.count_host_room() - staying:
             node = self._pop(self._host_things, self._can_leave_host, self.nodes.values(), kept)
             if node is None:
                 break
@@ -377,13 +363,15 @@ class PrefixTree:
                     self._drop_checkpoint(node)
         return self._num_host_free >= num_blocks
 
-    def count_host_room(self, kept: Collection[PrefixNode]) -> int:
-        """Count blocks on the host that are free, or can be, beside those of some nodes."""
-        return self.num_host_room - self._count_staying(kept)
+    def count_host_room(self, kept: Collection[PrefixNode] = ()) -> int:
+        """Count blocks on the host that are free, or can be, for others than swapped requests.
 
-    def _count_staying(self, kept: Collection[PrefixNode]) -> int:
-        staying = sum(node.host_block >= 0 and not node.num_swapped for node in kept)
-        return staying + self._checkpoints.blocks_each * sum(node in self._on_host for node in kept)
+        Those of the nodes that are kept, and of their checkpoints, stay.
+        """
+        blocks = self.num_host_blocks - self._num_kept
+        blocks -= sum(node.host_block >= 0 and not node.num_swapped for node in kept)
+        checkpoints = len(self._on_host) - sum(node in self._on_host for node in kept)
+        return self._num_host_free + blocks + checkpoints * self._checkpoints.blocks_each
 
     def make_room_for_new(
         self, num_blocks: int, path: Sequence[PrefixNode], *, depth: int, has_checkpoint: bool
@@ -422,9 +410,8 @@ class PrefixTree:
         """Count one swapped request more, or less, that needs these nodes."""
         self._note_counts()
         for node in nodes:
-            self._journal.note_attribute(node, "num_swapped")
             self._count(node, -1)
-            node.num_swapped += change
+            self._journal.set_attribute(node, "num_swapped", node.num_swapped + change)
             self._count(node, 1)
             self._enqueue(node)
 
@@ -437,7 +424,7 @@ class PrefixTree:
         if not self._make_host_room(num_blocks, math.inf):
             free = max(0, self._num_host_free)
             raise OutOfBlocksError(
-                num_blocks, free, max(0, self.num_host_room - free),
+                num_blocks, free, max(0, self.count_host_room() - free),
                 total=self._host_blocks.num_blocks, kind="host blocks",
             )  # fmt: skip
 
@@ -450,7 +437,7 @@ class PrefixTree:
         ids = {node.host_block for node in on_host}
         kept = sum(node.num_swapped > 0 for node in on_host)
         reserved = sum(node.num_swapped > 0 <= node.block for node in self.nodes.values())
-        counts = (self._num_on_host, self._num_kept, self._num_reserved)
+        counts = (self.num_host_blocks, self._num_kept, self._num_reserved)
         if len(ids) != len(on_host) or counts != (len(on_host), kept, reserved):
             raise IntegrityError("Prefix tree: its nodes and its blocks on the host differ")
         if reserved > self._host_blocks.num_free:
@@ -515,15 +502,11 @@ class PrefixTree:
             queue.push(node)
         return found
 
-    def _update_keys(self, node: PrefixNode) -> None:
-        """Give a node its keys of now; its block is needed by others after it on the host."""
-        node.key = node.block_key = self.retention.key_of(node)
-        if node.children and not node.num_device_children:
-            others = (child.block_key for child in node.children.values())
-            node.block_key = max(node.key, *others)
-
     def _enqueue(self, node: PrefixNode) -> None:
-        self._update_keys(node)
+        """Give a node its keys of now, and queue it wherever it can go."""
+        node.key = node.block_key = self.retention.key_of(node)
+        if node.children and not node.num_device_children:  # on the host, they need its block
+            node.block_key = max(node.key, *(each.block_key for each in node.children.values()))
         if node.is_device_leaf:
             self._leaves.push(node)
         if node in self._on_device:
@@ -538,36 +521,31 @@ class PrefixTree:
         self.events.note_stored(digests, None if parent is None else parent.digest, medium=medium)
 
     def _put_on_device(self, node: PrefixNode, block: int) -> None:
-        journal, parent = self._journal, node.parent
-        journal.note_attribute(node, "block")
-        journal.note_rows(self._is_mine, block)
         self._note_counts()
         self._count(node, -1)
         if node.host_block >= 0:
-            journal.note_attribute(node, "host_block")
             self._host_blocks.release(np.array([node.host_block]))
-            node.host_block = -1
+            self._journal.set_attribute(node, "host_block", -1)
             self.events.note_removed([node.digest], medium=HOST)
-        node.block = block
-        self._is_mine[block] = True
+        self._set_device_block(node, block)
         self._count(node, 1)
-        if parent is not None:
-            journal.note_attribute(parent, "num_device_children")
-            parent.num_device_children += 1
         node.last_used = self.retention.clock  # its user queues it once it goes
 
     def _take_off_device(self, node: PrefixNode) -> None:
-        journal, parent = self._journal, node.parent
-        journal.note_attribute(node, "block")
-        journal.note_rows(self._is_mine, node.block)
         self._note_counts()
         self._count(node, -1)
-        self._is_mine[node.block] = False
-        node.block = -1
+        self._set_device_block(node, -1)
+        if node.parent is not None:
+            node.parent.last_used = max(node.parent.last_used, node.last_used)
+
+    def _set_device_block(self, node: PrefixNode, block: int) -> None:
+        """Give a node a block on the device, or take its own away: -1."""
+        journal, parent, is_there = self._journal, node.parent, block >= 0
+        journal.set_rows(self._is_mine, block if is_there else node.block, is_there)
+        journal.set_attribute(node, "block", block)
         if parent is not None:
-            journal.note_attribute(parent, "num_device_children")
-            parent.num_device_children -= 1
-            parent.last_used = max(parent.last_used, node.last_used)
+            count = parent.num_device_children + (1 if is_there else -1)
+            journal.set_attribute(parent, "num_device_children", count)
 
     def _put_on_host(self, nodes: Sequence[PrefixNode], blocks: IntArray) -> None:
         """Copy evicted nodes to the host, where there is room for them."""
@@ -575,8 +553,7 @@ class PrefixTree:
             return
         targets = self._host_blocks.acquire(len(nodes))
         for node, target in zip(nodes, targets.tolist(), strict=True):
-            self._journal.note_attribute(node, "host_block")
-            node.host_block = target
+            self._journal.set_attribute(node, "host_block", target)
             self._count(node, 1)
             self._enqueue(node)
         self._note_stored(nodes[::-1], HOST)
@@ -594,15 +571,12 @@ class PrefixTree:
             assert not node.children, node.digest
             self.retention.remember(node)
             self._count(node, -1)
-            self._journal.note_attribute(node, "host_block")
-            node.host_block = -1
+            self._journal.set_attribute(node, "host_block", -1)
             if node.checkpoint >= 0:
                 self._drop_checkpoint(node)
-            self._journal.note_item(self.nodes, node.digest)
-            del self.nodes[node.digest]
+            self._journal.drop_item(self.nodes, node.digest)
             if node.parent is not None:
-                self._journal.note_item(node.parent.children, node.digest)
-                del node.parent.children[node.digest]
+                self._journal.drop_item(node.parent.children, node.digest)
         self.num_lost_blocks += len(nodes)
         self._host_blocks.release(np.array(host_blocks, dtype=np.int32))
         if nodes and nodes[-1].parent is not None:
@@ -610,11 +584,8 @@ class PrefixTree:
 
     def _drop_checkpoint(self, node: PrefixNode) -> None:
         """Give up a checkpoint; the one before it takes its uses over, if it was superseded."""
-        self._note_checkpoint(node)
         self._checkpoints.release(np.array([node.checkpoint]))
-        node.checkpoint = -1
-        self._on_device.pop(node, None)
-        self._on_host.pop(node, None)
+        self._set_checkpoint(node, -1)
         if node.children:
             node.num_uses = 0
             return
@@ -633,11 +604,11 @@ class PrefixTree:
         if node.block >= 0:
             self._num_reserved += is_needed
         elif node.host_block >= 0:
-            self._num_on_host += sign
+            self.num_host_blocks += sign
             self._num_kept += is_needed
 
     def _note_counts(self) -> None:
-        for name in ("_num_on_host", "_num_kept", "_num_reserved"):
+        for name in ("num_host_blocks", "_num_kept", "_num_reserved"):
             self._journal.note_attribute(self, name)
 
 

@@ -159,7 +159,11 @@ class RecordFiles:
 
 def _write_all(handle: int, views: list[memoryview]) -> None:
     while views:
-        _advance(views, os.writev(handle, views[:_MAX_BUFFERS]))
+        num_written = os.writev(handle, views[:_MAX_BUFFERS])
+        while views and num_written >= views[0].nbytes:
+            num_written -= views.pop(0).nbytes
+        if num_written:
+            views[0] = views[0][num_written:]
 
 
 def _read_all(path: Path, into: memoryview, flags: int) -> None:
@@ -182,14 +186,6 @@ def _read_all(path: Path, into: memoryview, flags: int) -> None:
             position += num_read
     finally:
         os.close(handle)
-
-
-def _advance(views: list[memoryview], num_bytes: int) -> None:
-    """Drop the first bytes of a list of views."""
-    while views and num_bytes >= views[0].nbytes:
-        num_bytes -= views.pop(0).nbytes
-    if num_bytes:
-        views[0] = views[0][num_bytes:]
 
 
 def _is_address(name: str) -> bool:

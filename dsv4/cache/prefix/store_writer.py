@@ -185,7 +185,9 @@ class StoreWriter:
                 self._index.note_uses([*batch.used, *known])
             new = [record for record in new if record.address not in known]
             if new:
-                self._make_room(sum(file_bytes(record.num_bytes) for record in new))
+                needed = sum(file_bytes(record.num_bytes) for record in new)
+                for address in self._index.make_room(needed, self._max_bytes):
+                    self._files.remove(address)
                 written = [record for record in new if self._write(record)]
                 self._index.add(
                     (record.address, file_bytes(record.num_bytes)) for record in written
@@ -197,10 +199,6 @@ class StoreWriter:
         with self._changed:
             self.num_written += len(written)
             self.num_dropped += len(new) - len(written)
-
-    def _make_room(self, num_bytes: int) -> None:
-        for address in self._index.make_room(num_bytes, self._max_bytes):
-            self._files.remove(address)
 
     def _write(self, record: QueuedRecord) -> bool:
         try:

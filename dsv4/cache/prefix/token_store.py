@@ -43,8 +43,7 @@ class TokenStore:
         else:
             ends = counts.cumsum()
             self._ids[(first - ends + counts).repeat(counts) + np.arange(len(ids))] = ids
-        self._journal.note_rows(self.num_known, slots)
-        self.num_known[slots] = after
+        self._journal.set_rows(self.num_known, slots, after)
 
     def read(self, slot: int) -> IntArray:
         """Return a view of a slot's known ids, valid until the next `append`."""
@@ -58,8 +57,7 @@ class TokenStore:
     def cut(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Forget ids from these lengths on."""
         kept = np.minimum(self.num_known[slots], lengths)
-        self._journal.note_rows(self.num_known, slots)
-        self.num_known[slots] = kept
+        self._journal.set_rows(self.num_known, slots, kept)
 
     def _make_room(self, slots: Int64Array, room: Int64Array) -> None:
         """Move slots behind all others, where there is room for so many ids."""
@@ -71,11 +69,9 @@ class TokenStore:
         for slot, start in zip(slots.tolist(), starts.tolist(), strict=True):
             known = self.read(slot)
             self._ids[start : start + len(known)] = known
-        for array in (self._starts, self._room):
-            self._journal.note_rows(array, slots)
-        self._journal.note_attribute(self, "_end")
-        self._starts[slots], self._room[slots] = starts, room
-        self._end += total
+        self._journal.set_rows(self._starts, slots, starts)
+        self._journal.set_rows(self._room, slots, room)
+        self._journal.set_attribute(self, "_end", self._end + total)
 
     def _compact(self, slots: Int64Array, room: Int64Array) -> None:
         """Move all slots to a larger array without the gaps between them."""
@@ -86,9 +82,8 @@ class TokenStore:
         for slot in np.flatnonzero(self.num_known).tolist():
             known = self.read(slot)
             ids[starts[slot] : starts[slot] + len(known)] = known
-        for name in ("_ids", "_starts", "_room", "_end"):
-            self._journal.note_attribute(self, name)
-        self._ids, self._starts, self._room, self._end = ids, starts, rooms, end
+        for name, value in ("_ids", ids), ("_starts", starts), ("_room", rooms), ("_end", end):
+            self._journal.set_attribute(self, name, value)
 
 
 def as_token_ids(values: TokenIds) -> IntArray:

@@ -256,14 +256,14 @@ def committed_table() -> LaunchTable:
 
 def parse_table(listed: ListedTable) -> LaunchTable:
     """Make launches of a table; tests check the sizes and numbers of the committed one."""
+
+    def parse(work: str, *, up_to: int | None, **fields: Any) -> LaunchStep[Any]:
+        return LaunchStep(up_to, WORKS[work](**fields))
+
     return {
-        name: {work: tuple(_parse_step(work, **step) for step in works[work]) for work in works}
+        name: {work: tuple(parse(work, **step) for step in works[work]) for work in works}
         for name, works in listed.items()
     }
-
-
-def _parse_step(work: str, *, up_to: int | None, **fields: Any) -> LaunchStep[Any]:
-    return LaunchStep(up_to, WORKS[work](**fields))
 
 
 def format_table(listed: ListedTable) -> str:

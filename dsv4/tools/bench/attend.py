@@ -16,9 +16,8 @@ from dsv4.kernels.external.find import SparseDecode, load_flash_mla
 from dsv4.kernels.reference import addressing
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result
-from dsv4.tools.bench.environment import require_cuda
+from dsv4.tools.bench.environment import report_comparison, require_cuda, try_load
 from dsv4.tools.bench.external import flashmla
-from dsv4.tools.bench.external.comparison import report_comparison, try_load
 from dsv4.tools.bench.external.flashmla import SparsePrefill, load_flash_mla_prefill
 from dsv4.tools.bench.requests import fill_rows, manager_for, open_requests, plan_tokens
 from dsv4.tools.console import track

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
-from dsv4.kernels.backends import load_backend
+from dsv4.kernels import ops
 from dsv4.kernels.contracts import AttentionResult
 from dsv4.kernels.layer_memory import existing
 from dsv4.kernels.reference import addressing
@@ -77,9 +77,9 @@ def attend(
         tokens = tokens._replace(
             positions=tokens.positions[queries], request_ids=tokens.request_ids[queries]
         )
-    return load_backend(backend).attend(
+    return ops.attend(
         query, case.sinks, handle.memory, rows, tokens,
-        max_entries=case.num_entries, batch_invariant=batch_invariant,
+        max_entries=case.num_entries, batch_invariant=batch_invariant, backend=backend,
     )  # fmt: skip
 
 

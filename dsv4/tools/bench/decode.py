@@ -18,7 +18,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.config import CacheConfig
-from dsv4.kernels.backends import load_backend
+from dsv4.kernels import ops
 from dsv4.kernels.contracts import AttentionResult, LayerProjections, LayerWeights, Selection
 from dsv4.testing import model_weights, move_to, random_projections
 from dsv4.tools.bench import timing
@@ -207,10 +207,11 @@ def check_attention(
     first = {handle.layer.attention_type: handle.layer.layer_idx for handle in reversed(handles)}
     for kind, idx in first.items():
         handle, selection, inputs = handles[idx], selections[idx], case.inputs[idx]
-        expected = load_backend("reference").attend(
+        expected = ops.attend(
             inputs.query, case.weights[idx].sinks, handle.memory,
             None if selection is None else selection.rows, handle.tokens,
             max_entries=handle.plan.max_entries(kind.ratio), batch_invariant=False,
+            backend="reference",
         ).output  # fmt: skip
         if not is_close(_attend(handle, case, selection).output, expected):
             raise RuntimeError(

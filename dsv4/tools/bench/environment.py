@@ -1,13 +1,17 @@
-"""The machine and the versions of a measurement."""
+"""The machine and the versions of a measurement, and the projects that it is compared with."""
 
 import platform
 import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 import dsv4
+
+_Kernels = TypeVar("_Kernels")
 
 
 def environment() -> dict[str, str]:
@@ -27,6 +31,20 @@ def require_cuda(bench: str) -> None:
     """Refuse a bench that needs a GPU if there is none."""
     if not torch.cuda.is_available():
         raise RuntimeError(f"dsv4 bench {bench} needs a CUDA device, and there is none")
+
+
+def try_load(load: Callable[[], _Kernels]) -> tuple[_Kernels | None, str]:
+    """Load external kernels; if they are missing, return None and the reason."""
+    try:
+        return load(), ""
+    except ImportError as error:
+        return None, str(error)
+
+
+def report_comparison(compare: bool, problems: Mapping[str, str]) -> dict[str, Any]:
+    """Report each project as compared, or the reason why not; empty without --compare."""
+    states = {name: problem or "compared" for name, problem in problems.items()}
+    return {"peers": states} if compare else {}
 
 
 def _commit() -> str:

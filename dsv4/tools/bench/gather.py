@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import CacheConfig
-from dsv4.kernels.backends import Backend, load_backend
+from dsv4.kernels import ops
 from dsv4.kernels.contracts import Gathered
 from dsv4.tools.bench import requests, timing
 from dsv4.tools.bench.environment import require_cuda
@@ -28,7 +28,7 @@ class _Case(NamedTuple):
     """A gather of a layer, by backend and layer index; list_bytes name one of its rows."""
 
     name: str
-    gather: Callable[[Backend, int], Gathered]
+    gather: Callable[[str, int], Gathered]
     num_rows: int
     list_bytes: int = 0
 
@@ -40,10 +40,9 @@ def bench_gather() -> dict[str, Any]:
 
 
 def _measure(case: _Case) -> dict[str, Any]:
-    backends = load_backend("triton"), load_backend("reference")
-    if not are_same(*(case.gather(backend, NUM_LAYERS - 1) for backend in backends)):
+    if not are_same(*(case.gather(name, NUM_LAYERS - 1) for name in ("triton", "reference"))):
         raise RuntimeError(f"{case.name}: the values differ from the reference's; nothing is timed")
-    gather = partial(case.gather, backends[0])
+    gather = partial(case.gather, "triton")
 
     def gather_layers() -> None:
         outputs = [gather(layer_idx) for layer_idx in range(NUM_LAYERS)]
@@ -89,15 +88,19 @@ def _cases() -> list[_Case]:
     windows = _last_step((0,) * NUM_LAYERS, WINDOW_BATCH, WINDOW_TOKENS)
     rows = {shape: [random_rows(shape) for _ in handles] for shape in LISTED}
 
-    def gather_listed(shape: tuple[int, int], backend: Backend, layer_idx: int) -> Gathered:
-        return backend.gather_compressed_kv(handles[layer_idx].memory, rows[shape][layer_idx])
+    def gather_listed(shape: tuple[int, int], backend: str, layer_idx: int) -> Gathered:
+        memory = handles[layer_idx].memory
+        return ops.gather_compressed_kv(memory, rows[shape][layer_idx], backend=backend)
 
-    def gather_all(backend: Backend, layer_idx: int) -> Gathered:
+    def gather_all(backend: str, layer_idx: int) -> Gathered:
         memory, tokens = handles[layer_idx].memory, handles[layer_idx].tokens
-        return backend.gather_all_compressed_kv(memory, tokens, max_entries=REQUEST_TOKENS // 4)
+        return ops.gather_all_compressed_kv(
+            memory, tokens, max_entries=REQUEST_TOKENS // 4, backend=backend
+        )
 
-    def gather_windows(backend: Backend, layer_idx: int) -> Gathered:
-        return backend.gather_swa_kv(windows[layer_idx].memory, windows[layer_idx].tokens)
+    def gather_windows(backend: str, layer_idx: int) -> Gathered:
+        handle = windows[layer_idx]
+        return ops.gather_swa_kv(handle.memory, handle.tokens, backend=backend)
 
     all_name = f"all entries of {NUM_REQUESTS} requests of {REQUEST_TOKENS} tokens"
     num_window_rows = WINDOW_BATCH * windows[0].window.window

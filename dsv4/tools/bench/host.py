@@ -56,7 +56,10 @@ def _time_steps(num_requests: int, num_steps: int) -> dict[str, list[float]]:
     manager = _manager(num_requests, num_steps)
     times: dict[str, list[float]] = {name: [] for name in TARGETS_US}
     slots = np.arange(num_requests)
-    _fill(manager, slots, manager.config.block_tokens + np.arange(num_requests))
+    lengths, rng = manager.config.block_tokens + slots, np.random.default_rng(0)
+    for length in lengths.tolist():
+        manager.resume_request(rng.integers(0, VOCABULARY, length))
+    manager.prepare_forward(slots, np.zeros_like(slots), lengths).complete()
     for step in range(num_steps + 50):
         parts = _step(manager, slots, seed=step)
         if step >= 50:  # the first steps warm the CPU's caches
@@ -90,14 +93,6 @@ def _manager(num_requests: int, num_steps: int) -> KVCacheManager:
     # On a GPU the copies of fixed state cost the host nothing.
     manager._books.checkpoints.save = lambda *_: None  # type: ignore[method-assign]
     return manager
-
-
-def _fill(manager: KVCacheManager, slots: Any, lengths: Any) -> None:
-    """Open requests of these lengths, all with tokens of their own."""
-    rng = np.random.default_rng(0)
-    for length in lengths.tolist():
-        manager.resume_request(rng.integers(0, VOCABULARY, length))
-    manager.prepare_forward(slots, np.zeros_like(slots), lengths).complete()
 
 
 def _step(

@@ -10,13 +10,15 @@ from torch import Tensor
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import CacheConfig
 from dsv4.formats import IndexFormatName
-from dsv4.kernels.contracts import Selection
+from dsv4.kernels.external import deepgemm
 from dsv4.kernels.external.find import PagedLogits, load_deep_gemm
 from dsv4.kernels.index_scratch import IndexScratch
 from dsv4.kernels.layer_memory import existing
+from dsv4.kernels.reference import indexer as reference
+from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
+from dsv4.kernels.triton import chunk_scores, indexer, topk
 from dsv4.tools.bench import requests, timing
-from dsv4.tools.bench.environment import require_cuda
-from dsv4.tools.bench.external.comparison import report_comparison, try_load
+from dsv4.tools.bench.environment import report_comparison, require_cuda, try_load
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import SGLangQuery, SGLangTopk
 from dsv4.tools.console import track, working
@@ -106,8 +108,6 @@ def index_case(
     device: str = "cuda",
 ) -> IndexCase:
     """Plan the last step_tokens of each request; the last token sees num_entries keys."""
-    from dsv4.kernels.triton import indexer
-
     config = CacheConfig.v4_flash(
         compress_ratios=(RATIO,) * NUM_LAYERS, num_query_heads=1, index_format=name
     )
@@ -137,8 +137,6 @@ def index_case(
 
 def measure_prefill(name: IndexFormatName, num_entries: int = CHUNK_ENTRIES) -> dict[str, Any]:
     """Time a chunk of CHUNK_TOKENS queries: its scores alone, and the whole index."""
-    from dsv4.kernels.triton import chunk_scores, indexer
-
     case = index_case(name, num_entries, 1, step_tokens=CHUNK_TOKENS)
     check_scores(case)
     handle = case.handles[0]
@@ -175,8 +173,6 @@ def measure_prefill(name: IndexFormatName, num_entries: int = CHUNK_ENTRIES) -> 
 
 def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
     """Prepare as many queries as the workspace holds."""
-    from dsv4.kernels.triton import indexer
-
     indexer.prepare_queries(
         case.query, case.head_weights, case.scratch, handle.memory, handle.tokens,
         range(case.scratch.num_rows),
@@ -185,8 +181,6 @@ def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
 
 def score_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
     """Score every entry of a layer for as many tokens as the workspace holds."""
-    from dsv4.kernels.triton import indexer
-
     indexer.score_entries(
         case.scratch, handle.memory, handle.tokens, range(case.scratch.num_rows),
         num_heads=case.query.shape[1], max_entries=case.num_entries,
@@ -211,8 +205,6 @@ def _measure(
 
 def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
     """Microseconds of DeepGEMM's scores, layers rotating; queries and schedule are made before."""
-    from dsv4.kernels.external import deepgemm
-
     prepare_queries(case, case.handles[0])
     if logits.set_overlap is not None:
         logits.set_overlap(True)  # programmatic dependent launch, as vLLM has it
@@ -241,8 +233,6 @@ def _compare(row: dict[str, Any], calls: SGLangQuery | SGLangTopk) -> dict[str, 
 
 def _measure_topk(case: IndexCase) -> dict[str, Any]:
     """Time top-k of normal scores; the mean over several draws."""
-    from dsv4.kernels.triton import indexer, topk
-
     handle, scratch, tokens = case.handles[0], case.scratch, range(len(case.query))
     chosen = indexer.empty_selection(len(tokens), handle.config.index_topk, case.query.device)
 
@@ -256,7 +246,11 @@ def _measure_topk(case: IndexCase) -> dict[str, Any]:
     for _ in range(NUM_DRAWS):
         case.scratch.scores.normal_()
         choose(0)
-        _check_chosen(case, chosen)
+        counts = torch.full_like(chosen.counts, case.num_entries).long()
+        scores = scratch.scores[:, : case.num_entries]
+        want = reference.select_topk(scores, counts, chosen.entry_idx.shape[1])
+        if not torch.equal(chosen.entry_idx.long(), want):
+            raise RuntimeError("The chosen entries differ from the reference's; nothing is timed")
         times.append(timing.time_warm(choose))
     num_bytes = len(case.query) * case.num_entries * 4
     mean = statistics.mean(times)
@@ -283,9 +277,6 @@ def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> No
 
     `run` returns the last layer's scores; the default is our own kernel.
     """
-    from dsv4.kernels.reference import indexer as reference
-    from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
-
     handle = case.handles[-1]
     prepare_queries(case, handle)
     if run is None:
@@ -304,14 +295,3 @@ def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> No
     got = scores[first, newest]
     if not (got - want).abs().max() <= SCORE_ERROR * want.abs().max():
         raise RuntimeError("The scores differ from the reference's; nothing is timed")
-
-
-def _check_chosen(case: IndexCase, chosen: Selection) -> None:
-    """Refuse to time a top-k that differs from the reference's."""
-    from dsv4.kernels.reference.indexer import select_topk
-
-    scores = case.scratch.scores[:, : case.num_entries]
-    counts = torch.full_like(chosen.counts, case.num_entries).long()
-    want = select_topk(scores, counts, chosen.entry_idx.shape[1])
-    if not torch.equal(chosen.entry_idx.long(), want):
-        raise RuntimeError("The chosen entries differ from the reference's; nothing is timed")

@@ -48,7 +48,10 @@ def _time_plans(
             if step >= 50:  # the first steps warm the CPU's caches
                 times[name].append(elapsed)
                 num_new_blocks += plan.num_new_blocks
-            _check(manager, before)
+            positions = manager.device_memory.plan_buffers.host["positions"][:num_requests]
+            needed = blocks_for(manager.config, manager.lengths)
+            if positions.tolist() != before or (manager._books.requests.num_blocks != needed).any():
+                raise RuntimeError("The plan is wrong; its time is not reported")
     return times, num_new_blocks
 
 
@@ -65,11 +68,3 @@ def _filled(config: CacheConfig, num_requests: int) -> KVCacheManager:
     lengths = list(range(1, num_requests + 1))
     prepare_forward(manager, slots, [0] * num_requests, lengths).complete()
     return manager
-
-
-def _check(manager: KVCacheManager, before: list[int]) -> None:
-    """Refuse to time a plan that is wrong."""
-    positions = manager.device_memory.plan_buffers.host["positions"][: len(before)]
-    needed = blocks_for(manager.config, manager.lengths)
-    if positions.tolist() != before or (manager._books.requests.num_blocks != needed).any():
-        raise RuntimeError("The plan is wrong; its time is not reported")

@@ -45,7 +45,7 @@ def bench_prefix(
     return {
         "num_tokens": num_tokens,
         "num_hit_tokens": num_hit_tokens,
-        "checkpoint_bytes": manager.device_memory.checkpoints.storage.shape[1],
+        "checkpoint_bytes": manager.device_memory.checkpoints.shape[1],
         "best_us": {name: min(values) for name, values in times.items()},
         **summarize(times),
         "target_us": {"hit_without_copy": HIT_TARGET_US, "hash_of_a_block": HASH_TARGET_US},

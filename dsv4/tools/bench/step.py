@@ -49,7 +49,10 @@ def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
 def _time_host(num_requests: int, num_steps: int) -> dict[str, Any]:
     """Time the host's part of each step: the plan, the replay, and both."""
     config = CacheConfig.v4_flash()
-    manager = _filled(config, num_requests, num_steps)
+    longest = LONGEST_START + NUM_WARMUP_STEPS + num_steps
+    manager = manager_for(config, num_requests, longest, device=DEVICE, backend="triton")
+    for idx in range(num_requests):
+        extend(manager, manager.open_request(), idx % LONGEST_START + 1)
     inputs = decode_inputs(config, num_requests, DEVICE)
     forward = CapturedForward(manager, _write_step(config, inputs), batch=num_requests)
     slots = list(range(num_requests))
@@ -64,15 +67,6 @@ def _time_host(num_requests: int, num_steps: int) -> dict[str, Any]:
             times[part].append(elapsed)
     manager.check_integrity()
     return summarize({name: values[NUM_WARMUP_STEPS:] for name, values in times.items()})
-
-
-def _filled(config: CacheConfig, num_requests: int, num_steps: int) -> KVCacheManager:
-    """Make a manager with requests of 1, 2, 3, ... tokens, and room for all steps."""
-    longest = LONGEST_START + NUM_WARMUP_STEPS + num_steps
-    manager = manager_for(config, num_requests, longest, device=DEVICE, backend="triton")
-    for idx in range(num_requests):
-        extend(manager, manager.open_request(), idx % LONGEST_START + 1)
-    return manager
 
 
 def _write_step(

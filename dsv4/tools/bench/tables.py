@@ -1,14 +1,13 @@
 """Results of the benches for reading: tables, and sentences below them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from dsv4.tools.console import make_table
+from dsv4.tools.console import Columns, build_table
 
 Result = Mapping[str, Any]
-Columns = Sequence[tuple[str, str]]  # headings and cell templates
 
 
 class Listing(NamedTuple):
@@ -50,6 +49,7 @@ LISTINGS = (
     Listing("disk", "{num_records:,} records of {record_bytes:,} bytes, read in turn with dd "
             "(target {target} of dd)", (
         ("", "{name}"), ("median GB/s", "{median:.2f}"), ("of dd", "{ratio:.2f}"),
+        ("CPU s a GB", "{cpu_s_per_gb:.2f}"),
     ), num_left=1),
     Listing("trace", "Found of the prompt tokens: {file}, requests {first} to {last}", (
         ("blocks", "{size}"), ("policy", "{policy}"), ("bound", "{bound:.2%}"),
@@ -70,7 +70,7 @@ LISTINGS = (
         ("median GB/s", "{median_gb_per_s:.1f}"),
     ), num_left=2),
     Listing("write", "One layer's writes in a decode step, microseconds", (
-        ("layer", "{type}{closes}"), ("batch", "{batch}"), ("warm", "{warm_us:.2f}"),
+        ("layer", "{layer}"), ("batch", "{batch}"), ("warm", "{warm_us:.2f}"),
         ("rotating, 43 layers", "{rotating_us:.2f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
     ), external={"sglang_us": "SGLang"}),
     Listing("write", "One layer's writes of a prefill, microseconds", (
@@ -134,8 +134,8 @@ PER_CACHE = ("step_us", "speedup", "attention_us", "attention_speedup")
 def show(name: str, result: Result) -> Shown:
     """Show the result of a bench: its tables, then sentences."""
     prepare = {
-        "trace": _prepare_trace, "write": _prepare_write, "step": _prepare_step,
-        "transformers": _prepare_transformers, "engine": _prepare_engine, "tune": _prepare_tune,
+        "trace": _prepare_trace, "step": _prepare_step, "transformers": _prepare_transformers,
+        "engine": _prepare_engine, "tune": _prepare_tune,
     }.get(name)  # fmt: skip
     ready = {**result, "times": _times(result), **(prepare(result) if prepare else {})}
     tables = [
@@ -149,24 +149,6 @@ def show(name: str, result: Result) -> Shown:
         if listing.bench == name
     ]  # fmt: skip
     return Shown(tables, [*ready.get("sentences", ()), *_missing(result)])
-
-
-def build_table(
-    title: str, rows: Iterable[Result], columns: Columns, *, num_left: int = 0,
-    caption: str | None = None,
-) -> Table:  # fmt: skip
-    """Build a table from rows; the first `num_left` columns are aligned left."""
-    headings = [heading for heading, _ in columns]
-    cells = [[_cell(template, row) for _, template in columns] for row in rows]
-    return make_table(title, headings, cells, num_left=num_left, caption=caption)
-
-
-def _cell(template: str, row: Result) -> str:
-    """Fill a template; a dash if the row lacks its number."""
-    try:
-        return template.format_map(row)
-    except KeyError:
-        return "-"
 
 
 def _external_columns(result: Result, headings: Mapping[str, str]) -> Columns:
@@ -222,11 +204,6 @@ def _prepare_trace(result: Result) -> dict[str, Any]:
     ]
     last = result["first"] + result["num_requests"] - 1
     return {"rows": rows, "last": last, "sentences": sentences}
-
-
-def _prepare_write(result: Result) -> dict[str, Any]:
-    closes = {True: " closing", False: ""}
-    return {"rows": [{**row, "closes": closes[row["closing"]]} for row in result["rows"]]}
 
 
 def _prepare_step(result: Result) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from dsv4.kernels.contracts import LayerProjections, LayerWeights, LayerWrites
 from dsv4.layer_schedule import AttentionType
 from dsv4.testing import model_projections, model_weights, move_to
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.environment import require_cuda
-from dsv4.tools.bench.external.comparison import report_comparison, try_load
+from dsv4.tools.bench.environment import report_comparison, require_cuda, try_load
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import complex_frequencies
 from dsv4.tools.bench.external.sglang_write import SGLangLayer, check_sglang
@@ -64,6 +63,7 @@ def _step_row(
     kind: AttentionType, is_closing: bool, batch: int, sglang: SGLangKernels | None
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
+        "layer": f"{kind.name} closing" if is_closing else kind.name,
         "type": kind.name,
         "closing": is_closing,
         "batch": batch,
@@ -81,13 +81,15 @@ def _step_row(
 
 
 def _prefill_row(kind: AttentionType) -> dict[str, Any]:
-    """Time a chunk's writes from position 0, layers rotating."""
+    """Time a chunk's writes from position 0: BF16 projections in, rows and entries out."""
     config = write_config(kind, num_layers=NUM_PREFILL_LAYERS)
+    num_entries = PREFILL_TOKENS // kind.ratio if kind.ratio else 0
+    num_bytes = PREFILL_TOKENS * (WINDOW_BYTES + WIDTHS[kind] * 4) + num_entries * ENTRY_BYTES[kind]
     return {
         "type": kind.name,
         "tokens": PREFILL_TOKENS,
         "us": _time(write_case(config, [0], [PREFILL_TOKENS])),
-        "floor_us": timing.floor_us(_prefill_bytes(kind)),
+        "floor_us": timing.floor_us(num_bytes),
     }
 
 
@@ -168,13 +170,6 @@ def _step_bytes(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
         num_earlier = {AttentionType.CSA: 7 * (512 + 128), AttentionType.HCA: 127 * 512}[kind]
         total += num_earlier * 8 + ENTRY_BYTES[kind]
     return batch * total
-
-
-def _prefill_bytes(kind: AttentionType) -> int:
-    """Count the bytes that a prefill must move: BF16 projections in, rows and entries out."""
-    num_entries = PREFILL_TOKENS // kind.ratio if kind.ratio else 0
-    per_token = WINDOW_BYTES + WIDTHS[kind] * 4
-    return PREFILL_TOKENS * per_token + num_entries * ENTRY_BYTES[kind]
 
 
 def _check_bytes(kind: AttentionType) -> None:

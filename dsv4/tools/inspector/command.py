@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4.layer_schedule import AttentionType
-from dsv4.tools.console import make_table
+from dsv4.tools.console import build_table
 from dsv4.tools.inspector.report import RequestInspector
 from dsv4.tools.inspector.selections import RUN_FILES, LayerSelections, read_selections
 from dsv4.tools.outputs import add_force
@@ -18,6 +18,18 @@ from dsv4.tools.planner.sizes import format_bytes
 STYLE: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
 TAIL_NAMES = {"float32": "fp32", "bfloat16": "bf16"}
 ENTRY_NAMES = {"entries": "entry", "index keys": "index key"}
+PART_COLUMNS = (
+    ("layer", "{layer}"), ("part", "{part}"), ("format", "{format}"), ("rows", "{rows:,}"),
+    ("least", "{minimum:.3g}"), ("largest", "{maximum:.3g}"), ("zero", "{zero_rate:.2%}"),
+    ("satu-\nrated", "{saturation_rate:.2%}"), ("not\nfinite", "{not_finite:,}"),
+    ("rms\nerror", "{relative_rms_error:.2%}"),
+)  # fmt: skip
+SELECTION_COLUMNS = (
+    ("layer", "{layer}"), ("tokens", "{tokens:,}"), ("entries", "{entries:,}"),
+    ("chosen\na token", "{chosen_per_token:.1f}"), ("never\nchosen", "{never_chosen:.2%}"),
+    ("in newest\nquarter", "{in_newest_quarter:.2%}"),
+    ("kept from\ntoken before", "{kept_from_token_before:.2%}"),
+)  # fmt: skip
 MAX_PROBLEMS = 20  # printed problems; the JSON has all of them
 
 
@@ -73,7 +85,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     console.print()
     console.print(_part_table(report))
     if report["selections"]:
-        console.print(_selection_table(report["selections"]))
+        rows = report["selections"]
+        console.print(build_table("What top-k chose", rows, SELECTION_COLUMNS, missing="", **STYLE))
     for sentence in _problem_lines(report["problems"]):
         console.print(sentence, highlight=False)
 
@@ -102,49 +115,19 @@ def _sentences(report: dict[str, Any]) -> list[str]:
 
 
 def _part_table(report: dict[str, Any]) -> Table:
-    parts = [part for layer in report["layers"] for part in layer["parts"]]
-    has_errors = any(part["relative_rms_error"] is not None for part in parts)
-    headings = ["layer", "part", "format", "rows", "least", "largest", "zero", "satu-\nrated",
-                "not\nfinite", *["rms\nerror"] * has_errors]  # fmt: skip
-    rows = []
-    for layer in report["layers"]:
-        for number, part in enumerate(layer["parts"]):
-            name = "" if number else f"{layer['layer']} {layer['type']}"
-            row = [
-                name,
-                part["part"],
-                part["format"] or TAIL_NAMES[report["tail_dtype"]],
-                f"{part['rows']:,}",
-                _cell(part["minimum"], ".3g"),
-                _cell(part["maximum"], ".3g"),
-                _cell(part["zero_rate"], ".2%"),
-                _cell(part["saturation_rate"], ".2%"),
-                f"{part['nan'] + part['inf']:,}",
-            ]
-            rows.append(row + [_cell(part["relative_rms_error"], ".2%")] * has_errors)
-    return make_table("Rows by layer", headings, rows, num_left=3, **STYLE)
-
-
-def _cell(value: float | None, spec: str) -> str:
-    return "" if value is None else format(value, spec)
-
-
-def _selection_table(selections: list[dict[str, Any]]) -> Table:
-    headings = ("layer", "tokens", "entries", "chosen\na token", "never\nchosen",
-                "in newest\nquarter", "kept from\ntoken before")  # fmt: skip
     rows = [
-        (
-            str(layer["layer"]),
-            f"{layer['tokens']:,}",
-            f"{layer['entries']:,}",
-            _cell(layer["chosen_per_token"], ".1f"),
-            _cell(layer["never_chosen"], ".2%"),
-            _cell(layer["in_newest_quarter"], ".2%"),
-            _cell(layer["kept_from_token_before"], ".2%"),
-        )
-        for layer in selections
+        {
+            **part,
+            "layer": "" if number else f"{layer['layer']} {layer['type']}",
+            "format": part["format"] or TAIL_NAMES[report["tail_dtype"]],
+            "not_finite": part["nan"] + part["inf"],
+        }
+        for layer in report["layers"]
+        for number, part in enumerate(layer["parts"])
     ]
-    return make_table("What top-k chose", headings, rows, num_left=0, **STYLE)
+    has_errors = any(row["relative_rms_error"] is not None for row in rows)
+    columns = PART_COLUMNS if has_errors else PART_COLUMNS[:-1]
+    return build_table("Rows by layer", rows, columns, num_left=3, missing="", **STYLE)
 
 
 def _problem_lines(problems: list[dict[str, Any]]) -> list[str]:

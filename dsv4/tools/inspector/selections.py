@@ -71,8 +71,14 @@ class SelectionRecorder:
         self._steps.setdefault(layer_idx, []).append(step)
 
     def selections(self) -> dict[int, LayerSelections]:
-        """Return the recorded selections, by layer."""
-        return {idx: _in_order(steps) for idx, steps in sorted(self._steps.items())}
+        """Return the recorded selections, by layer; the last step of a position counts."""
+        selections = {}
+        for idx, steps in sorted(self._steps.items()):
+            positions, entries = (torch.cat(parts) for parts in zip(*steps, strict=True))
+            last = {position: row for row, position in enumerate(positions.tolist())}
+            rows = torch.tensor([last[position] for position in sorted(last)], dtype=torch.int64)
+            selections[idx] = LayerSelections(positions[rows], entries[rows])
+        return selections
 
     def save(self, path: FilePath) -> None:
         """Save the recorded selections, whole or not at all."""
@@ -97,15 +103,6 @@ class _WatchedHandle(LayerCacheHandle):
             self.layer.layer_idx, self.positions[is_mine], selection.entry_idx[is_mine]
         )
         return selection
-
-
-def _in_order(steps: list[LayerSelections]) -> LayerSelections:
-    """Join steps in the order of positions; the last step of a position counts."""
-    positions = torch.cat([step.positions for step in steps])
-    entries = torch.cat([step.entries for step in steps])
-    last = {position: row for row, position in enumerate(positions.tolist())}
-    rows = torch.tensor([last[position] for position in sorted(last)], dtype=torch.int64)
-    return LayerSelections(positions[rows], entries[rows])
 
 
 def read_selections(path: FilePath) -> dict[int, LayerSelections]:

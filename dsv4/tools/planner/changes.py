@@ -4,7 +4,7 @@ They are ordered by their cost: first those that store the same values, then oth
 smaller load, then more hardware.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from dsv4.formats import BYTE_ALIGN, INDEX_FORMATS, KV_FORMATS
 from dsv4.tools.planner.memory_plan import MemoryPlan, largest
 
 RANKS = (2, 4, 8, 16, 32, 64)
+KINDS = ("page_align", "chunk", "drafts", "index_format", "tails", "kv_format")
 
 
 class Change(NamedTuple):
@@ -36,21 +37,20 @@ def find_changes(plan: MemoryPlan) -> list[Change]:
 
 
 def _choices(plan: MemoryPlan) -> Iterator[Change]:
-    kinds = [_page_align, _chunk, _drafts, _index_format, _tails, _kv_format]
-    changes = [change for kind in kinds if (change := _least(plan, kind(plan))) is not None]
+    changes = [change for kind in KINDS if (change := _least(plan, kind)) is not None]
     yield from changes
     if len(changes) > 1 and not any(change.plan.fits for change in changes):
         together = plan
-        for kind in kinds:
-            change = _least(together, kind(together))
+        for kind in KINDS:
+            change = _least(together, kind)
             together = together if change is None else change.plan
         yield Change("all of these together", together)
 
 
-def _least(plan: MemoryPlan, candidates: Iterable[Change]) -> Change | None:
+def _least(plan: MemoryPlan, kind: str) -> Change | None:
     """Return the first candidate that fits, else the smallest; None if none is below `plan`."""
     smallest: Change | None = None
-    for change in candidates:
+    for change in _candidates(plan, kind):
         if change.plan.fits:
             return change
         best = plan if smallest is None else smallest.plan
@@ -59,48 +59,38 @@ def _least(plan: MemoryPlan, candidates: Iterable[Change]) -> Change | None:
     return smallest
 
 
-def _with_config(plan: MemoryPlan, **choices: Any) -> MemoryPlan:
-    return replace(plan, config=replace(plan.config, **choices))
-
-
-def _page_align(plan: MemoryPlan) -> Iterator[Change]:
-    if plan.config.page_align > BYTE_ALIGN:
-        text = f"page_align {BYTE_ALIGN} (enough on Hopper; FlashMLA on Blackwell needs 576)"
-        yield Change(text, _with_config(plan, page_align=BYTE_ALIGN))
-
-
-def _chunk(plan: MemoryPlan) -> Iterator[Change]:
-    def chunked(tokens: int) -> MemoryPlan:
-        return replace(plan, max_forward_tokens=tokens)
-
+def _candidates(plan: MemoryPlan, kind: str) -> Iterator[Change]:
+    """Yield the changes of a kind, the smallest first."""
     config = plan.config
-    # At least one decode step of all requests, and a chunk of one block.
-    least = max(plan.num_requests * (config.drafts_per_step + 1), config.block_tokens)
-    tokens = largest(lambda number: chunked(number).fits, at_most=plan.max_forward_tokens)
-    if tokens >= least:
-        yield Change(f"prefill chunks of at most {tokens:,} tokens", chunked(tokens))
 
+    def choose(what: str, **choices: Any) -> Change:
+        return Change(what, replace(plan, config=replace(config, **choices)))
 
-def _drafts(plan: MemoryPlan) -> Iterator[Change]:
-    for drafts in range(plan.config.drafts_per_step - 1, -1, -1):
-        yield Change(f"{drafts} drafts a step", _with_config(plan, drafts_per_step=drafts))
-
-
-def _index_format(plan: MemoryPlan) -> Iterator[Change]:
-    for name in _smaller(plan.config, "index_format"):
-        changed = _with_config(plan, index_format=name, index_global_scale=None)
-        yield Change(f"index keys in {name} instead of {plan.config.index_format}", changed)
-
-
-def _tails(plan: MemoryPlan) -> Iterator[Change]:
-    if plan.config.tail_dtype != "bfloat16":
-        yield Change("tails in bfloat16", _with_config(plan, tail_dtype="bfloat16"))
-
-
-def _kv_format(plan: MemoryPlan) -> Iterator[Change]:
-    for name in _smaller(plan.config, "kv_format"):
-        changed = _with_config(plan, kv_format=name)
-        yield Change(f"KV rows in {name} instead of {plan.config.kv_format}", changed)
+    if kind == "page_align" and config.page_align > BYTE_ALIGN:
+        text = f"page_align {BYTE_ALIGN} (enough on Hopper; FlashMLA on Blackwell needs 576)"
+        yield choose(text, page_align=BYTE_ALIGN)
+    elif kind == "chunk":
+        # At least one decode step of all requests, and a chunk of one block.
+        least = max(plan.num_requests * (config.drafts_per_step + 1), config.block_tokens)
+        tokens = largest(
+            lambda number: replace(plan, max_forward_tokens=number).fits,
+            at_most=plan.max_forward_tokens,
+        )
+        if tokens >= least:
+            shorter = replace(plan, max_forward_tokens=tokens)
+            yield Change(f"prefill chunks of at most {tokens:,} tokens", shorter)
+    elif kind == "drafts":
+        for drafts in range(config.drafts_per_step - 1, -1, -1):
+            yield choose(f"{drafts} drafts a step", drafts_per_step=drafts)
+    elif kind == "tails" and config.tail_dtype != "bfloat16":
+        yield choose("tails in bfloat16", tail_dtype="bfloat16")
+    elif kind == "index_format":
+        for name in _smaller(config, kind):
+            text = f"index keys in {name} instead of {config.index_format}"
+            yield choose(text, index_format=name, index_global_scale=None)
+    elif kind == "kv_format":
+        for name in _smaller(config, kind):
+            yield choose(f"KV rows in {name} instead of {config.kv_format}", kv_format=name)
 
 
 def _smaller(config: CacheConfig, field: str) -> list[str]:

@@ -14,14 +14,19 @@ from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.tools.console import make_table
 from dsv4.tools.outputs import add_force
 from dsv4.tools.planner.changes import Change, find_changes
-from dsv4.tools.planner.gpus import GPU_BYTES, parse_gpu
 from dsv4.tools.planner.memory_plan import LIMITS, MemoryPlan, component_label
-from dsv4.tools.planner.sizes import format_bytes, parse_bytes, parse_tokens
+from dsv4.tools.planner.sizes import GPU_BYTES, format_bytes, parse_bytes, parse_gpu, parse_tokens
 
 PRESETS = {"v4-flash": CacheConfig.v4_flash, "v4-pro": CacheConfig.v4_pro}
 # Fields of a config that have an option; those of a plan are its `LIMITS`.
 CHOICES = ("kv_format", "index_format", "tail_dtype", "block_tokens", "page_align",
            "drafts_per_step")  # fmt: skip
+# Numbers of a plan that its JSON has under their own names.
+REPORTED = (
+    "context_tokens", "num_requests", "max_forward_tokens", "num_checkpoints", "undo_slots",
+    "num_ranks", "blocks_per_request", "gpu_bytes", "reserved_bytes", "cache_bytes", "free_bytes",
+    "fits", "max_requests", "max_blocks", "max_tokens",
+)  # fmt: skip
 MAX_NUMBER = 2**20  # of an option that counts things
 MAX_DIGITS, MAX_SHOWN = 18, 40
 # Choices that are valid for a model of any width.
@@ -136,18 +141,10 @@ def page_models(model: str) -> dict[str, CacheConfig]:
 
 def as_json(plan: MemoryPlan, *, model: str) -> dict[str, Any]:
     """Return all numbers of the plan; bytes are integers, except those per token."""
-    config = plan.config
     return {
         "model": model,
-        "context_tokens": plan.context_tokens,
-        "num_requests": plan.num_requests,
-        **{name: getattr(config, name) for name in CHOICES},
-        "max_forward_tokens": plan.max_forward_tokens,
-        "num_checkpoints": plan.num_checkpoints,
-        "undo_slots": plan.undo_slots,
-        "num_mtp_layers": config.num_mtp_layers,
-        "num_ranks": plan.num_ranks,
-        "blocks_per_request": plan.blocks_per_request,
+        **{name: getattr(plan.config, name) for name in (*CHOICES, "num_mtp_layers")},
+        **{name: getattr(plan, name) for name in REPORTED},
         "bytes_per_token": {
             name: {"payload": float(payload), "allocated": float(allocated)}
             for name, (payload, allocated) in plan.per_token().items()
@@ -156,15 +153,7 @@ def as_json(plan: MemoryPlan, *, model: str) -> dict[str, Any]:
         "bytes_shared": _sizes(plan.shared()),
         "bytes_of_all": _sizes(plan.memory),
         "one_request": plan.one_request()._asdict(),
-        "gpu_bytes": plan.gpu_bytes,
         "weights_bytes_per_rank": plan.rank_weights_bytes,
-        "reserved_bytes": plan.reserved_bytes,
-        "cache_bytes": plan.cache_bytes,
-        "free_bytes": plan.free_bytes,
-        "fits": plan.fits,
-        "max_requests": plan.max_requests,
-        "max_blocks": plan.max_blocks,
-        "max_tokens": plan.max_tokens,
         "max_context_tokens": plan.max_context,
         "changes": [
             {

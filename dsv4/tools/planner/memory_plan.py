@@ -4,6 +4,7 @@ Every byte comes from `Capacity.memory()`, which also sizes a manager. Nothing h
 or rows again.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -221,17 +222,9 @@ def component_label(name: str) -> str:
     return LABELS.get(name, name.replace("_", " "))
 
 
-def largest(fits: Callable[[int], bool], *, at_most: int | None = None) -> int:
+def largest(fits: Callable[[int], bool], *, at_most: int = MAX_BYTES) -> int:
     """Find the largest number from 1 on that fits, if all smaller ones fit; 0 if none does."""
-    good, bad = 0, 1
-    while (at_most is None or bad <= at_most) and fits(bad):
-        good, bad = bad, 2 * bad
-    if at_most is not None:
-        bad = min(bad, at_most + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+    return bisect_left(range(1, at_most + 1), True, key=lambda number: not fits(number))
 
 
 def _allocated(capacity: Capacity) -> int:

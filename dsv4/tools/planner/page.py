@@ -16,10 +16,9 @@ from dsv4.config import MAX_DRAFTS, TAIL_DTYPES, CacheConfig
 from dsv4.formats import BYTE_ALIGN
 from dsv4.kernels import index_scratch
 from dsv4.tools.planner.changes import row_bytes
-from dsv4.tools.planner.gpus import GPU_BYTES
 from dsv4.tools.planner.memory_plan import LIMITS, MemoryPlan, component_label
 from dsv4.tools.planner.plot import COLORS, component_groups
-from dsv4.tools.planner.sizes import short_bytes, short_tokens
+from dsv4.tools.planner.sizes import GPU_BYTES, short_bytes, short_tokens
 
 SUFFIXES = (".html", ".htm")
 

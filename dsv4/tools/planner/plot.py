@@ -6,6 +6,7 @@ from pathlib import Path
 from dsv4.tools.console import printable
 from dsv4.tools.outputs import check_picture
 from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, MemoryPlan
+from dsv4.tools.planner.sizes import short_tokens
 
 NUM_POINTS = 65
 GIB = 2**30
@@ -81,7 +82,7 @@ def plot_plan(plan: MemoryPlan, path: Path, *, title: str) -> None:
         )  # fmt: skip
     axes.set_xlim(contexts[0], contexts[-1])
     axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: _tokens_label(tokens)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: short_tokens(round(tokens))))
     axes.set_xticks([contexts[-1] * eighth // 8 for eighth in range(9)])
     axes.set_xlabel("tokens of each request")
     axes.set_ylabel("GiB on one GPU")
@@ -96,10 +97,3 @@ def _contexts(plan: MemoryPlan) -> list[int]:
     last = min(plan.config.max_position, max(2 * plan.context_tokens, 64 * step))
     inner = {last * point // (NUM_POINTS - 1) // step * step for point in range(1, NUM_POINTS)}
     return sorted({1, *inner, last} - {0})
-
-
-def _tokens_label(tokens: float) -> str:
-    whole = round(tokens)
-    if whole and whole % 2**20 == 0:
-        return f"{whole // 2**20}M"
-    return f"{whole / 2**10:g}k" if whole >= 2**10 else str(whole)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig
+from dsv4.kernels import ops
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.bench import attend, attend_case, index, timing, write
 from dsv4.tools.bench.attend import AttendShape, PrefillShape, count_visible, prefill_case
@@ -37,8 +38,8 @@ def small_attend(few_layers, monkeypatch):
     )
     monkeypatch.setattr(attend, "SHAPES", shapes)
     monkeypatch.setattr(attend, "DEVICE", "cpu")
-    load = attend_case.load_backend  # only the reference, since the interpreter is slow
-    monkeypatch.setattr(attend_case, "load_backend", lambda name: load("reference"))
+    load = ops.load_backend  # only the reference, since the interpreter is slow
+    monkeypatch.setattr(ops, "load_backend", lambda name: load("reference"))
 
 
 @pytest.fixture

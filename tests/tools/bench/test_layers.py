@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from dsv4.kernels.backends import load_backend
 from dsv4.tools.bench import gather, step, write
 from dsv4.tools.cli import main
 
@@ -61,14 +62,14 @@ def test_gather(small_gather, capsys):
 
 
 def test_a_gather_that_is_wrong_is_not_timed(small_gather, monkeypatch, capsys):
-    right = gather.load_backend("triton").gather_swa_kv
+    right = load_backend("triton").gather_swa_kv
 
     def wrong(memory, tokens):
         gathered = right(memory, tokens)
         gathered.values[-1, -1, -1] *= -1
         return gathered
 
-    monkeypatch.setattr(gather.load_backend("triton"), "gather_swa_kv", wrong)
+    monkeypatch.setattr(load_backend("triton"), "gather_swa_kv", wrong)
     assert main(["bench", "gather"]) == 1
     assert "windows of 2 requests: the values differ from the reference's" in (
         capsys.readouterr().err

@@ -13,10 +13,9 @@ from dsv4.config import CacheConfig
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.tools.cli import main
 from dsv4.tools.planner.command import PRESETS
-from dsv4.tools.planner.gpus import GPU_BYTES, parse_gpu
 from dsv4.tools.planner.memory_plan import MemoryPlan
 from dsv4.tools.planner.page import check_page
-from dsv4.tools.planner.sizes import parse_bytes, parse_tokens
+from dsv4.tools.planner.sizes import GPU_BYTES, parse_bytes, parse_gpu, parse_tokens
 from tests.browser import open_browser, set_width
 from tests.tools.planner.test_command import HF_CONFIG
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from dsv4.tools.planner.gpus import GPU_BYTES, parse_gpu
 from dsv4.tools.planner.sizes import (
+    GPU_BYTES,
     format_bytes,
     parse_bytes,
+    parse_gpu,
     parse_tokens,
     short_bytes,
     short_tokens,
