@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -115,8 +115,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _make_ratios(self)
         _check_numbers(self)
-        _check_widths(self)
-        _check_choices(self)
+        for problem in _problems(self):
+            raise ValueError(problem)
+        check_bool("index_hadamard", self.index_hadamard)
         _ = self.kv_row, self.index_row  # refuse unknown formats
 
     @cached_property
@@ -301,46 +302,37 @@ def _check_numbers(config: CacheConfig) -> None:
         _make_floats(config, "index_global_scale")
 
 
-def _check_widths(config: CacheConfig) -> None:
+def _problems(config: CacheConfig) -> Iterator[str]:
+    """Yield why widths and choices do not fit each other."""
     head_dim, rope_dim, index_dim = config.head_dim, config.rope_dim, config.index_head_dim
     if rope_dim % 8 or rope_dim >= head_dim or (head_dim - rope_dim) % 16:
-        raise ValueError(
+        yield (
             "Invalid rope_dim: expected a multiple of 8 below head_dim with head_dim - rope_dim "
             f"a multiple of 16, got rope_dim {rope_dim} and head_dim {head_dim}"
         )
     if index_dim % 32 or index_dim < rope_dim:
-        raise ValueError(
+        yield (
             "Invalid index_head_dim: expected a multiple of 32 and at least rope_dim "
             f"({rope_dim}), got {index_dim}"
         )
     if config.index_hadamard and index_dim & (index_dim - 1):
-        raise ValueError(
-            f"index_hadamard needs index_head_dim to be a power of two, got {index_dim}"
-        )
-    largest = max(config.compress_ratios)
+        yield f"index_hadamard needs index_head_dim to be a power of two, got {index_dim}"
+    largest, align = max(config.compress_ratios), config.page_align
     if largest and config.block_tokens % largest:
-        raise ValueError(
+        yield (
             f"Invalid block_tokens: expected a multiple of the largest ratio ({largest}), "
             f"got {config.block_tokens}"
         )
-    if config.page_align % BYTE_ALIGN:
-        raise ValueError(
-            f"Invalid page_align: expected a multiple of {BYTE_ALIGN}, got {config.page_align}"
-        )
-
-
-def _check_choices(config: CacheConfig) -> None:
+    if align % BYTE_ALIGN:
+        yield f"Invalid page_align: expected a multiple of {BYTE_ALIGN}, got {align}"
     if config.tail_dtype not in TAIL_DTYPES:
-        raise ValueError(
-            f"Unknown tail_dtype: expected one of {', '.join(TAIL_DTYPES)}, "
-            f"got {config.tail_dtype!r}"
-        )
+        known = ", ".join(TAIL_DTYPES)
+        yield f"Unknown tail_dtype: expected one of {known}, got {config.tail_dtype!r}"
     if config.index_global_scale is not None and config.index_format != "nvfp4":
-        raise ValueError(
+        yield (
             "index_global_scale is for index_format 'nvfp4' only, "
             f"got {config.index_global_scale!r} with {config.index_format!r}"
         )
-    check_bool("index_hadamard", config.index_hadamard)
 
 
 def _as_mapping(config: Any) -> Mapping[str, Any]:

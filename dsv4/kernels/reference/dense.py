@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4.config import CacheConfig
-from dsv4.formats import RowFormat
 from dsv4.kernels.contracts import (
     CompressorInputs,
     CompressorWeights,
+    IndexInputs,
     LayerProjections,
     LayerWeights,
 )
@@ -53,55 +54,104 @@ def dense_layer(
     config: CacheConfig,
 ) -> DenseLayer:
     """Run one layer over one sequence that starts at position 0."""
-    num_tokens = inputs.kv.shape[0]
-    positions = torch.arange(num_tokens, device=inputs.kv.device)
+    layer = _Layer(inputs, weights, rope, attention_type.ratio, config)
     normed = rms_norm(inputs.kv.float(), weights.kv_norm, config.rms_norm_eps)
-    window = encode(config.kv_row, rotate(normed, rope.cos[positions], rope.sin[positions]))
+    window = encode(config.kv_row, layer.rotated(normed, layer.positions))
     entries = index_keys = tails = index_tails = selected = None
-    ratio = attention_type.ratio
     if inputs.compressor is not None and weights.compressor is not None:
-        tails, values = _entries(inputs.compressor, weights.compressor, rope, ratio, config)
+        tails, values = layer.compress(inputs.compressor, weights.compressor)
         entries = encode(config.kv_row, values)
     if inputs.indexer is not None and weights.indexer is not None:
         index = CompressorInputs(inputs.indexer.kv, inputs.indexer.gate)
-        index_tails, keys = _entries(index, weights.indexer, rope, ratio, config)
+        index_tails, keys = layer.compress(index, weights.indexer)
         global_scale = config.index_global_scale
         scale = None if global_scale is None else keys.new_tensor(global_scale)
         keys = hadamard(keys) if config.index_hadamard else keys
         index_keys = encode(config.index_row, keys, global_scale=scale)
-        selected = _select(inputs, index_keys, positions, rope, ratio, config, scale)
-    output = _attend(inputs, weights, window, entries, selected, positions, rope, ratio, config)
+        selected = layer.select(inputs.indexer, index_keys, scale)
+    output = layer.attend(window, entries, selected)
     return DenseLayer(output, window, entries, index_keys, tails, index_tails, selected)
 
 
-def _entries(
-    inputs: CompressorInputs,
-    weights: CompressorWeights,
-    rope: RopeTable,
-    ratio: int,
-    config: CacheConfig,
-) -> tuple[CompressorInputs, Tensor]:
-    """Rows as a tail stores them, and entries `[n // ratio, dim]` before encoding."""
-    num_windows = inputs.kv.shape[0] // ratio
-    repeats = -(-inputs.kv.shape[0] // ratio)
-    bias = weights.position_bias.float().repeat(repeats, 1)[: inputs.kv.shape[0]]
-    stored = CompressorInputs(
-        round_to(inputs.kv, config.tail_torch_dtype),
-        round_to(inputs.gate.float() + bias, config.tail_torch_dtype),
-    )
-    kv, gate = (
-        rows[: num_windows * ratio].float().unflatten(0, (num_windows, ratio)) for rows in stored
-    )
-    is_present = torch.ones(num_windows, ratio, dtype=torch.bool, device=kv.device)
-    dim = weights.norm_weight.shape[0]
-    if kv.shape[-1] == 2 * dim:
-        kv, gate = (_with_previous(windows, dim) for windows in (kv, gate))
-        has_previous = torch.arange(num_windows, device=kv.device)[:, None] > 0
-        is_present = torch.cat((has_previous & is_present, is_present), dim=1)
-    pooled = pool_rows(kv, gate, is_present)
-    normed = rms_norm(pooled, weights.norm_weight, config.rms_norm_eps)
-    starts = torch.arange(num_windows, device=kv.device) * ratio
-    return stored, rotate(normed, rope.cos[starts], rope.sin[starts])
+class _Layer(NamedTuple):
+    """The inputs of a layer, and its steps over the whole sequence."""
+
+    inputs: LayerProjections
+    weights: LayerWeights
+    rope: RopeTable
+    ratio: int
+    config: CacheConfig
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.arange(len(self.inputs.kv), device=self.inputs.kv.device)
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        return rotate(x, self.rope.cos[positions], self.rope.sin[positions])
+
+    def compress(
+        self, inputs: CompressorInputs, weights: CompressorWeights
+    ) -> tuple[CompressorInputs, Tensor]:
+        """Rows as a tail stores them, and entries `[n // ratio, dim]` before encoding."""
+        num_tokens, ratio, dtype = len(inputs.kv), self.ratio, self.config.tail_torch_dtype
+        bias = weights.position_bias.float().repeat(-(-num_tokens // ratio), 1)[:num_tokens]
+        stored = CompressorInputs(
+            round_to(inputs.kv, dtype), round_to(inputs.gate.float() + bias, dtype)
+        )
+        num_windows = num_tokens // ratio
+        kv, gate = (
+            rows[: num_windows * ratio].float().unflatten(0, (num_windows, ratio))
+            for rows in stored
+        )
+        is_present = torch.ones(num_windows, ratio, dtype=torch.bool, device=kv.device)
+        dim = weights.norm_weight.shape[0]
+        if kv.shape[-1] == 2 * dim:
+            kv, gate = (_with_previous(windows, dim) for windows in (kv, gate))
+            has_previous = torch.arange(num_windows, device=kv.device)[:, None] > 0
+            is_present = torch.cat((has_previous & is_present, is_present), dim=1)
+        pooled = pool_rows(kv, gate, is_present)
+        normed = rms_norm(pooled, weights.norm_weight, self.config.rms_norm_eps)
+        return stored, self.rotated(normed, torch.arange(num_windows, device=kv.device) * ratio)
+
+    def select(self, index: IndexInputs, index_keys: EncodedRows, scale: Tensor | None) -> Tensor:
+        """Entries that each token selects, `[n, topk]`, -1 for none."""
+        config, positions = self.config, self.positions
+        keys = decode(config.index_row, index_keys, global_scale=scale)
+        query = index_query(
+            index.query, config.index_row, positions, self.rope,
+            has_hadamard=config.index_hadamard, global_scale=scale,
+        )  # fmt: skip
+        scores = score_entries(query, index.head_weights, keys.expand(len(positions), *keys.shape))
+        chosen = select_topk(scores, (positions + 1) // self.ratio, config.index_topk)
+        return pad(chosen, (0, config.index_topk - chosen.shape[1]), value=-1)
+
+    def attend(
+        self, window: EncodedRows, entries: EncodedRows | None, selected: Tensor | None
+    ) -> Tensor:
+        """Softmax over all pairs of queries and rows, in fp64, with a mask for what is visible."""
+        row, positions, query = self.config.kv_row, self.positions, self.inputs.query
+        distance = positions[:, None] - positions
+        values = decode(row, window).double()
+        is_visible = (distance >= 0) & (distance < self.config.sliding_window)
+        if entries is not None:
+            values = torch.cat((values, decode(row, entries).double()))
+            entry_idx = torch.arange(len(entries.data), device=positions.device)
+            if selected is None:
+                is_seen = (entry_idx + 1) * self.ratio <= positions[:, None] + 1
+            else:
+                hits = torch.zeros(len(positions), len(entry_idx) + 1, device=positions.device)
+                columns = torch.where(selected >= 0, selected, len(entry_idx))
+                is_seen = hits.scatter(1, columns, 1.0)[:, :-1] > 0
+            is_visible = torch.cat((is_visible, is_seen), dim=1)
+        logits = torch.einsum("nhd,rd->nhr", query.double(), values) * self.config.head_dim**-0.5
+        logits = logits.masked_fill(~is_visible[:, None], -torch.inf)
+        if self.weights.sinks is not None:
+            sinks = self.weights.sinks.double()[None, :, None].expand(len(positions), -1, 1)
+            logits = torch.cat((logits, sinks), dim=-1)
+        probabilities = logits.softmax(dim=-1)[:, :, : len(values)]
+        output = torch.einsum("nhr,rd->nhd", probabilities, values)
+        cos, sin = (table[positions][:, None].double() for table in (self.rope.cos, self.rope.sin))
+        return rotate(output, cos, -sin).to(query.dtype)
 
 
 def _with_previous(windows: Tensor, dim: int) -> Tensor:
@@ -109,65 +159,3 @@ def _with_previous(windows: Tensor, dim: int) -> Tensor:
     previous = torch.zeros_like(windows[:, :, :dim])
     previous[1:] = windows[:-1, :, :dim]
     return torch.cat((previous, windows[:, :, dim:]), dim=1)
-
-
-def _select(
-    inputs: LayerProjections,
-    index_keys: EncodedRows,
-    positions: Tensor,
-    rope: RopeTable,
-    ratio: int,
-    config: CacheConfig,
-    scale: Tensor | None,
-) -> Tensor:
-    assert inputs.indexer is not None, "only a CSA layer selects"
-    keys = decode(config.index_row, index_keys, global_scale=scale)
-    query = index_query(
-        inputs.indexer.query, config.index_row, positions, rope,
-        has_hadamard=config.index_hadamard, global_scale=scale,
-    )  # fmt: skip
-    scores = score_entries(
-        query, inputs.indexer.head_weights, keys.expand(len(positions), *keys.shape)
-    )
-    chosen = select_topk(scores, (positions + 1) // ratio, config.index_topk)
-    padded = chosen.new_full((len(positions), config.index_topk), -1)
-    padded[:, : chosen.shape[1]] = chosen
-    return padded
-
-
-def _attend(
-    inputs: LayerProjections,
-    weights: LayerWeights,
-    window: EncodedRows,
-    entries: EncodedRows | None,
-    selected: Tensor | None,
-    positions: Tensor,
-    rope: RopeTable,
-    ratio: int,
-    config: CacheConfig,
-) -> Tensor:
-    """Softmax over all pairs of queries and rows, in fp64, with a mask for what is visible."""
-    row: RowFormat = config.kv_row
-    distance = positions[:, None] - positions
-    values = decode(row, window).double()
-    is_visible = (distance >= 0) & (distance < config.sliding_window)
-    if entries is not None:
-        values = torch.cat((values, decode(row, entries).double()))
-        entry_idx = torch.arange(len(entries.data), device=positions.device)
-        if selected is None:
-            is_seen = (entry_idx + 1) * ratio <= positions[:, None] + 1
-        else:
-            hits = torch.zeros(len(positions), len(entry_idx) + 1, device=positions.device)
-            columns = torch.where(selected >= 0, selected, len(entry_idx))
-            is_seen = hits.scatter(1, columns, 1.0)[:, :-1] > 0
-        is_visible = torch.cat((is_visible, is_seen), dim=1)
-    logits = torch.einsum("nhd,rd->nhr", inputs.query.double(), values)
-    logits = logits * config.head_dim**-0.5
-    logits = logits.masked_fill(~is_visible[:, None], -torch.inf)
-    if weights.sinks is not None:
-        sinks = weights.sinks.double()[None, :, None].expand(len(positions), -1, 1)
-        logits = torch.cat((logits, sinks), dim=-1)
-    probabilities = logits.softmax(dim=-1)[:, :, : len(values)]
-    output = torch.einsum("nhr,rd->nhd", probabilities, values)
-    cos, sin = rope.cos[positions][:, None].double(), rope.sin[positions][:, None].double()
-    return rotate(output, cos, -sin).to(inputs.query.dtype)

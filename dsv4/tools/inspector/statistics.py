@@ -1,5 +1,6 @@
 """Statistics of a part's rows: ranges, zero and saturated codes, errors, non-finite values."""
 
+import math
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -19,12 +20,10 @@ E2M1_LARGEST = 7  # 6, without its sign
 class Tally:
     """Sums over the rows of a part, for its statistics."""
 
-    minimum: float | None = None
-    maximum: float | None = None
+    minimum: float = math.inf
+    maximum: float = -math.inf
     num_values: int = 0
     num_zero_values: int = 0
-    num_nan: int = 0
-    num_inf: int = 0
     num_codes: int = 0
     num_zero_codes: int = 0
     num_saturated: int = 0
@@ -38,21 +37,14 @@ class Tally:
         self.num_values += values.numel()
         self.num_zero_values += values.numel() - int(values.count_nonzero())
         is_finite = values.isfinite()
-        if is_finite.all():
-            self._add_range(values)
-            return
-        self._add_range(values[is_finite])
-        nan, inf = values.isnan().sum(dim=1), values.isinf().sum(dim=1)
-        self.num_nan += int(nan.sum())
-        self.num_inf += int(inf.sum())
-        for row in torch.nonzero(nan + inf).flatten().tolist():
-            self.bad_rows[int(numbers[row])] = (int(nan[row]), int(inf[row]))
-
-    def _add_range(self, finite: Tensor) -> None:
-        if finite.numel():
-            low, high = (float(end) for end in finite.aminmax())
-            self.minimum = low if self.minimum is None else min(self.minimum, low)
-            self.maximum = high if self.maximum is None else max(self.maximum, high)
+        if not is_finite.all():
+            nan, inf = values.isnan().sum(dim=1), values.isinf().sum(dim=1)
+            for row in torch.nonzero(nan + inf).flatten().tolist():
+                self.bad_rows[int(numbers[row])] = (int(nan[row]), int(inf[row]))
+            values = values[is_finite]
+        if values.numel():
+            low, high = (float(end) for end in values.aminmax())
+            self.minimum, self.maximum = min(self.minimum, low), max(self.maximum, high)
 
     def add_codes(self, codes: Tensor, largest: int) -> None:
         """Count codes, given without their signs."""
@@ -88,17 +80,18 @@ def describe_part(part: Part, exact: Part | None = None) -> dict[str, Any]:
     zeros = (tally.num_zero_codes, tally.num_codes) if tally.num_codes else (
         tally.num_zero_values, tally.num_values
     )  # fmt: skip
+    has_range = tally.minimum <= tally.maximum
     return {
         "part": part.name,
         "format": None if part.row_format is None else part.row_format.name,
         "rows": part.num_rows,
         "first_row": part.first if part.num_rows else None,
-        "minimum": tally.minimum,
-        "maximum": tally.maximum,
+        "minimum": tally.minimum if has_range else None,
+        "maximum": tally.maximum if has_range else None,
         "zero_rate": _share(*zeros),
         "saturation_rate": _share(tally.num_saturated, tally.num_codes),
-        "nan": tally.num_nan,
-        "inf": tally.num_inf,
+        "nan": sum(nan for nan, _ in tally.bad_rows.values()),
+        "inf": sum(inf for _, inf in tally.bad_rows.values()),
         "relative_rms_error": _relative_error(tally) if exact is not None else None,
         "largest_error": tally.largest_error if exact is not None and part.num_rows else None,
         "problems": _problems(part, tally.bad_rows),
