@@ -114,7 +114,7 @@ class RequestTable:
         """Give slots their lengths after a forward."""
         floors = np.maximum(self.rollback_floor[slots], lengths - self._max_step_tokens)
         self._journal.set_rows(self.lengths, slots, lengths)
-        self.set_floors(slots, floors)
+        self._journal.set_rows(self.rollback_floor, slots, floors)
 
     def set_floors(self, slots: Int64Array, floors: Int64Array) -> None:
         """Give slots the shortest lengths that they can return to."""

@@ -64,22 +64,27 @@ class BlockAllocator:
 
     def share(self, ids: NDArray[np.integer]) -> None:
         """Add an owner to each block; refused whole if any has none."""
-        unique, times = self._tally(ids)
-        if unique.size == 0:
+        ids = self._checked(ids)
+        if ids.size == 0:
             return
-        owners = self._num_owners[unique]
+        owners = self._num_owners[ids]
         if not owners.all():
             raise ValueError(
-                f"Invalid share: block {unique[owners == 0][0]} has no owner to share it with"
+                f"Invalid share: block {ids[owners == 0][0]} has no owner to share it with"
             )
-        self._journal.set_rows(self._num_owners, unique, owners + times)
-        self._journal.set_attribute(self, "_num_shares", self._num_shares + int(times.sum()))
+        self._journal.set_attribute(self, "_num_shares", self._num_shares + ids.size)
+        self._journal.note_rows(self._num_owners, ids)
+        np.add.at(self._num_owners, ids, 1)
 
     def release(self, ids: NDArray[np.integer]) -> None:
         """Give up one ownership of each block; refused whole if any is not owned."""
-        unique, times = self._tally(ids)
-        if unique.size == 0:
+        ids = np.sort(self._checked(ids))
+        if ids.size == 0:
             return
+        is_first = np.ones(ids.size, dtype=np.bool_)
+        np.not_equal(ids[1:], ids[:-1], out=is_first[1:])
+        unique = ids[is_first]
+        times = np.diff(np.append(np.flatnonzero(is_first), ids.size)).astype(np.int32)
         left = self._num_owners[unique] - times
         if left.min() < 0:
             raise ValueError(
@@ -87,7 +92,7 @@ class BlockAllocator:
             )
         freed = unique[left == 0][::-1]
         start, end = self._num_free, self._num_free + freed.size
-        num_shares = self._num_shares - int(times.sum()) + freed.size
+        num_shares = self._num_shares - (ids.size - freed.size)
         self._journal.set_rows(self._num_owners, unique, left)
         self._journal.set_rows(self._free, slice(start, end), freed)
         self._journal.set_attribute(self, "_num_free", end)
@@ -95,13 +100,9 @@ class BlockAllocator:
         if self._on_free is not None and freed.size:
             self._journal.after_commit(self._on_free, freed)
 
-    def _tally(self, ids: NDArray[np.integer]) -> tuple[IntArray, IntArray]:
-        """Return the distinct ids, ascending, and how often each is named."""
-        ids = np.sort(check_ints("block ids", ids, at_least=0, at_most=self.num_blocks - 1))
-        is_first = np.ones(ids.size, dtype=np.bool_)
-        np.not_equal(ids[1:], ids[:-1], out=is_first[1:])
-        times = np.diff(np.append(np.flatnonzero(is_first), ids.size))
-        return ids[is_first].astype(np.int32), times.astype(np.int32)
+    def _checked(self, ids: NDArray[np.integer]) -> IntArray:
+        valid = check_ints("block ids", ids, at_least=0, at_most=self.num_blocks - 1)
+        return valid.astype(np.int32)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block is either free once or owned."""

@@ -90,11 +90,15 @@ class Journal:
         if self._change is not None:
             self._change.undo.append((undo, args))
 
+    def note_rows(self, array: NDArray[Any], index: Any) -> None:
+        """Note the elements of an array that change next."""
+        if self._change is not None:
+            self._change.undo.append((array.__setitem__, (index, np.array(array[index]))))
+
     def set_rows(self, array: NDArray[Any], index: Any, values: Any) -> None:
         """Note elements of an array, then change them."""
-        if self._change is not None:
-            old = np.array(array[index])
-            self._change.undo.append((array.__setitem__, (index, old)))
+        if self._change is not None:  # as `note_rows` does, without its call
+            self._change.undo.append((array.__setitem__, (index, np.array(array[index]))))
         array[index] = values
 
     def note_attribute(self, owner: object, name: str) -> None:
@@ -104,7 +108,8 @@ class Journal:
 
     def set_attribute(self, owner: object, name: str, value: Any) -> None:
         """Note an attribute, then change it."""
-        self.note_attribute(owner, name)
+        if self._change is not None:
+            self._change.undo.append((setattr, (owner, name, getattr(owner, name))))
         setattr(owner, name, value)
 
     def set_item(self, items: dict[Any, Any], key: Hashable, value: Any) -> None:
