@@ -90,11 +90,9 @@ class CacheBooks:
         )  # fmt: skip
         tier = None
         if store is not None:
-            tier = DiskTier(store, capacity.config, tree, self.checkpoints, self.host, self.journal)
+            tier = DiskTier(store, capacity.config, tree, self.journal)
         return PrefixCache(
             capacity.config, policy, tree, self.journal,
-            max_requests=capacity.max_requests,
-            blocks=self.allocator, checkpoints=self.checkpoints,
             block_table=self.requests.block_table, set_blocks=self.requests.set_blocks, tier=tier,
         )  # fmt: skip
 

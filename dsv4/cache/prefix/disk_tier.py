@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.memory.arrays import IntArray
-from dsv4.cache.memory.checkpoints import Checkpoints
-from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.prefix.prefix_tree import PrefixTree
 from dsv4.cache.prefix.retention import PrefixNode
@@ -182,9 +180,7 @@ class DiskTier:
     """Records of one manager's format in a store.
 
     Args:
-        tree: Adopts what was read.
-        checkpoints: Those of the manager.
-        host: The host's memory, of which prefetches own some blocks.
+        tree: Adopts what was read. Prefetches own some blocks of its host's memory.
 
     Attributes:
         num_loaded_tokens: Tokens of blocks that were read and adopted.
@@ -196,16 +192,14 @@ class DiskTier:
         store: PrefixStore,
         config: CacheConfig,
         tree: PrefixTree,
-        checkpoints: Checkpoints,
-        host: HostMemory,
         journal: Journal,
     ) -> None:
         self.num_loaded_tokens = 0
         self._store, self._records = store, store.bind(config.format_fingerprint)
-        self._config, self._tree, self._checkpoints = config, tree, checkpoints
-        self._host, self._journal = host, journal
-        num_rows = min(MAX_STAGING_ROWS, STAGING_BYTES // host.blocks.shape[1])
-        self._staging = host.new_rows(max(checkpoints.blocks_each, num_rows))
+        self._config, self._tree, self._checkpoints = config, tree, tree.checkpoints
+        self._host, self._journal = tree.host, journal
+        num_rows = min(MAX_STAGING_ROWS, STAGING_BYTES // tree.host.blocks.shape[1])
+        self._staging = tree.host.new_rows(max(tree.checkpoints.blocks_each, num_rows))
         self._waiting: deque[tuple[PrefixNode, bool]] = deque()  # with whether its checkpoint is
         self._prefetches: dict[Prefetch, None] = {}
         self.counts, self._jobs = WriteCounts(), _Jobs()

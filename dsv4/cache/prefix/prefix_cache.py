@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray, ragged
-from dsv4.cache.memory.block_allocator import BlockAllocator
-from dsv4.cache.memory.checkpoints import CheckpointPolicy, Checkpoints
+from dsv4.cache.memory.checkpoints import CheckpointPolicy
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.prefix.disk_tier import DiskTier, Prefetch
 from dsv4.cache.prefix.prefix_tree import PrefixTree, hash_blocks, root_digest
@@ -116,8 +115,6 @@ class PrefixCache:
     """Records of open requests, and the publication of their blocks and checkpoints.
 
     Args:
-        max_requests: Slots of the manager.
-        blocks, checkpoints: Their owners.
         block_table: The host's, `[max_requests, max_blocks]`.
         set_blocks: Writes block ids to a row of the block table: slot, columns, ids.
 
@@ -135,13 +132,11 @@ class PrefixCache:
         tree: PrefixTree,
         journal: Journal,
         *,
-        max_requests: int,
-        blocks: BlockAllocator,
-        checkpoints: Checkpoints,
         block_table: IntArray,
         set_blocks: Callable[[int, Int64Array, IntArray], None],
         tier: DiskTier | None,
     ) -> None:
+        max_requests = len(block_table)
         self.tree = tree
         self.tier = tier
         self.policy = policy
@@ -155,7 +150,7 @@ class PrefixCache:
         self.num_skipped_checkpoints = 0
         self.has_news = False
         self._config, self._journal = config, journal
-        self._blocks, self._checkpoints = blocks, checkpoints
+        self._blocks, self._checkpoints = tree.blocks, tree.checkpoints
         self._block_table, self._set_blocks = block_table, set_blocks
         # Of each slot: published blocks, checkpoints not published, and the last boundary in
         # blocks that is worth one.

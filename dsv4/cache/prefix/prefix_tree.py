@@ -72,7 +72,7 @@ class PrefixTree:
         self.num_evicted_blocks = 0
         self.num_evicted_checkpoints = 0
         self.num_lost_blocks = 0
-        self._blocks, self._checkpoints, self._host = blocks, checkpoints, host
+        self.blocks, self.checkpoints, self.host = blocks, checkpoints, host
         self._host_blocks, self._journal = host.block_owners, journal
         self.retention = Retention(
             checkpoint_blocks=checkpoints.blocks_each,
@@ -105,7 +105,7 @@ class PrefixTree:
     @property
     def num_evictable(self) -> int:
         """Blocks on the device that nobody else owns."""
-        return int(np.count_nonzero(self._is_mine & (self._blocks.num_owners == 1)))
+        return int(np.count_nonzero(self._is_mine & (self.blocks.num_owners == 1)))
 
     @property
     def _num_host_free(self) -> int:
@@ -183,7 +183,7 @@ class PrefixTree:
         node.num_uses = max(node.num_uses, num_uses)
         node.last_used = self.retention.clock
         if node.checkpoint >= 0:
-            self._checkpoints.release(np.array([checkpoint]))
+            self.checkpoints.release(np.array([checkpoint]))
         else:
             self._set_checkpoint(node, checkpoint)
             node.added = self.retention.clock
@@ -219,25 +219,25 @@ class PrefixTree:
             kept: Checkpoints that stay.
             uses: Also drop those that have uses.
         """
-        if self._checkpoints.num_free >= count:
+        if self.checkpoints.num_free >= count:
             return
-        owners, stay = self._checkpoints.num_owners, set(kept)
+        owners, stay = self.checkpoints.num_owners, set(kept)
         held = {
             node for node in self._on_device
             if node.checkpoint in stay or owners[node.checkpoint] > 1
         }  # fmt: skip
-        while self._checkpoints.num_free < count and len(self._on_device) > len(held):
+        while self.checkpoints.num_free < count and len(self._on_device) > len(held):
             node = self._pop(
                 self._device_checkpoints, self._on_device.__contains__, self._on_device, held
             )
             assert node is not None
-            has_room = self._make_host_room(self._checkpoints.blocks_each, node.key, (node,))
+            has_room = self._make_host_room(self.checkpoints.blocks_each, node.key, (node,))
             if not has_room and node.num_uses and not uses:
                 self._device_checkpoints.push(node)
                 break
             with self._journal:
                 if has_room:
-                    self._set_checkpoint(node, self._checkpoints.move_to_host(node.checkpoint))
+                    self._set_checkpoint(node, self.checkpoints.move_to_host(node.checkpoint))
                     self._enqueue(node)
                 else:
                     self._drop_checkpoint(node)
@@ -249,7 +249,7 @@ class PrefixTree:
         self._journal.drop_item(self._on_device, node)
         self._journal.drop_item(self._on_host, node)
         if checkpoint >= 0:
-            is_on_host = self._checkpoints.is_on_host(checkpoint)
+            is_on_host = self.checkpoints.is_on_host(checkpoint)
             self._journal.set_item(self._on_host if is_on_host else self._on_device, node, None)
 
     def touch(self, node: PrefixNode) -> None:
@@ -259,7 +259,7 @@ class PrefixTree:
 
     def count_evictable(self, kept: Iterable[PrefixNode]) -> int:
         """Count blocks on the device that nobody else owns, beside those of some nodes."""
-        owners = self._blocks.num_owners
+        owners = self.blocks.num_owners
         held = sum(node.block >= 0 and owners[node.block] == 1 for node in kept)
         return self.num_evictable - int(held)
 
@@ -275,7 +275,7 @@ class PrefixTree:
         evictable = self.count_evictable(kept)
         if num_blocks > evictable:
             raise OutOfBlocksError(
-                num_blocks, self._blocks.num_free, evictable, total=self._blocks.num_blocks
+                num_blocks, self.blocks.num_free, evictable, total=self.blocks.num_blocks
             )
         kept = set(kept)
         while num_blocks > 0:
@@ -290,7 +290,7 @@ class PrefixTree:
                 self._put_on_host(chain[first_held:], blocks[first_held:])
                 self._remove(chain[:first_held])
                 self.num_evicted_blocks += len(chain)
-                self._blocks.release(blocks)
+                self.blocks.release(blocks)
                 if chain[-1].parent is not None:
                     self._enqueue(chain[-1].parent)
             num_blocks -= len(chain)
@@ -301,7 +301,7 @@ class PrefixTree:
         The queue drops a block that it meets in use. Its last user, such as a fork from before it
         was published, does not queue it again. If only such blocks remain, all are queued anew.
         """
-        owners = self._blocks.num_owners
+        owners = self.blocks.num_owners
 
         def can_go(node: PrefixNode) -> bool:
             return node.is_device_leaf and owners[node.block] == 1
@@ -371,7 +371,7 @@ class PrefixTree:
         blocks = self.num_host_blocks - self._num_kept
         blocks -= sum(node.host_block >= 0 and not node.num_swapped for node in kept)
         checkpoints = len(self._on_host) - sum(node in self._on_host for node in kept)
-        return self._num_host_free + blocks + checkpoints * self._checkpoints.blocks_each
+        return self._num_host_free + blocks + checkpoints * self.checkpoints.blocks_each
 
     def make_room_for_new(
         self, num_blocks: int, path: Sequence[PrefixNode], *, depth: int, has_checkpoint: bool
@@ -401,7 +401,7 @@ class PrefixTree:
         if not nodes:
             return
         sources = np.array([node.host_block for node in nodes], dtype=np.int32)
-        self._host.copy_blocks_in(sources, blocks)
+        self.host.copy_blocks_in(sources, blocks)
         self._note_stored(nodes, DEVICE)
         for node, block in zip(nodes, blocks.tolist(), strict=True):
             self._put_on_device(node, block)
@@ -444,7 +444,7 @@ class PrefixTree:
             raise IntegrityError("Prefix tree: there is no room for blocks of swapped requests")
         for places, is_on_host in ((self._on_device, False), (self._on_host, True)):
             for node in places:
-                is_right = self._checkpoints.is_on_host(node.checkpoint) == is_on_host
+                is_right = self.checkpoints.is_on_host(node.checkpoint) == is_on_host
                 if self.nodes.get(node.digest) is not node or not is_right:
                     raise IntegrityError("Prefix tree: a checkpoint is not where it is listed")
         for node in self.nodes.values():
@@ -558,7 +558,7 @@ class PrefixTree:
             self._enqueue(node)
         self._note_stored(nodes[::-1], HOST)
         order = np.argsort(blocks)
-        self._host.copy_blocks_out(blocks[order], targets[order])
+        self.host.copy_blocks_out(blocks[order], targets[order])
 
     def _remove(self, nodes: Sequence[PrefixNode]) -> None:
         """Forget nodes that are not on the device, children first; their hashes stay as ghosts."""
@@ -584,7 +584,7 @@ class PrefixTree:
 
     def _drop_checkpoint(self, node: PrefixNode) -> None:
         """Give up a checkpoint; the one before it takes its uses over, if it was superseded."""
-        self._checkpoints.release(np.array([node.checkpoint]))
+        self.checkpoints.release(np.array([node.checkpoint]))
         self._set_checkpoint(node, -1)
         if node.children:
             node.num_uses = 0

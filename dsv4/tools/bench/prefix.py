@@ -34,7 +34,12 @@ def bench_prefix(
         config, max_requests=2, num_blocks=num_blocks, device=device, num_checkpoints=1,
         max_forward_tokens=num_tokens, max_request_tokens=num_tokens,
     )  # fmt: skip
-    num_hit_tokens = _publish(manager, ids)
+    # Publish the prompt, with a checkpoint at its last block boundary.
+    slot, *_ = manager.resume_request(ids)
+    num_hit_tokens = num_tokens // config.block_tokens * config.block_tokens
+    prepare_forward(manager, [slot], [0], [num_hit_tokens - 1]).complete()
+    prepare_forward(manager, [slot], [num_hit_tokens - 1], [num_hit_tokens]).complete()
+    manager.free_request(slot)
     times: dict[str, list[float]] = {"hit": [], "hit_without_copy": [], "hash_of_a_block": []}
     for _ in range(num_rounds):
         times["hit"].append(_time_hit(manager, ids, num_hit_tokens))
@@ -50,16 +55,6 @@ def bench_prefix(
         **summarize(times),
         "target_us": {"hit_without_copy": HIT_TARGET_US, "hash_of_a_block": HASH_TARGET_US},
     }
-
-
-def _publish(manager: KVCacheManager, ids: np.ndarray[Any, Any]) -> int:
-    """Publish a prompt with a checkpoint at its last block boundary; returns that boundary."""
-    slot, *_ = manager.resume_request(ids)
-    boundary = len(ids) // manager.config.block_tokens * manager.config.block_tokens
-    prepare_forward(manager, [slot], [0], [boundary - 1]).complete()
-    prepare_forward(manager, [slot], [boundary - 1], [boundary]).complete()
-    manager.free_request(slot)
-    return boundary
 
 
 def _time_hit(manager: KVCacheManager, ids: np.ndarray[Any, Any], expected: int) -> float:

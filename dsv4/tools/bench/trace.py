@@ -27,6 +27,17 @@ CHUNK_BLOCKS = 32  # of a forward: 8,192 tokens of V4-Flash
 DEVICE_SHARE = 4  # of one budget, a quarter
 STAGED_CHECKPOINTS = 8
 TABLE_ROWS = 4096
+STYLES = {  # of the lines of a plot
+    "bound": ("#8c8c8c", ":"),
+    "lru": ("black", "--"),
+    "checkpoints on the host": ("#1b9e77", "-"),
+    "one budget": ("#3573b1", "-"),
+    "one budget, no branches": ("#e6ab02", "-"),
+    "one budget, none along prompts": ("#d95f02", "-"),
+    "one budget, ends of prompts": ("#6b4c9a", "-"),
+    "halo only": ("#a6761d", "-"),
+}
+LABELS = {"bound": "unlimited, at whole blocks", "lru": "plain LRU, full attention"}
 
 
 class Setting(NamedTuple):
@@ -90,8 +101,6 @@ def bench_trace(
         "rows": rows,
     }
     if plot is not None:
-        from dsv4.tools.bench.trace_plot import plot_trace
-
         plot_trace(result, plot)
     return result
 
@@ -233,3 +242,28 @@ class Replay:
                 manager.acquire(idx, plan).write(take_rows(table, rows[before:after]), weights)
         manager.free_request(hit.slot)
         return hit, elapsed
+
+
+def plot_trace(result: Mapping[str, Any], path: Path) -> None:
+    """Draw a line for each policy; the last point of each holds everything."""
+    from matplotlib.figure import Figure
+
+    rows = result["rows"]
+    sizes = sorted({row["blocks"] for row in rows if row["blocks"]})
+    labels = [f"{size:,}" for size in sizes] + ["all"]
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for name, (color, line) in STYLES.items():
+        if name in LABELS:
+            found = {row["blocks"]: row[name] for row in rows}
+        else:
+            found = {row["blocks"]: row["found"] for row in rows if row["policy"] == name}
+        shares = [100 * found[size] for size in (*sizes, 0)]
+        axes.plot(labels, shares, line, color=color, label=LABELS.get(name, name), marker=".")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"memory, in blocks of V4-Flash ({result['block_bytes']:,} bytes)")
+    axes.set_ylabel("found, % of the prompt tokens")
+    last = result["first"] + result["num_requests"] - 1
+    axes.set_title(f"{result['file']}, requests {result['first']:,} to {last:,}", parse_math=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=150)

@@ -2,27 +2,25 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prepare_forward import prepare_forward
-from dsv4.config import CacheConfig
 from dsv4.kernels import reference
 from dsv4.kernels.contracts import LayerProjections, LayerWeights, LayerWrites
 from dsv4.kernels.triton import flush_write, gather
 from dsv4.kernels.triton.launch import KINDS, AnyLaunch, GatherLaunch, Kind, Launch, work_name
 from dsv4.layer_schedule import AttentionType
-from dsv4.testing import model_projections, model_weights, move_to, poison
 from dsv4.tools.bench.gather import NUM_LAYERS as NUM_GATHER_LAYERS
 from dsv4.tools.bench.gather import NUM_REQUESTS, are_same, compressed_handles, random_rows
 from dsv4.tools.bench.write import (
     NUM_LAYERS,
     NUM_PREFILL_LAYERS,
     WriteCase,
+    stores_same_bytes,
     write_case,
     write_config,
 )
@@ -185,31 +183,5 @@ def _has_same_bytes(work: str, launch: AnyLaunch, device: str) -> bool:
     assert isinstance(launch, Launch), launch
     layer, kind = WRITES[work]
     config = write_config(layer, drafts_per_step=STEP_TOKENS.get(kind, 1) - 1)
-    return _stores_same_bytes(config, launch, *CHECKED_LENGTHS[kind], device=device)
-
-
-def _stores_same_bytes(
-    config: CacheConfig, launch: Launch, before: list[int], after: list[int], *, device: str
-) -> bool:
-    """Compare one forward by the reference on the CPU and by the launch, from the same state."""
-    expected, got = (
-        KVCacheManager(config, max_requests=len(before), num_blocks=2 * len(before),
-                       device=on, backend=backend, max_forward_tokens=512)
-        for on, backend in (("cpu", "reference"), (device, "triton"))
-    )  # fmt: skip
-    weights, nothing = model_weights(config, seed=0)[0], [0] * len(before)
-    first, last = (
-        model_projections(config, count, seed=count, dtype=torch.bfloat16)[0]
-        for count in (sum(before), sum(after) - sum(before))
-    )
-    poison(expected)
-    slots, _ = ([manager.open_request() for _ in before] for manager in (expected, got))
-    expected.acquire(0, prepare_forward(expected, slots, nothing, before)).write(first, weights)
-    prepare_forward(got, slots, nothing, before).complete()
-    stored = ("blocks", "slots", "window_workspace")
-    for name in stored:
-        got.tensors()[name].copy_(expected.tensors()[name])
-    expected.acquire(0, prepare_forward(expected, slots, before, after)).write(last, weights)
-    handle = got.acquire(0, prepare_forward(got, slots, before, after))
-    write_with(launch, handle, move_to(device, last), move_to(device, weights))
-    return all(torch.equal(got.tensors()[name].cpu(), expected.tensors()[name]) for name in stored)
+    write = partial(write_with, launch)
+    return stores_same_bytes(config, write, *CHECKED_LENGTHS[kind], device=device)

@@ -1,6 +1,6 @@
 """`dsv4 bench write`: the write path of one layer, decode steps and a prefill, by graph replay."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from dsv4.config import CacheConfig
 from dsv4.kernels import ops
 from dsv4.kernels.contracts import LayerProjections, LayerWeights, LayerWrites
 from dsv4.layer_schedule import AttentionType
-from dsv4.testing import model_projections, model_weights, move_to
+from dsv4.testing import model_projections, model_weights, move_to, poison
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.environment import report_comparison, require_cuda, try_load
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
@@ -31,6 +31,8 @@ WIDTHS = {AttentionType.SWA: 0, AttentionType.CSA: 2 * (512 + 128), AttentionTyp
 ENTRY_BYTES = {
     AttentionType.SWA: 0, AttentionType.CSA: ROW_BYTES + KEY_BYTES, AttentionType.HCA: ROW_BYTES,
 }  # fmt: skip
+# Lengths before and after checked forwards: a chunk, a step to a window's end, one past it.
+CHECKED_LENGTHS = (([0, 0], [126, 3]), ([126, 3], [127, 4]), ([127, 4], [128, 5]))
 NUM_PREFILL_LAYERS = 4  # rotating; CSA projections of 4 layers are four times the L2
 
 
@@ -174,19 +176,38 @@ def _step_bytes(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
 
 def _check_bytes(kind: AttentionType) -> None:
     """Refuse to time kernels whose stored bytes differ from the reference's."""
-    config = write_config(kind)
-    stored = []
-    for device, backend in (("cpu", "reference"), ("cuda", "triton")):
-        manager = KVCacheManager(
-            config, max_requests=2, num_blocks=4, device=device, backend=backend
-        )
-        slots = [manager.open_request() for _ in range(2)]
-        weights = move_to(device, model_weights(config, seed=0)[0])
-        for before, after in (([0, 0], [126, 3]), ([126, 3], [127, 4]), ([127, 4], [128, 5])):
-            plan = prepare_forward(manager, slots, before, after)
-            num_tokens = sum(after) - sum(before)
-            (inputs,) = model_projections(config, num_tokens, seed=after[0], dtype=torch.bfloat16)
-            manager.acquire(0, plan).write(move_to(device, inputs), weights)
-        stored.append((manager.paged.storage.cpu(), manager.state.storage.cpu()))
-    if not all(torch.equal(a, b) for a, b in zip(*stored, strict=True)):
+    same = (stores_same_bytes(write_config(kind), write_layer, *each) for each in CHECKED_LENGTHS)
+    if not all(same):
         raise RuntimeError(f"{kind.name}: the bytes differ from the reference's; nothing is timed")
+
+
+def stores_same_bytes(
+    config: CacheConfig,
+    write: Callable[[LayerCacheHandle, LayerProjections, LayerWeights], None],
+    before: Sequence[int],
+    after: Sequence[int],
+    *,
+    device: str = "cuda",
+) -> bool:
+    """Compare one forward by the reference on the CPU and by `write`, from the same state."""
+    expected, got = (
+        KVCacheManager(config, max_requests=len(before), num_blocks=2 * len(before),
+                       device=on, backend=backend, max_forward_tokens=512)
+        for on, backend in (("cpu", "reference"), (device, "triton"))
+    )  # fmt: skip
+    weights, nothing = model_weights(config, seed=0)[0], [0] * len(before)
+    first, last = (
+        model_projections(config, count, seed=count, dtype=torch.bfloat16)[0]
+        for count in (sum(before), sum(after) - sum(before))
+    )
+    poison(expected)
+    slots, _ = ([manager.open_request() for _ in before] for manager in (expected, got))
+    expected.acquire(0, prepare_forward(expected, slots, nothing, before)).write(first, weights)
+    prepare_forward(got, slots, nothing, before).complete()
+    stored = ("blocks", "slots", "window_workspace")
+    for name in stored:
+        got.tensors()[name].copy_(expected.tensors()[name])
+    expected.acquire(0, prepare_forward(expected, slots, before, after)).write(last, weights)
+    handle = got.acquire(0, prepare_forward(got, slots, before, after))
+    write(handle, move_to(device, last), move_to(device, weights))
+    return all(torch.equal(got.tensors()[name].cpu(), expected.tensors()[name]) for name in stored)

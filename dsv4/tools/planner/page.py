@@ -21,6 +21,11 @@ from dsv4.tools.planner.plot import COLORS, component_groups
 from dsv4.tools.planner.sizes import GPU_BYTES, short_bytes, short_tokens
 
 SUFFIXES = (".html", ".htm")
+# Controls with a limit of their own, by the plan's name of their number.
+LIMITED = {
+    "requests": "num_requests", "ranks": "num_ranks", "chunk": "max_forward_tokens",
+    "checkpoints": "num_checkpoints", "undo": "undo_slots",
+}  # fmt: skip
 
 
 def check_page(path: Path) -> None:
@@ -54,7 +59,8 @@ def write_page(
             "splitPrograms": SPLIT_PROGRAMS,
             "byteAlign": BYTE_ALIGN,
         },
-        "limits": _limits(),
+        "limits": {control: LIMITS[name][1] for control, name in LIMITED.items()}
+        | {"drafts": MAX_DRAFTS},
         "groups": [
             {"name": name, "color": COLORS[name], "components": components}
             for name, components in component_groups(plan).items()
@@ -77,15 +83,6 @@ def _fill(data: str) -> str:
     for name, text in sections.items():
         page = page.replace(f"/*{name}*/", text.rstrip("\n"))
     return page
-
-
-def _limits() -> dict[str, int]:
-    """Return the most of each control that has a limit of its own."""
-    names = {
-        "requests": "num_requests", "ranks": "num_ranks", "chunk": "max_forward_tokens",
-        "checkpoints": "num_checkpoints", "undo": "undo_slots",
-    }  # fmt: skip
-    return {control: LIMITS[name][1] for control, name in names.items()} | {"drafts": MAX_DRAFTS}
 
 
 def _model(config: CacheConfig) -> dict[str, Any]:
