@@ -18,62 +18,34 @@ CHUNK_ROWS = 4096  # rows decoded at a time
 
 
 @dataclass(frozen=True)
-class FormatRows:
-    """Rows in a row format, in pages."""
-
-    pages: PagedRows
-    global_scale: Tensor | None = None
-
-    def encoded(self, flat_rows: Tensor) -> EncodedRows:
-        """Read the bytes of rows."""
-        return read_rows(self.pages, flat_rows)
-
-    def values(self, flat_rows: Tensor) -> Tensor:
-        """Read the values of rows, `[n, dim]` fp32."""
-        return self.decoded(self.encoded(flat_rows))
-
-    def decoded(self, encoded: EncodedRows) -> Tensor:
-        """Decode the bytes of rows to `[n, dim]` fp32."""
-        return decode(self.pages.format, encoded, global_scale=self.global_scale)
-
-
-@dataclass(frozen=True)
-class PlainRows:
-    """Rows of a tail `[rows, 2, width]`: kv, and gate + bias."""
-
-    tail: Tensor
-
-    def values(self, flat_rows: Tensor) -> Tensor:
-        """Read the values of rows, `[n, 2 × width]` fp32."""
-        return self.tail[flat_rows].flatten(1).float()
-
-
-@dataclass(frozen=True)
 class Part:
     """Rows of one kind in one layer.
 
     Attributes:
         name: `window`, `entries`, `index keys`, `tail` or `index tail`.
-        rows: The stored rows.
+        rows: The stored rows: pages in a row format, or a tail `[rows, 2, width]`, which holds kv,
+            and gate + bias.
         first: Number of the first row: a position, or an entry's index.
         num_rows: Number of rows.
         ring_rows: Size of the ring that holds the rows; 0 if they lie in order.
         ratio: Tokens per row: 1 for window and tails.
         overlap: Earlier tokens that also went into a row.
+        global_scale: That of index keys in NVFP4.
     """
 
     name: str
-    rows: FormatRows | PlainRows
+    rows: PagedRows | Tensor
     first: int
     num_rows: int
     ring_rows: int = 0
     ratio: int = 1
     overlap: int = 0
+    global_scale: Tensor | None = None
 
     @property
     def row_format(self) -> RowFormat | None:
         """The format of the rows; None for tails."""
-        return self.rows.pages.format if isinstance(self.rows, FormatRows) else None
+        return self.rows.format if isinstance(self.rows, PagedRows) else None
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield the numbers of all rows, CHUNK_ROWS at a time."""
@@ -84,6 +56,14 @@ class Part:
     def flat_rows(self, numbers: Tensor) -> Tensor:
         """Translate row numbers to stored rows."""
         return numbers % self.ring_rows if self.ring_rows else numbers
+
+    def read(self, numbers: Tensor) -> tuple[Tensor, EncodedRows | None]:
+        """Read the values of rows, `[n, dim]` fp32, and their bytes; None for tails."""
+        flat_rows = self.flat_rows(numbers)
+        if isinstance(self.rows, Tensor):
+            return self.rows[flat_rows].flatten(1).float(), None
+        encoded = read_rows(self.rows, flat_rows)
+        return decode(self.rows.format, encoded, global_scale=self.global_scale), encoded
 
     def tokens(self, number: int) -> tuple[int, int]:
         """Return the first and the last token of a row."""
@@ -96,11 +76,7 @@ def layer_parts(config: CacheConfig, saved: SavedRequest) -> list[list[Part]]:
     schemas = build_schemas(config)
     layouts = cache_layout(config, schemas).layers
     return [
-        [
-            _window(saved, layout),
-            *_entries(config, saved, schema, layout),
-            *_tails(saved, schema, layout),
-        ]
+        list(_parts(config, saved, schema, layout))
         for schema, layout in zip(schemas, layouts, strict=True)
     ]
 
@@ -110,15 +86,13 @@ def first_tail_position(schema: LayerCacheSchema, length: int) -> int:
     return max(0, length // schema.ratio * schema.ratio - schema.tail_buffer_size_b)
 
 
-def _window(saved: SavedRequest, layout: LayerLayout) -> Part:
-    rows = FormatRows(layout.cut_ring(saved.slot[None]))
-    first = first_window_position(layout.window, saved.length)
-    return Part("window", rows, first, saved.length - first, ring_rows=layout.ring_rows)
-
-
-def _entries(
+def _parts(
     config: CacheConfig, saved: SavedRequest, schema: LayerCacheSchema, layout: LayerLayout
 ) -> Iterator[Part]:
+    slot, length, ratio = saved.slot[None], saved.length, schema.ratio
+    first = first_window_position(layout.window, length)
+    ring = layout.cut_ring(slot)
+    yield Part("window", ring, first, length - first, ring_rows=layout.ring_rows)
     scale = config.index_global_scale
     key_scale = None if scale is None else torch.tensor(scale)
     for name, pages, global_scale in (
@@ -127,18 +101,13 @@ def _entries(
     ):
         if pages is not None:
             yield Part(
-                name, FormatRows(pages, global_scale), 0, saved.length // schema.ratio,
-                ratio=schema.ratio, overlap=schema.tail_buffer_size_b,
+                name, pages, 0, length // ratio, ratio=ratio, overlap=schema.tail_buffer_size_b,
+                global_scale=global_scale,
             )  # fmt: skip
-
-
-def _tails(saved: SavedRequest, schema: LayerCacheSchema, layout: LayerLayout) -> Iterator[Part]:
-    slot = saved.slot[None]
     for name, tail in (
         ("tail", layout.cut_tail(slot)),
         ("index tail", layout.cut_index_tail(slot)),
     ):
         if tail is not None:
-            first = first_tail_position(schema, saved.length)
-            num_rows = saved.length - first
-            yield Part(name, PlainRows(tail[0]), first, num_rows, ring_rows=schema.tail_rows)
+            first = first_tail_position(schema, length)
+            yield Part(name, tail[0], first, length - first, ring_rows=schema.tail_rows)

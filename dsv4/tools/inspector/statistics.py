@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4.formats import RowFormat
 from dsv4.kernels.reference.codec import EncodedRows
-from dsv4.tools.inspector.parts import FormatRows, Part
+from dsv4.tools.inspector.parts import Part
 
 E4M3_LARGEST = 0x7E  # 448, without its sign
 E2M1_LARGEST = 7  # 6, without its sign
@@ -67,16 +67,12 @@ def describe_part(part: Part, exact: Part | None = None) -> dict[str, Any]:
     """Compute the statistics of a part; `exact` holds the same rows before quantisation."""
     tally = Tally()
     for numbers in part.chunks():
-        flat_rows = part.flat_rows(numbers)
-        if isinstance(part.rows, FormatRows):
-            encoded = part.rows.encoded(flat_rows)
-            values = part.rows.decoded(encoded)
-            _add_codes(tally, part.rows.pages.format, encoded)
-        else:
-            values = part.rows.values(flat_rows)
+        values, encoded = part.read(numbers)
         tally.add_values(numbers, values)
+        if encoded is not None and part.row_format is not None:
+            _add_codes(tally, part.row_format, encoded)
         if exact is not None:
-            tally.add_errors(values, exact.rows.values(exact.flat_rows(numbers)))
+            tally.add_errors(values, exact.read(numbers)[0])
     zeros = (tally.num_zero_codes, tally.num_codes) if tally.num_codes else (
         tally.num_zero_values, tally.num_values
     )  # fmt: skip

@@ -138,7 +138,7 @@ def rewrite(path, change) -> None:
 def set_rows(part, numbers, values) -> None:
     flat_rows = part.flat_rows(torch.tensor(numbers))
     encoded = encode(part.row_format, values)
-    pages = part.rows.pages
+    pages = part.rows
     page, row = flat_rows // pages.rows_per_page, flat_rows % pages.rows_per_page
     pages.data[page, row] = encoded.data
     pages.scales[page, row] = encoded.scales
@@ -185,7 +185,7 @@ def test_finds_what_is_not_finite(path):
         set_rows(named(parts, 2, "entries"), [1], bad[:1])
         set_rows(named(parts, 0, "window"), [200, 201], bad[:2])
         tail = named(parts, 2, "tail")
-        tail.rows.tail[tail.flat_rows(torch.tensor([260])), 0, 3] = -torch.inf
+        tail.rows[tail.flat_rows(torch.tensor([260])), 0, 3] = -torch.inf
 
     rewrite(path, change)
     problems = inspect(path)["problems"]
@@ -205,7 +205,7 @@ def test_a_scale_that_is_nan(path):
 
     def change(parts):
         keys = named(parts, 1, "index keys")
-        keys.rows.pages.scales[0, 0, 1] = 0xFF
+        keys.rows.scales[0, 0, 1] = 0xFF
 
     rewrite(path, change)
     (problem,) = inspect(path)["problems"]
@@ -222,7 +222,7 @@ def test_errors_against_bf16(path, tmp_path):
     for idx, name in ((0, "window"), (1, "entries"), (2, "entries"), (3, "index keys")):
         truth = named(layer_parts(config, saved), idx, name)
         numbers = torch.arange(truth.first, truth.first + truth.num_rows)
-        values = truth.rows.values(truth.flat_rows(numbers)).double()
+        values = truth.read(numbers)[0].double()
         row = CONFIG.index_row if name == "index keys" else CONFIG.kv_row
         error = (decode(row, encode(row, values.float())).double() - values).abs()
         part = part_of(report, idx, name)
