@@ -157,7 +157,10 @@ class Engine:
             raise ValueError("Invalid stop: expected an engine with a tokenizer, got one without")
 
     def _new_stream(self, params: SamplingParams) -> TextStream | None:
-        return None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
+        if self.tokenizer is None:
+            return None
+        skip = params.skip_special_tokens
+        return TextStream(self.tokenizer, params.stop, skip_special_tokens=skip)
 
     def cancel(self, request_id: str) -> None:
         """End a request; one that is over, or unknown, is left alone."""

@@ -31,6 +31,7 @@ class SamplingParams:
             likeliest; None reports nothing.
         n: Answers to the same prompt.
         timeout: Seconds after which the request ends.
+        skip_special_tokens: Leave special tokens out of the text.
     """
 
     max_new_tokens: int = 16
@@ -47,6 +48,7 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     timeout: float | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, at_least=1)

@@ -11,16 +11,19 @@ class TextStream:
     Args:
         tokenizer: A fast tokenizer of transformers.
         stop: Texts before which the answer ends.
+        skip_special_tokens: Leave special tokens out.
 
     Attributes:
         stopped_by: The stop text that was found; None so far.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: tuple[str, ...], *, skip_special_tokens: bool = True
+    ) -> None:
         from tokenizers.decoders import DecodeStream
 
         self._tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = stop
         self._held = ""
         self.stopped_by: str | None = None

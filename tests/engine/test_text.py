@@ -37,6 +37,12 @@ def test_text_comes_with_its_last_byte(tokenizer):
     assert parts == ["a", "", "é", "", "", "", "漢", "b", ""] and stop is None
 
 
+def test_special_tokens_can_stay(tokenizer):
+    stream = TextStream(tokenizer, ("<end>",), skip_special_tokens=False)
+    assert [stream.add(token) for token in tokenizer.encode("a<end>").ids] == ["a", ""]
+    assert stream.stopped_by == "<end>"
+
+
 def test_what_may_become_a_stop_text_is_held_back(tokenizer):
     parts, stop = pieces(tokenizer, "one two", ("two", "o t"))
     assert parts == ["", "on", "e", " ", "", "", ""] and stop == "two"
