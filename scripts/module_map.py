@@ -43,6 +43,8 @@ LEVELS = [
     "dsv4/cache/graphs",
     "dsv4/model",
     "dsv4/integrations",
+    "dsv4/engine",
+    "dsv4/serve",
     "dsv4/tools",
 ]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.tools import serve_command
 from dsv4.tools.bench import command as bench_command
 from dsv4.tools.console import make_console, make_table, printable, track, working
 from dsv4.tools.inspector import command as inspect_command
@@ -87,6 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="contents of a saved request")
     inspect_command.add_options(inspect)
     inspect.set_defaults(run=_inspect)
+
+    serve = commands.add_parser("serve", help="an OpenAI-compatible server of a model")
+    serve_command.add_options(serve)
+    serve.set_defaults(run=_serve)
 
     info = commands.add_parser("info", help="versions, devices and backends")
     info.add_argument("--json", action="store_true", help="print one JSON object")
@@ -180,6 +185,12 @@ def _print_info(result: dict[str, Any]) -> None:
         make_table("Devices", ("device", "name", "memory", "capability"), devices, num_left=4),
         make_table(kernels, ("name", "available", "why not"), backends, num_left=3),
     )
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from dsv4.serve.launch import run
+
+    return run(options)
 
 
 def _demo(options: argparse.Namespace) -> int:
