@@ -6,7 +6,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-deps --require-h
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 # Tests that run a model, in whose products CPUs differ, and another CPU's products.
 MODEL_TESTS := tests/test_docs.py tests/test_readme.py tests/tools/test_cli.py tests/tools/inspector \
-	tests/model tests/integrations tests/test_engine.py
+	tests/model tests/integrations tests/test_engine.py tests/serve/test_process.py
 OTHER_CPU := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE \
 	TEST_THREADS=2 OMP_WAIT_POLICY=passive
 
