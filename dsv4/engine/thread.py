@@ -142,8 +142,9 @@ class EngineThread:
     def cancel(self, request_id: str) -> None:
         """End a request; one that is over, or unknown, is left alone."""
         with self._changed:
-            self._inbox.append(lambda: self._engine.cancel(request_id))
-            self._changed.notify()
+            if request_id in self._open:
+                self._inbox.append(lambda: self._engine.cancel(request_id))
+                self._changed.notify()
 
     def snapshot(self) -> EngineSnapshot:
         """Return the engine's state, at most a fraction of a second old while it runs."""
@@ -232,7 +233,7 @@ class EngineThread:
                 call()
             try:
                 is_busy = engine.step()
-                num_failed = 0
+                num_failed = 0 if is_busy else num_failed
             except (LostCacheError, torch.AcceleratorError):
                 raise
             except Exception as error:

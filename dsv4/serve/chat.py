@@ -35,7 +35,8 @@ class ChatEndpoint(Endpoint):
             raise ApiError("Missing required parameter: 'messages'", param="messages")
         effort = fields.get("reasoning_effort", str)
         given = {} if effort is None else {"reasoning_effort": effort}
-        prompt = self.render(fields, messages, check_tools(fields), param="messages", **given)
+        tools = check_tools(fields)
+        prompt, end = self.render(fields, messages, tools, param="messages", **given)
         room = self.served.room_after(prompt)
         limit = "max_completion_tokens" if "max_completion_tokens" in fields.body else "max_tokens"
         top = fields.integer("top_logprobs", 0, 0, 20)
@@ -51,7 +52,7 @@ class ChatEndpoint(Endpoint):
             stop=fields.strings("stop", 4),
             logprobs=top if has_logprobs else None,
         )
-        return Job([prompt], params, fields.salt(), self.parsers(prompt, params.n))
+        return Job([prompt], params, fields.salt(), self.parsers(prompt, params.n), end)
 
     def answer(self, head: dict[str, Any], fields: Fields, generation: Generation) -> Any:
         """Return a `chat.completion`."""

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -98,8 +99,11 @@ class Endpoint(ABC):
 
     def render(
         self, fields: Fields, messages: list[Any], tools: Any, *, param: str, **template_kwargs: Any
-    ) -> list[int]:
-        """Return the prompt that the chat template makes of messages."""
+    ) -> tuple[list[int], int]:
+        """Return the prompt that the chat template makes of messages, and where it asks to answer.
+
+        A client may drop the reasoning of an answer, so that its next prompt leaves this one there.
+        """
         tokenizer = self.served.tokenizer
         if tokenizer.chat_template is None:
             raise ApiError("This model has no chat template: see --chat-template")
@@ -112,16 +116,20 @@ class Endpoint(ABC):
             messages = [{k: v for k, v in each.items() if v is not None} for each in messages]
             _check_parts(messages, param)
             inputs = BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
-            rendered = tokenizer.apply_chat_template(
-                inputs, add_generation_prompt=True, tools=tools, tokenize=True, return_dict=True,
-                **template_kwargs,
+            prompt, history = (
+                tokenizer.apply_chat_template(
+                    inputs, add_generation_prompt=is_asked, tools=tools, tokenize=True,
+                    return_dict=True, **template_kwargs,
+                )["input_ids"]
+                for is_asked in (True, False)
             )  # fmt: skip
         except ApiError:
             raise
         except Exception as error:  # a template may fail in any way at what a client sent
             message = f"Invalid {param}: {type(error).__name__}: {error}"
             raise ApiError(message, param=param) from error
-        return list(rendered["input_ids"])
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, history, strict=False))
+        return list(prompt), sum(1 for _ in same)
 
     def parsers(self, prompt: list[int], n: int) -> list[Any]:
         """Return what splits each sample's text into content, reasoning and tool calls."""

@@ -24,12 +24,14 @@ class Job:
         params: Of every prompt; each has `params.n` samples.
         salt: Of the prefix cache.
         parsers: One for each sample, which splits its text, or None where all is content.
+        checkpoint_at: A length at which later prompts may leave the prompt.
     """
 
     prompts: Sequence[list[int]]
     params: SamplingParams
     salt: bytes
     parsers: Sequence[Any] | None = None
+    checkpoint_at: int | None = None
 
 
 class Choice:

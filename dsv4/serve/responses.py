@@ -46,11 +46,11 @@ class ResponseEndpoint(Endpoint):
         effort = fields.get("reasoning", dict, {}).get("effort")
         kwargs = {} if effort is None else {"reasoning_effort": effort}
         messages = self._messages(fields)
-        prompt = self.render(fields, messages, tools, param="input", **kwargs)
+        prompt, end = self.render(fields, messages, tools, param="input", **kwargs)
         room = self.served.room_after(prompt)
         limit = fields.integer("max_output_tokens", room, 1, 1 << 31)
         params = self.sampling(fields, is_parsed=True, max_new_tokens=limit)
-        return Job([prompt], params, fields.salt(), self.parsers(prompt, 1))
+        return Job([prompt], params, fields.salt(), self.parsers(prompt, 1), end)
 
     def _messages(self, fields: Fields) -> list[Any]:
         try:

@@ -69,7 +69,10 @@ class ServedModel:
             on_output = partial(generation.on_output, number, time.monotonic())
             name = f"{request_id}-{number}"
             try:
-                self.engine.submit(prompt, job.params, on_output, request_id=name, salt=job.salt)
+                self.engine.submit(
+                    prompt, job.params, on_output,
+                    request_id=name, salt=job.salt, checkpoint_at=job.checkpoint_at,
+                )  # fmt: skip
             except QueueFullError as error:
                 message = "The queue is full: try again later"
                 raise ApiError(message, status=429, code="rate_limit_exceeded") from error

@@ -138,6 +138,16 @@ def test_a_fault_that_stays_ends_the_running_requests(served):
     assert after.wait() == {"length"}
 
 
+def test_a_fault_that_never_goes_is_the_engines_end(served):
+    thread, gate = served
+    gate.errors = [RuntimeError("for ever")] * 9
+    first, second = Client(), Client()
+    thread.submit(tokens(3, 9), GREEDY, first)
+    assert first.wait() == {"error"} and thread.fatal_error is None
+    thread.submit(tokens(3, 9), GREEDY, second)  # the next step is the third that fails
+    assert second.wait() == {"error"} and "for ever" in thread.fatal_error
+
+
 @pytest.mark.parametrize("error", [LostCacheError("lost"), KeyboardInterrupt("by hand")])
 def test_a_dead_engine_says_so(served, error):
     thread, gate = served

@@ -44,6 +44,7 @@ class FakeEngine:
         if len(self.open) >= self.max_waiting:
             raise QueueFullError(f"{self.max_waiting} requests wait")
         self.submitted.append((prompt, params, salt))
+        self.checkpoint_at = checkpoint_at
         self.open[request_id] = on_output
         threading.Thread(target=self.run, args=(request_id, prompt, params, on_output)).start()
         return request_id

@@ -38,6 +38,8 @@ def test_a_chat_has_an_answer(api, server):
     assert answer.choices[0].finish_reason == "stop"
     prompt = server.engine.submitted[-1][0]
     assert server.engine.tokenizer.decode(prompt) == "<user>hello<assistant>"
+    history = prompt[: server.engine.checkpoint_at]
+    assert server.engine.tokenizer.decode(history) == "<user>hello"
     assert answer.usage.prompt_tokens == len(prompt) == 7
     assert answer.usage.completion_tokens == 3
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
