@@ -12,6 +12,8 @@ from torch import Tensor
 from dsv4.formats import BYTE_ALIGN, next_power_of_two, round_up
 
 SCRATCH_LIMIT = 192 << 20  # bytes; a token that needs more is taken alone
+DENSE_LIMIT = 288 << 20  # bytes of dense rows
+DENSE_HEADS = 64  # query heads of a work item of attention over dense rows
 WHOLE_ENTRIES = 8192  # the most entries that one program of the top-k takes without groups
 NARROW_ENTRIES = 4096  # the fewest scores of a program that starts from groups
 GROUP = 8  # neighbours that their largest score stands for
@@ -36,6 +38,45 @@ class IndexScratch(NamedTuple):
     @property
     def num_rows(self) -> int:
         return self.scores.shape[0]
+
+
+def has_dense_rows(kv_format: str, *, head_dim: int, rope_dim: int, num_heads: int) -> bool:
+    """Whether attention of chunks may make rows of that format dense."""
+    is_fp8_row = (kv_format, head_dim, rope_dim) == ("fp8", 512, 64)
+    return is_fp8_row and num_heads % DENSE_HEADS == 0
+
+
+class DenseSizes(NamedTuple):
+    """Bytes of a forward's dense rows, see `triton.dense_rows`.
+
+    And its rows of windows, the entries of a chunk, and the blocks of the pool.
+    """
+
+    rows_bytes: int
+    columns_bytes: int
+    left_bytes: int
+    window_rows: int
+    chunk_stride: int
+    num_blocks: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows_bytes + self.columns_bytes + self.left_bytes
+
+
+def dense_sizes(
+    *, num_tokens: int, num_chunks: int, window: int, max_entries: int, entries_per_block: int,
+    num_blocks: int, num_heads: int, dim: int,
+) -> DenseSizes:  # fmt: skip
+    """Sizes for num_tokens tokens of num_chunks chunks that see up to max_entries entries."""
+    window_rows = num_tokens + num_chunks * (window - 1)
+    stride = round_up(max_entries, max(entries_per_block, 1))
+    columns = num_chunks * num_blocks if max_entries else 0
+    num_works = num_tokens * num_heads // DENSE_HEADS
+    return DenseSizes(
+        (window_rows + num_chunks * stride) * dim * 2, round_up(columns * 4, BYTE_ALIGN),
+        round_up((1 + num_works) * 4, BYTE_ALIGN), window_rows, stride, num_blocks,
+    )  # fmt: skip
 
 
 def padded_heads(num_heads: int) -> int:

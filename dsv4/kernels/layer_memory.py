@@ -141,7 +141,8 @@ class LayerStorages(NamedTuple):
             A forward closes at most one window every 128 tokens and one more for each request.
             The window that a token closes is number request + token // 128.
         arrivals: `[windows]` int32, programs that have stored their channels; 0 between launches.
-        index_scratch: `[bytes]` uint8, divided by the module `index_scratch`.
+        index_scratch: `[bytes]` uint8, divided by the module `index_scratch`. The index uses it,
+            then attention of chunks.
         partials: `[num_partials, heads × (head_dim + 2)]` fp32. A row is one split of a token:
             accumulators, then largest logits and sums.
         global_scale: `[]` fp32, NVFP4's; None for other formats.

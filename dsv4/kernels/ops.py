@@ -34,7 +34,9 @@ _READ = (
     "Tensor index_scratch, Tensor partials, Tensor? global_scale, "
     "Tensor cos, Tensor sin, str layout"
 )
-_ATTENDED = _READ.replace("Tensor partials", "Tensor(a!) partials")
+_ATTENDED = _READ.replace("Tensor partials", "Tensor(a!) partials").replace(
+    "Tensor index_scratch", "Tensor(b!) index_scratch"
+)
 _WRITTEN = (
     "Tensor(a!) slots, Tensor(b!) blocks, Tensor(c!) workspace, Tensor(d!) pooled, "
     "Tensor(e!) arrivals, Tensor index_scratch, Tensor partials, Tensor? global_scale, "

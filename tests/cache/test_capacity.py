@@ -9,7 +9,8 @@ import pytest
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.config import CacheConfig, YarnScaling
-from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.formats import INDEX_FORMATS, KV_FORMATS, round_up
+from dsv4.kernels.index_scratch import DENSE_LIMIT
 
 MIB = 2**20
 PRESETS = {"flash": CacheConfig.v4_flash, "pro": CacheConfig.v4_pro}
@@ -156,7 +157,7 @@ def test_shared_components():
 
 
 def index_scratch(config: CacheConfig, **sizes: int) -> int:
-    return capacity_of(config, **sizes).memory()["index_scratch"].allocated
+    return capacity_of(config, **sizes).index_bytes
 
 
 def test_index_scratch_of_a_million_tokens():
@@ -184,6 +185,39 @@ def test_no_index_scratch_where_nothing_is_scored():
     assert index_scratch(config, max_request_tokens=4 * 513) > 0
     for ratios in ((0, 0), (128, 0)):
         assert index_scratch(CacheConfig(compress_ratios=ratios), max_request_tokens=2**16) == 0
+
+
+def test_dense_rows_share_the_scratch_of_the_index():
+    sizes = {"max_request_tokens": 2**17, "max_forward_tokens": 8192, "max_requests": 2}
+    for preset, works in (("flash", 8192), ("pro", 16384)):
+        capacity = capacity_of(PRESETS[preset](), num_blocks=600, **sizes)
+        rows = 8192 + 127 + 2**15  # of windows, and of entries
+        assert capacity.dense_bytes == rows * 1024 + 600 * 4 + round_up(4 * (1 + works), 16)
+        longest = max(capacity.dense_bytes, capacity.index_bytes)
+        assert capacity.memory()["index_scratch"].allocated == longest
+    hca = capacity_of(CacheConfig(compress_ratios=(128, 0)), num_blocks=600, **sizes)
+    assert hca.dense_bytes == (8319 + 2**10) * 1024 + 600 * 4 + round_up(4 * 8193, 16)
+
+
+def test_scratch_of_a_million_tokens_has_a_limit():
+    sizes = {"max_request_tokens": 2**20, "max_forward_tokens": 8192}
+    for preset in ("flash", "pro"):
+        capacity = capacity_of(PRESETS[preset](), num_blocks=4096, **sizes)
+        assert capacity.index_scratch_bytes == capacity.dense_bytes < DENSE_LIMIT
+        parts = ("index_scratch", "attention_partials", "window_workspace", "pooling_scratch")
+        scratch = sum(capacity.memory()[name].allocated for name in parts)
+        assert scratch <= (416 if preset == "flash" else 640) * MIB
+    many = capacity_of(CacheConfig.v4_flash(), **sizes | {"max_forward_tokens": 65536})
+    assert many.dense_bytes > DENSE_LIMIT == many.index_scratch_bytes
+
+
+@pytest.mark.parametrize(
+    ("choices", "tokens"),
+    [({"kv_format": "bf16"}, 8192), ({"num_query_heads": 32}, 8192), ({}, 1)],
+)
+def test_no_dense_rows_that_no_kernel_makes(choices, tokens):
+    capacity = capacity_of(CacheConfig.v4_flash(**choices), max_forward_tokens=tokens)
+    assert capacity.dense_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels.contracts import LayerWrites
-from dsv4.kernels.triton import attention, chunk_scores, flush_write, gather, indexer, topk
+from dsv4.kernels.triton import (
+    attention,
+    chunk_scores,
+    dense_rows,
+    flush_write,
+    gather,
+    indexer,
+    topk,
+)
 from dsv4.kernels.triton import launch as launch_module
 from dsv4.kernels.triton.hopper import attention as hopper
-from dsv4.kernels.triton.hopper import index_scores
+from dsv4.kernels.triton.hopper import dense_attention, index_scores
 from dsv4.kernels.triton.launch import KINDS, Launch, architecture_steps, work_name
 from dsv4.testing import model_projections, model_weights
 
@@ -50,7 +58,7 @@ ATTENTION = [
     AttentionCase(128, 128, "bf16", False), AttentionCase(4, 64, "fp8_entry_scale", True),
     AttentionCase(128, 64, "fp32", False), AttentionCase(4, 8, "fp8", False),
     AttentionCase(128, 16, "bf16", True), AttentionCase(128, 32, "fp8", True),
-    AttentionCase(4, 16, "fp8", False),
+    AttentionCase(4, 16, "fp8", False), AttentionCase(128, 64, "fp8", True),
 ]  # fmt: skip
 
 
@@ -134,10 +142,15 @@ def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list
 
 
 def record_attention(case: AttentionCase) -> list:
-    """Record the launches of one token, which is split over programs, or of a chunk."""
+    """Record the launches of one token, which is split over programs, or of a chunk.
+
+    A chunk has room for dense rows, and then none.
+    """
     launches: list = []
     owners = [(attention, "_attend_kernel"), (attention, "_combine_kernel"),
-              (hopper, "_attend_kernel"), (hopper, "_attend_chunk_kernel")]  # fmt: skip
+              (hopper, "_attend_kernel"), (hopper, "_attend_chunk_kernel"),
+              (dense_rows, "_dense_rows_kernel"),
+              (dense_attention, "_attend_dense_kernel")]  # fmt: skip
     kernels = [getattr(module, name) for module, name in owners]
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, Recorder(kernel, launches))
@@ -150,9 +163,10 @@ def record_attention(case: AttentionCase) -> list:
     handle = manager.acquire(0, plan)
     query = torch.zeros(num_tokens, case.heads, 512, dtype=torch.bfloat16)
     rows = torch.zeros(num_tokens, 512, dtype=torch.int64) if case.ratio == 4 else None
-    attention.attend(
-        query, torch.zeros(case.heads), handle.memory, rows, handle.tokens, max_entries=1
-    )
+    memories = [handle.memory, handle.memory._replace(index_scratch=torch.empty(0))]
+    is_dense = case.is_chunk and (case.heads, case.kv_format) == (64, "fp8")
+    for memory in memories if is_dense else memories[:1]:
+        attention.attend(query, torch.zeros(case.heads), memory, rows, handle.tokens, max_entries=1)
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, kernel)
     return launches

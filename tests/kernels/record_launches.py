@@ -6,15 +6,24 @@ interpreter: `python -m tests.kernels.record_launches`.
 
 import json
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward, warm_up
-from dsv4.kernels.triton import attention, chunk_scores, flush_write, gather, indexer, topk
+from dsv4.kernels.triton import (
+    attention,
+    chunk_scores,
+    dense_rows,
+    flush_write,
+    gather,
+    indexer,
+    topk,
+)
 from dsv4.kernels.triton.hopper import attention as hopper
-from dsv4.kernels.triton.hopper import index_scores
-from dsv4.testing import model_projections, model_weights
+from dsv4.kernels.triton.hopper import dense_attention, index_scores
+from dsv4.testing import model_projections, model_weights, take_rows
 from tests.kernels.serving import Server, attend, serve
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -47,7 +56,8 @@ def record_kernels() -> dict[str, dict]:
     """Replace every kernel; their launches fill the returned dict."""
     keys: dict[str, dict] = {}
     for module in (
-        attention, chunk_scores, flush_write, gather, hopper, index_scores, indexer, topk
+        attention, chunk_scores, dense_attention, dense_rows, flush_write, gather, hopper,
+        index_scores, indexer, topk,
     ):  # fmt: skip
         kernels = {n: k for n, k in vars(module).items() if isinstance(k, JITFunction)}
         for name, kernel in kernels.items():
@@ -102,11 +112,36 @@ def serve_all_layers(keys: dict[str, dict]) -> dict:
     return {"case": "all layers", "warmed": len(warmed), "new": new_keys(keys, warmed)}
 
 
+def serve_chunks(keys: dict[str, dict]) -> dict:
+    """Run chunks of 64 heads: too few tokens for dense rows, and enough."""
+    keys.clear()
+    config = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), num_query_heads=64)
+    manager = KVCacheManager(
+        config, max_requests=2, num_blocks=8, max_forward_tokens=128, max_request_tokens=1024
+    )
+    use_triton(manager)
+    weights = model_weights(config, seed=0)
+    inputs = model_projections(config, 128, seed=1, dtype=torch.bfloat16)
+    warm_up(manager, weights, dtype=torch.bfloat16)
+    warmed = set(keys)
+    for count in (2, 3, 40, 100):
+        slot = manager.open_request()
+        plan = prepare_forward(manager, [slot], [0], [count])
+        for layer_idx, layer in enumerate(inputs):
+            handle, rows = manager.acquire(layer_idx, plan), take_rows(layer, slice(count))
+            handle.write(rows, weights[layer_idx])
+            attend(handle, rows, weights[layer_idx].sinks)
+        manager.free_request(slot)
+    assert sum("_attend_dense_kernel" in key for key in keys) == 3, "one for each type of layer"
+    return {"case": "chunks", "warmed": len(warmed), "new": new_keys(keys, warmed)}
+
+
 def main() -> None:
     keys = record_kernels()
     print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=0, max_requests=7)))
     print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=2, index_num_heads=64)))
     print(json.dumps(serve_all_layers(keys)))
+    print(json.dumps(serve_chunks(keys)))
 
 
 if __name__ == "__main__":

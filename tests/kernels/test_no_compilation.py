@@ -11,9 +11,17 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from dsv4 import warm_up
-from dsv4.kernels.triton import attention, chunk_scores, flush_write, gather, indexer, topk
+from dsv4.kernels.triton import (
+    attention,
+    chunk_scores,
+    dense_rows,
+    flush_write,
+    gather,
+    indexer,
+    topk,
+)
 from dsv4.kernels.triton.hopper import attention as hopper
-from dsv4.kernels.triton.hopper import index_scores
+from dsv4.kernels.triton.hopper import dense_attention, index_scores
 from tests.kernels.serving import Server, serve
 
 
@@ -24,7 +32,7 @@ def test_serving_launches_nothing_that_was_not_warmed_up():
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
     assert result.returncode == 0, result.stderr
     cases = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(cases) == 3
+    assert len(cases) == 4
     for case in cases:
         assert case["warmed"] >= 28
         assert case["new"] == [], case["case"]
@@ -50,7 +58,8 @@ def test_serving_compiles_nothing(drafts_per_step, monkeypatch):
         drafts_per_step=drafts_per_step, max_requests=64, index_num_heads=64, device="cuda"
     )
     for module in (
-        attention, chunk_scores, flush_write, gather, indexer, topk, hopper, index_scores
+        attention, chunk_scores, dense_attention, dense_rows, flush_write, gather, indexer, topk,
+        hopper, index_scores,
     ):  # fmt: skip
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):  # an earlier test may have compiled what is missing

@@ -320,7 +320,8 @@ def test_schema_and_fake(name):
     mutated = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
     storages = ["slots", "blocks", "workspace", "pooled", "arrivals"]
     expected = {"write_layer": storages, "select_entries": ["index_scratch"],
-                "attend": ["partials"], "checkpoint_window": ["checkpoints"],
+                "attend": ["index_scratch", "partials"],
+                    "checkpoint_window": ["checkpoints"],
                 "checkpoint_tails": ["checkpoints"]}  # fmt: skip
     assert mutated == expected.get(name, [])
 

@@ -6,6 +6,7 @@ from the kind and size of a forward. Layers of one type differ in offsets alone,
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -69,10 +70,10 @@ def warm_up(
                 if forward is forwards[0]:
                     kernels.gather(handle)
                     kernels.select_entries(handle)
-                is_split = kernels.is_split(layer_idx, forward.num_tokens)
-                if is_split not in attended:
+                choices = kernels.attend_choices(layer_idx, forward.num_tokens, forward.num_chunks)
+                if choices not in attended:
                     kernels.attend(handle, weights[layer_idx].sinks)
-                attended.add(is_split)
+                attended.add(choices)
     if manager.index_backend == "deepgemm":
         kernels.score_by_deepgemm()
 
@@ -116,23 +117,38 @@ class _Kernels:
         ratios = (0, self.manager.schedule[layer_idx].ratio)
         for size in sizes:
             parameters = tuple(launch_parameters(r, kind, size, self.device) for r in ratios)
-            first.setdefault((parameters, self.is_split(layer_idx, size)), size)
+            choices = self.attend_choices(layer_idx, size, int(kind == "chunk"))
+            first.setdefault((parameters, choices), size)
         return list(first.values())
 
-    def is_split(self, layer_idx: int, num_tokens: int) -> tuple[bool, ...]:
-        """Tell whether attention splits over rows, for the shortest and the longest requests."""
+    def attend_choices(self, layer_idx: int, num_tokens: int, num_chunks: int) -> tuple[bool, ...]:
+        """Tell whether attention splits over rows, for the shortest and the longest requests.
+
+        And whether it makes the rows of a chunk dense.
+        """
         from dsv4.kernels.triton.attention import attend_launch, choose_splits, count_tiles
+        from dsv4.kernels.triton.dense_rows import choose_dense
 
         if self.manager.batch_invariant:
             return ()  # by the layer alone
         num_heads = self.config.num_query_heads
         memory = self.manager.device_memory.memories[layer_idx]
         launch = attend_launch(num_heads, self.dtype, memory)
-        numbers = [count_tiles(memory, launch, n) for n in self._entry_numbers(layer_idx)]
-        return tuple(
-            choose_splits(num_tokens, num_heads, number, launch, memory) is not None
-            for number in numbers
-        )
+        choices = []
+        for number in self._entry_numbers(layer_idx):
+            num_tiles = count_tiles(memory, launch, number)
+            dense = choose_dense(
+                num_tokens, num_heads, num_tiles * launch.tile, memory, num_chunks=num_chunks,
+                max_entries=self._at_most(number, layer_idx),
+            )  # fmt: skip
+            splits = choose_splits(num_tokens, num_heads, num_tiles, launch, memory)
+            choices += [splits is not None, dense is not None]
+        return tuple(choices)
+
+    def _at_most(self, num_entries: int, layer_idx: int) -> int:
+        """Return so many entries, or as many as a request can have."""
+        ratio = max(self.manager.schedule[layer_idx].ratio, 1)
+        return min(num_entries, self.capacity.max_request_tokens // ratio)
 
     def _entry_numbers(self, layer_idx: int) -> tuple[int, ...]:
         """Return the fewest and the most entries of a launch."""
@@ -225,16 +241,23 @@ class _Kernels:
             )  # fmt: skip
 
     def attend(self, handle: LayerCacheHandle, sinks: Tensor | None) -> None:
-        """Attend with and without sinks, over short and over long requests."""
+        """Attend with and without sinks, over short and over long requests.
+
+        And for chunks with and without room for dense rows.
+        """
         shape = (handle.plan.num_tokens, self.config.num_query_heads, self.config.head_dim)
         query = torch.zeros(shape, dtype=self.dtype, device=self.device)
         is_csa = handle.layer.attention_type is AttentionType.CSA
         rows = self._no_rows(handle) if is_csa else None
-        for max_entries in self._entry_numbers(handle.layer.layer_idx):
+        memories, layer_idx = [handle.memory], handle.layer.layer_idx
+        if len(handle.tokens.chunk_ids):
+            memories.append(handle.memory._replace(index_scratch=handle.memory.index_scratch[:0]))
+        for number, memory in product(self._entry_numbers(layer_idx), memories):
             for given in (sinks, None):
                 ops.attend(
-                    query, given, handle.memory, rows, handle.tokens,
-                    max_entries=max_entries, batch_invariant=self.manager.batch_invariant,
+                    query, given, memory, rows, handle.tokens,
+                    max_entries=self._at_most(number, layer_idx),
+                    batch_invariant=self.manager.batch_invariant,
                     backend=self.manager.attention_backend,
                 )  # fmt: skip
 

@@ -12,7 +12,12 @@ from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
 from dsv4.checks import check_int
 from dsv4.config import CacheConfig
 from dsv4.formats import BYTE_ALIGN
-from dsv4.kernels.index_scratch import index_scratch_bytes
+from dsv4.kernels.index_scratch import (
+    DENSE_LIMIT,
+    dense_sizes,
+    has_dense_rows,
+    index_scratch_bytes,
+)
 from dsv4.layer_schedule import AttentionType
 
 INT32_BYTES = 4
@@ -130,7 +135,33 @@ class Capacity:
 
     @property
     def index_scratch_bytes(self) -> int:
-        """Bytes of the index's workspace; 0 if no token sees more entries than are selected."""
+        """Bytes of the scratch that the index uses, and after it attention of chunks.
+
+        Attention takes as many as the longest request's rows need, up to DENSE_LIMIT.
+        """
+        return max(self.index_bytes, min(self.dense_bytes, DENSE_LIMIT))
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the longest request's rows, dense; 0 if attention never makes them."""
+        config, ratios = self.config, [layer.ratio for layer in self.config.schedule if layer.ratio]
+        is_made = has_dense_rows(
+            config.kv_format, head_dim=config.head_dim, rope_dim=config.rope_dim,
+            num_heads=config.num_query_heads,
+        )  # fmt: skip
+        if not is_made or not self.workspace_rows:
+            return 0
+        entries = self.max_request_tokens // min(ratios) if ratios else 0
+        return dense_sizes(
+            num_tokens=self.max_forward_tokens, num_chunks=1, window=config.sliding_window,
+            max_entries=entries, num_blocks=self.num_blocks, num_heads=config.num_query_heads,
+            entries_per_block=config.block_tokens // min(ratios, default=config.block_tokens),
+            dim=config.head_dim,
+        ).num_bytes  # fmt: skip
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes that the index needs; 0 if no token sees more entries than are selected."""
         config = self.config
         if AttentionType.CSA not in {layer.attention_type for layer in config.schedule}:
             return 0

@@ -21,6 +21,7 @@ from dsv4.formats import next_power_of_two
 from dsv4.kernels.contracts import AttentionResult, TokenMap
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton.decode import GROUP, load_group
+from dsv4.kernels.triton.dense_rows import attend_dense, choose_dense
 from dsv4.kernels.triton.gather import (
     find_entries,
     find_listed,
@@ -362,8 +363,19 @@ def attend(
                "sin_ptr": memory.sin}  # fmt: skip
     rows = _row_arguments(memory, selected_rows, tokens, max_entries)
     if splits is None:
-        whole = Splits(1, 0, 1, num_tiles)
-        _launch(query, memory, launch, whole, 0, num_tokens, **results, **rows, IS_SPLIT=False)
+        whole, left = Splits(1, 0, 1, num_tiles), None
+        sizes = None
+        if not batch_invariant and is_hopper_chunk(launch, tokens) and query.data_ptr() % 16 == 0:
+            sizes = choose_dense(
+                num_tokens, num_heads, num_tiles * launch.tile, memory,
+                num_chunks=len(tokens.chunk_ids), max_entries=max_entries,
+            )  # fmt: skip
+        if sizes is not None:
+            left = attend_dense(
+                query, output, sizes, memory, tokens, results | rows, scale=softmax_scale(memory)
+            )
+        _launch(query, memory, launch, whole, 0, num_tokens, **results, **rows, IS_SPLIT=False,
+                left=left)  # fmt: skip
         return AttentionResult(output, lse)
     step = memory.partials.shape[0] // splits.num_splits
     for first in range(0, num_tokens, step):
@@ -383,6 +395,17 @@ def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> Pr
     if not INTERPRETED and is_hopper(device) and is_hopper_row:
         return find_launch(HopperLaunch, "attend hopper", device, num_heads)
     return find_launch(AttendLaunch, "attend bf16", device, num_heads)
+
+
+def is_hopper_chunk(launch: ProgramLaunch, tokens: TokenMap) -> bool:
+    """Whether programs on Hopper take work items of 64 heads in turn, unless rows are split."""
+    is_wide = isinstance(launch, HopperLaunch) and launch.heads == HEAD_BLOCK
+    return is_wide and len(tokens.chunk_ids) > 0
+
+
+def softmax_scale(memory: LayerMemory) -> float:
+    """The factor of a product that makes it a logit in base 2."""
+    return float(memory.layout.head_dim**-0.5 * LOG2_E.value)
 
 
 def choose_splits(
@@ -466,6 +489,7 @@ def _launch(
     splits: Splits,
     first_token: int,
     num_tokens: int,
+    left: Tensor | None = None,
     **arguments: Any,
 ) -> None:
     row, num_heads = memory.layout.kv_row, query.shape[1]
@@ -473,11 +497,11 @@ def _launch(
     grid = (num_tokens * -(-num_heads // launch.heads), splits.num_splits)
     arguments |= {
         "query_ptr": query, "partials_ptr": partials, "stats_ptr": stats,
-        "scale": row.dim**-0.5 * LOG2_E.value, "first_token": first_token, **splits._asdict(),
+        "scale": softmax_scale(memory), "first_token": first_token, **splits._asdict(),
         "NUM_HEADS": num_heads,
     }  # fmt: skip
     if isinstance(launch, HopperLaunch):
-        _launch_on_hopper(grid, launch, arguments, query.device)
+        _launch_on_hopper(grid, launch, arguments, query.device, left)
         return
     _attend_kernel[grid](
         **arguments, ROW=row_spec("kv", row, row.rope_dim),
@@ -488,9 +512,16 @@ def _launch(
 
 
 def _launch_on_hopper(
-    grid: tuple[int, int], launch: HopperLaunch, arguments: dict[str, Any], device: torch.device
+    grid: tuple[int, int],
+    launch: HopperLaunch,
+    arguments: dict[str, Any],
+    device: torch.device,
+    left: Tensor | None,
 ) -> None:
-    """Launch a program per token and block of heads, or for chunks as many as run at once."""
+    """Launch a program per token and block of heads, or for chunks as many as run at once.
+
+    left lists the work items of chunks that are left to do, after their number.
+    """
     from dsv4.kernels.triton.hopper import attention
 
     num_works, num_splits = grid
@@ -504,7 +535,10 @@ def _launch_on_hopper(
     }  # fmt: skip
     if is_chunk:
         programs = min(num_works, num_multiprocessors(device))
-        attention._attend_chunk_kernel[(programs,)](**arguments, num_works=num_works)
+        attention._attend_chunk_kernel[(programs,)](
+            **arguments, num_works=num_works, HAS_LEFT=left is not None,
+            left_ptr=arguments["request_ids_ptr"] if left is None else left,
+        )  # fmt: skip
     else:
         attention._attend_kernel[grid](**arguments, HEADS=launch.heads)
 

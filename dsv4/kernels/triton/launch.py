@@ -120,6 +120,17 @@ class HopperLaunch(NamedTuple):
     num_warps: int = 4
 
 
+class DenseLaunch(NamedTuple):
+    """Programs of attention over dense rows: registers of threads that copy, and that multiply.
+
+    num_warps are those of one of the two partitions that multiply.
+    """
+
+    copying_registers: int
+    multiplying_registers: int
+    num_warps: int = 4
+
+
 class CombineLaunch(NamedTuple):
     """Splits of attention, and the programs that combine them.
 
@@ -137,7 +148,7 @@ class CombineLaunch(NamedTuple):
 
 AnyLaunch = (
     Launch | GatherLaunch | QueryLaunch | ScoreLaunch | GroupLaunch | TopkLaunch | AttendLaunch
-    | HopperLaunch | CombineLaunch
+    | HopperLaunch | DenseLaunch | CombineLaunch
 )  # fmt: skip
 L = TypeVar("L", bound=AnyLaunch)
 
@@ -175,6 +186,7 @@ WORKS: dict[str, type[AnyLaunch]] = {
     "attend bf16": AttendLaunch,
     "attend hopper": HopperLaunch,
     "attend hopper chunk": HopperLaunch,
+    "attend hopper dense": DenseLaunch,
     "combine": CombineLaunch,
 }
 

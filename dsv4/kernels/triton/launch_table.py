@@ -106,6 +106,9 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
                 "multiplying_registers": 200,
             },
         ],
+        "attend hopper dense": [
+            {"up_to": None, "copying_registers": 104, "multiplying_registers": 200},
+        ],
         "combine": [
             {
                 "up_to": None,

@@ -100,15 +100,25 @@ def _attend_kernel(
 
 
 @gluon.jit
-def multiply_in_turn(num_works, tokens, splits, memory, query_ptr, query, exchange, scale, results,
-                     NUM_HEADS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
-                     SIDE: gl.constexpr):  # fmt: skip
+def nth_work(nth, left_ptr, HAS_LEFT: gl.constexpr):
+    """The nth work item: of those that are left, after their number, or of all."""
+    work = nth
+    if HAS_LEFT:
+        work = gl.load(left_ptr + 1 + nth)
+    return work
+
+
+@gluon.jit
+def multiply_in_turn(num_works, left_ptr, tokens, splits, memory, query_ptr, query, exchange, scale,
+                     results, NUM_HEADS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
+                     HAS_LEFT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """Multiply and store one side's share of one work item after another.
 
     An item is found again before its results are stored, which leaves registers to the products.
     """
     count = gl.to_tensor(0)
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
+    for nth in range(gl.program_id(0), num_works, gl.num_programs(0)):
+        work = nth_work(nth, left_ptr, HAS_LEFT)
         tiles, _token, out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
         load_query(query, query_ptr, out_loc, NUM_HEADS, SIDE)
         acc, largest, total, count = multiply_many(tiles, count, memory, query, exchange, scale,
@@ -119,18 +129,21 @@ def multiply_in_turn(num_works, tokens, splits, memory, query_ptr, query, exchan
 
 
 @gluon.jit
-def decode_in_turn(num_works, tokens, splits, memory, window, entries, NUM_HEADS: gl.constexpr,
-                   SPEC: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def decode_in_turn(num_works, left_ptr, tokens, splits, memory, window, entries,
+                   NUM_HEADS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
+                   HAS_LEFT: gl.constexpr):  # fmt: skip
     """Decode the rows of one work item after another."""
     count = gl.to_tensor(0)
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
+    for nth in range(gl.program_id(0), num_works, gl.num_programs(0)):
+        work = nth_work(nth, left_ptr, HAS_LEFT)
         tiles, token, _out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
         row_source = place_rows(token, window, entries, SPEC)
         count = decode_tiles(tiles, count, memory, row_source, SPEC, STAGES, False)
 
 
 @gluon.jit(
-    do_not_specialize=[*ATTEND_SIZES, "num_works"], do_not_specialize_on_alignment=ATTEND_UNALIGNED
+    do_not_specialize=[*ATTEND_SIZES, "num_works"],
+    do_not_specialize_on_alignment=[*ATTEND_UNALIGNED, "left_ptr"],
 )
 def _attend_chunk_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
@@ -138,12 +151,17 @@ def _attend_chunk_kernel(
     entries_ptr, entries_scales_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
     pool_rows, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr,
     after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
-    first_token, num_works, num_splits, split_step, tile_step, tiles_per_split,
-    SPEC: gl.constexpr, NUM_HEADS: gl.constexpr, IS_SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    DECODING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
+    first_token, num_works, left_ptr, num_splits, split_step, tile_step, tiles_per_split,
+    SPEC: gl.constexpr, NUM_HEADS: gl.constexpr, IS_SPLIT: gl.constexpr, HAS_LEFT: gl.constexpr,
+    STAGES: gl.constexpr, DECODING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Attend for tokens and 64 of their heads each, one after another, over all of their rows."""
+    """Attend for tokens and 64 of their heads each, one after another, over all of their rows.
+
+    HAS_LEFT takes only the work items that `_attend_dense_kernel` has left.
+    """
     gdc_wait()
+    if HAS_LEFT:
+        num_works = gl.load(left_ptr)
     tokens = Tokens(first_token, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr)
     splits = Splits(num_splits, split_step, tile_step, tiles_per_split)
     window = WindowPtrs(ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr,
@@ -156,12 +174,12 @@ def _attend_chunk_kernel(
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (multiply_in_turn, (num_works, tokens, splits, memory, query_ptr, query, exchange,
-                                scale, results, NUM_HEADS, SPEC, STAGES, 0)),
-            (multiply_in_turn, (num_works, tokens, splits, memory, query_ptr, query, exchange,
-                                scale, results, NUM_HEADS, SPEC, STAGES, 1)),
-            (decode_in_turn, (num_works, tokens, splits, memory, window, entries, NUM_HEADS, SPEC,
-                              STAGES)),
+            (multiply_in_turn, (num_works, left_ptr, tokens, splits, memory, query_ptr, query,
+                                exchange, scale, results, NUM_HEADS, SPEC, STAGES, HAS_LEFT, 0)),
+            (multiply_in_turn, (num_works, left_ptr, tokens, splits, memory, query_ptr, query,
+                                exchange, scale, results, NUM_HEADS, SPEC, STAGES, HAS_LEFT, 1)),
+            (decode_in_turn, (num_works, left_ptr, tokens, splits, memory, window, entries,
+                              NUM_HEADS, SPEC, STAGES, HAS_LEFT)),
         ],
         [4, DECODING_WARPS],
         [MULTIPLYING_REGISTERS, DECODING_REGISTERS],
