@@ -1,8 +1,8 @@
 """`dsv4 bench attend`: attention of one layer, in a step and in a chunk, by graph replay.
 
-The chunk is the last tokens of a long request of V4-Flash. CSA attends the window and selected
-entries, HCA the window and all visible entries. Our kernels read both in place; FlashMLA's prefill
-kernel reads a dense BF16 copy.
+The chunk is the last tokens of a long request. CSA attends the window and selected
+entries, HCA the window and all visible entries. Our time includes that of making rows dense;
+FlashMLA's prefill kernel reads a BF16 copy that is not timed.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,17 +53,19 @@ SHAPES = (
 
 
 class PrefillShape(NamedTuple):
-    """A type of layer; each query attends num_selected entries, with 0 all that are visible."""
+    """A model's layer; each query attends num_selected entries, with 0 all that are visible."""
 
     name: str
+    preset: Callable[..., CacheConfig]
     ratio: int
     num_selected: int
     target_tflops: float
 
 
 PREFILL_SHAPES = (
-    PrefillShape("Flash CSA", 4, 512, 300.0),
-    PrefillShape("Flash HCA", 128, 0, 350.0),
+    PrefillShape("Flash CSA", CacheConfig.v4_flash, 4, 512, 490.0),
+    PrefillShape("Flash HCA", CacheConfig.v4_flash, 128, 0, 530.0),
+    PrefillShape("Pro CSA", CacheConfig.v4_pro, 4, 1024, 480.0),
 )
 
 
@@ -178,7 +180,7 @@ def _measure_prefill(shape: PrefillShape, prefill: SparsePrefill | None) -> dict
 
 def prefill_case(shape: PrefillShape, *, device: str) -> AttendCase:
     """Plan the chunk in one layer whose rows are normal numbers."""
-    config = CacheConfig.v4_flash(compress_ratios=(shape.ratio,))
+    config = shape.preset(compress_ratios=(shape.ratio,))
     manager = manager_for(config, 1, CONTEXT, device=device, chunk=CHUNK)
     slots = open_requests(manager, 1, CONTEXT - CHUNK)
     (memory,) = manager.device_memory.memories

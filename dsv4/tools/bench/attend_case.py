@@ -79,7 +79,8 @@ def attend(
         )
     return ops.attend(
         query, case.sinks, handle.memory, rows, tokens,
-        max_entries=case.num_entries, batch_invariant=batch_invariant, backend=backend,
+        max_entries=max(case.num_entries, handle.plan.max_entries(handle.layer.ratio)),
+        batch_invariant=batch_invariant, backend=backend,
     )  # fmt: skip
 
 

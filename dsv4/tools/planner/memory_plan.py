@@ -214,7 +214,7 @@ class MemoryPlan:
         """Bytes of a token in the index's workspace, at a context of so many blocks."""
         tokens = min(num_blocks * self.config.block_tokens, self.config.max_position)
         one = replace(self.capacity, max_forward_tokens=1, max_request_tokens=tokens)
-        return one.index_scratch_bytes
+        return one.index_bytes
 
 
 def component_label(name: str) -> str:

@@ -30,6 +30,17 @@ function indexScratch(model, choice) {
   return { row, bytes: row * rows };
 }
 
+function denseRows(model, choice, blocks) {
+  const { denseLimit, denseHeads, byteAlign } = data.constants;
+  const { csa, hca } = choice.layers, ratio = csa ? 4 : 128;
+  if (!model.denseFormats.includes(choice.kv) || choice.chunk <= choice.drafts + 1) return 0;
+  const entries = csa + hca ? Math.floor(choice.context / ratio) : 0;
+  const rows = choice.chunk + model.window - 1 + roundUp(entries, choice.block / ratio);
+  const works = Math.floor((choice.chunk * model.heads) / denseHeads);
+  return Math.min(denseLimit, rows * model.headDim * 2
+    + roundUp((entries ? blocks : 0) * 4, byteAlign) + roundUp((1 + works) * 4, byteAlign));
+}
+
 function blockBytes(model, choice) {
   const { swa, csa, hca } = choice.layers;
   const kv = model.kvRows[choice.kv], key = model.indexRows[choice.index];
@@ -79,7 +90,7 @@ function checkpointBytes(model, choice) {
   return { checkpoints: [rows + tails, window[1] + csa_tails[1] + index_tails[1]] };
 }
 
-function sharedBytes(model, choice) {
+function sharedBytes(model, choice, blocks) {
   const { headBlock, splitPrograms, byteAlign } = data.constants;
   const { requests, chunk, drafts } = choice;
   const columns = choice.layers.csa + choice.layers.hca ? Math.ceil(choice.context / choice.block) : 0;
@@ -94,7 +105,7 @@ function sharedBytes(model, choice) {
     block_table: requests * columns * 4,
     plan_buffers: (11 * requests + 5 + 2 * chunk + 3 * (updates + captures)) * 4,
     pooling_scratch: windows * (model.headDim * 4 + 4),
-    index_scratch: indexScratch(model, choice).bytes,
+    index_scratch: Math.max(indexScratch(model, choice).bytes, denseRows(model, choice, blocks)),
     attention_partials: partials * model.heads * (model.headDim + 2) * 4,
     rope_tables: choice.layers.ropeTables * choice.context * model.ropeDim * 4,
     index_global_scale: 4,
@@ -123,7 +134,7 @@ function plan(choice, numBlocks) {
     ...times(blockBytes(model, choice), blocks),
     ...times(slotBytes(model, choice), choice.requests),
     ...undoBytes(model, choice),
-    ...sharedBytes(model, choice),
+    ...sharedBytes(model, choice, blocks),
     ...times(checkpointBytes(model, choice), choice.checkpoints),
   };
   const cache = sum(Object.values(memory).map((size) => size[1]));
@@ -365,7 +376,7 @@ function section(title, names, of, memory, show) {
 function drawTables(result, choice) {
   const model = data.models[choice.model], { memory } = result;
   const ofBlock = blockBytes(model, choice);
-  const ofSlot = { ...slotBytes(model, choice), block_table: sharedBytes(model, { ...choice, requests: 1 }).block_table };
+  const ofSlot = { ...slotBytes(model, choice), block_table: sharedBytes(model, { ...choice, requests: 1 }, 0).block_table };
   const owned = [...Object.keys(ofBlock), ...Object.keys(ofSlot)];
   const shared = Object.keys(data.labels).filter((name) => !owned.includes(name));
   at("components").tBodies[0].replaceChildren(

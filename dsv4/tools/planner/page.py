@@ -13,7 +13,7 @@ from typing import Any
 
 from dsv4.cache.memory.capacity import HEAD_BLOCK, SPLIT_PROGRAMS, Capacity
 from dsv4.config import MAX_DRAFTS, TAIL_DTYPES, CacheConfig
-from dsv4.formats import BYTE_ALIGN
+from dsv4.formats import BYTE_ALIGN, KV_FORMATS
 from dsv4.kernels import index_scratch
 from dsv4.tools.planner.changes import row_bytes
 from dsv4.tools.planner.memory_plan import LIMITS, MemoryPlan, component_label
@@ -50,6 +50,8 @@ def write_page(
         "tails": {name: dtype.itemsize for name, dtype in TAIL_DTYPES.items()},
         "constants": {
             "scratchLimit": index_scratch.SCRATCH_LIMIT,
+            "denseLimit": index_scratch.DENSE_LIMIT,
+            "denseHeads": index_scratch.DENSE_HEADS,
             "wholeEntries": index_scratch.WHOLE_ENTRIES,
             "narrowEntries": index_scratch.NARROW_ENTRIES,
             "group": index_scratch.GROUP,
@@ -85,6 +87,13 @@ def _fill(data: str) -> str:
     return page
 
 
+def _dense_formats(config: CacheConfig) -> list[str]:
+    """Return the row formats that attention of chunks may make dense."""
+    sizes = {"head_dim": config.head_dim, "rope_dim": config.rope_dim}
+    heads = config.num_query_heads
+    return [n for n in KV_FORMATS if index_scratch.has_dense_rows(n, **sizes, num_heads=heads)]
+
+
 def _model(config: CacheConfig) -> dict[str, Any]:
     num_main = config.num_layers - config.num_mtp_layers
     main = replace(config, compress_ratios=config.compress_ratios[:num_main], num_mtp_layers=0)
@@ -98,6 +107,7 @@ def _model(config: CacheConfig) -> dict[str, Any]:
         "topk": config.index_topk,
         "maxPosition": config.max_position,
         "kvRows": row_bytes(config, "kv_format"),
+        "denseFormats": _dense_formats(config),
         "indexRows": row_bytes(config, "index_format"),
         "hasMtp": config.num_mtp_layers > 0,
         "withMtp": _layers(config),

@@ -19,7 +19,10 @@ from tests.kernels.fake_external import FakeDeepGEMM, FakeFlashMLA, FakePrefill,
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins run on the CPU")
 
 
-CHUNKS = (PrefillShape("CSA", 4, 64, 300.0), PrefillShape("HCA", 128, 0, 350.0))
+CHUNKS = (
+    PrefillShape("CSA", CacheConfig.v4_flash, 4, 64, 300.0),
+    PrefillShape("HCA", CacheConfig.v4_flash, 128, 0, 350.0),
+)
 
 
 @pytest.fixture
