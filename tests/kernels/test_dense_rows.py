@@ -73,6 +73,34 @@ def test_rows_become_dense(ratios, kv_format):
     assert int(dense.left[0]) == 0
 
 
+def test_sizes_that_are_too_small_write_nothing_else():
+    """Fewer tokens and entries than the chunks have: what follows the rows stays as it was."""
+    handle = filled(CacheConfig.tiny(compress_ratios=HCA), [99, 600], [370, 930])
+    layout, sizes = handle.memory.layout, sizes_of(handle, max_entries=3, num_tokens=11)
+    storage = torch.full((sizes.num_bytes + 4096,), POISON_BYTE, dtype=torch.uint8, device=DEVICE)
+    dense = cut_dense_rows(storage, sizes, dim=layout.head_dim)
+    make_dense_rows(dense, handle.memory, handle.tokens)
+    flat = torch.arange(sizes.window_rows, device=DEVICE)
+    window = gather_rows(handle.memory.window.workspace, flat)
+    assert is_same(dense.rows[: sizes.window_rows], window)
+    for chunk, request in enumerate(handle.tokens.chunk_ids.tolist()):
+        first = sizes.window_rows + chunk * sizes.chunk_stride
+        column = torch.arange(sizes.chunk_stride, device=DEVICE) // layout.entries_per_block
+        blocks = handle.tokens.block_table[handle.tokens.request_slots[request]][column].long()
+        rows = blocks * layout.entries_per_block
+        rows += torch.arange(sizes.chunk_stride, device=DEVICE) % layout.entries_per_block
+        want = gather_rows(handle.memory.entries, torch.where(blocks >= 0, rows, -1))
+        count = min(sizes.chunk_stride, [370, 930][chunk] // 128)
+        assert is_same(dense.rows[first : first + count], want[:count])
+    untouched = torch.full_like(storage[:4], POISON_BYTE).view(torch.int32)
+    is_mapped = dense.columns != untouched
+    assert dense.columns[is_mapped].max() < sizes.chunk_stride, "nothing of a row"
+    assert int(is_mapped.sum()) <= 2 * sizes.chunk_stride
+    assert int(dense.left[0]) == 0
+    assert (dense.left.view(torch.uint8)[4:] == POISON_BYTE).all()
+    assert (storage[sizes.num_bytes :] == POISON_BYTE).all()
+
+
 def is_same(got, want) -> bool:
     """Whether rows are equal; poison before the chunk's first token is NaN in both."""
     is_nan = torch.equal(got.isnan(), want.isnan())

@@ -67,7 +67,8 @@ def _dense_rows_kernel(
     # The workspace ends with the last chunk's rows.
     end = tl.load(workspace_starts_ptr + request) + tl.load(after_ptr + request)
     end = tl.minimum(end + WINDOW - 1 - tl.load(before_ptr + request), window_rows)
-    end = tl.where(is_window, end, tl.load(after_ptr + request) // RATIO)
+    num_entries = tl.minimum(tl.load(after_ptr + request) // RATIO, chunk_stride)
+    end = tl.where(is_window, end, num_entries)
     tile = tl.where(is_window, program, nth % tl.maximum(num_tiles, 1))
     row = tile * TILE + tl.arange(0, TILE)  # [TILE]
     is_output = row < end
