@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from dsv4.kernels.triton.hopper.decode import DIM, OPERAND, TILE, VECTOR
 from dsv4.kernels.triton.hopper.many_heads import HEAD_ROWS, HEADS, LOGITS
-from dsv4.kernels.triton.hopper.program import Tokens, find_work
+from dsv4.kernels.triton.hopper.program import EntryPtrs, Tokens, find_work
 from dsv4.kernels.triton.hopper.softmax import (
     finite_base,
     log_sum_exp,
@@ -75,25 +75,19 @@ class Shared(NamedTuple):
 class DenseRows(NamedTuple):
     """Rows of the forward's chunks: the window workspace's, then each chunk's entries.
 
-    first_entry is the first chunk's first entry, chunk_stride the entries from one chunk to the
-    next. columns_ptr has, by chunk and block, the block's column in the table, if it is there.
+    entries has the dense rows, and the entries from one chunk to the next as their stride;
+    first_entry is the first chunk's first entry. columns_ptr has, by chunk and block, the block's
+    column in the table, if it is there.
     """
 
-    dense_ptr: gl.tensor
+    entries: EntryPtrs
     first_entry: gl.tensor
-    chunk_stride: gl.tensor
     columns_ptr: gl.tensor
     num_blocks: gl.tensor
     chunk_ids_ptr: gl.tensor
     after_ptr: gl.tensor
     before_ptr: gl.tensor
     starts_ptr: gl.tensor
-    rows_ptr: gl.tensor
-    rows_stride: gl.tensor
-    row_stride: gl.tensor
-    pool_rows: gl.tensor
-    table_ptr: gl.tensor
-    table_stride: gl.tensor
     left_ptr: gl.tensor
 
 
@@ -325,9 +319,9 @@ def load_list(tile, source, rows, SPEC: gl.constexpr):
     listed = gl.full((TILE,), -1, gl.int32, layout=FIND)
     if tile >= SPEC.WINDOW // TILE:
         entry = (row - SPEC.WINDOW).to(gl.int64)
-        flat = gl.load(source.list_ptr + entry * rows.row_stride, mask=row < source.num_rows,
-                       other=-1)  # fmt: skip
-        is_row = flat.to(gl.uint64) < rows.pool_rows.to(gl.uint64)
+        entry_ptr = source.list_ptr + entry * rows.entries.row_stride
+        flat = gl.load(entry_ptr, mask=row < source.num_rows, other=-1)
+        is_row = flat.to(gl.uint64) < rows.entries.pool_rows.to(gl.uint64)
         listed = gl.where(is_row, flat.to(gl.int32), -1)
     return listed
 
@@ -349,6 +343,7 @@ def load_blocks(listed, columns, source, SPEC: gl.constexpr):
 @gluon.jit
 def find_source(token, rows, SPEC: gl.constexpr):
     """Find the sources of a token's rows."""
+    entries = rows.entries
     start = gl.load(rows.starts_ptr + token.request)
     start += token.position - gl.load(rows.before_ptr + token.request)
     chunk = gl.to_tensor(0)
@@ -357,11 +352,11 @@ def find_source(token, rows, SPEC: gl.constexpr):
             chunk += 1
     count = gl.load(rows.after_ptr + token.request) // SPEC.RATIO
     return Source(
-        token.position, token.num_rows, start, rows.first_entry + chunk * rows.chunk_stride,
-        gl.minimum(count, rows.chunk_stride),
-        rows.rows_ptr + token.token_idx.to(gl.int64) * rows.rows_stride,
+        token.position, token.num_rows, start, rows.first_entry + chunk * entries.entries_stride,
+        gl.minimum(count, entries.entries_stride),
+        entries.rows_ptr + token.token_idx.to(gl.int64) * entries.rows_stride,
         rows.columns_ptr + chunk.to(gl.int64) * rows.num_blocks,
-        rows.table_ptr + token.slot * rows.table_stride,
+        entries.block_table_ptr + token.slot * entries.table_stride,
     )  # fmt: skip
 
 
@@ -387,7 +382,7 @@ def copy_tile(place, pair, rows, shared, STAGE: gl.constexpr):
     is_present = place >= 0
     bias = gl.where(is_present, 0.0, float("-inf"))
     place = gl.convert_layout(place, COPY_ROWS)
-    source_ptr = rows.dense_ptr + gl.maximum(place, 0).to(gl.int64) * DIM
+    source_ptr = rows.entries.entries_ptr + gl.maximum(place, 0).to(gl.int64) * DIM
     mask = (place >= 0)[:, None] & (channel >= 0)
     for half in gl.static_range(2):
         mbarrier.wait(shared.empty.index(2 * STAGE + half), (pair + 1) % 2)
@@ -487,9 +482,10 @@ def _attend_dense_kernel(
     """
     gdc_wait()
     tokens = Tokens(gl.to_tensor(0), num_entries, positions_ptr, request_ids_ptr, request_slots_ptr)
-    rows = DenseRows(dense_ptr, first_entry, chunk_stride, columns_ptr, num_blocks, chunk_ids_ptr,
-                     after_ptr, before_ptr, workspace_starts_ptr, rows_ptr, rows_stride, row_stride,
-                     pool_rows, block_table_ptr, table_stride, left_ptr)  # fmt: skip
+    entries = EntryPtrs(dense_ptr, chunk_stride, rows_ptr, rows_stride, row_stride, pool_rows,
+                        block_table_ptr, table_stride)  # fmt: skip
+    rows = DenseRows(entries, first_entry, columns_ptr, num_blocks, chunk_ids_ptr, after_ptr,
+                     before_ptr, workspace_starts_ptr, left_ptr)  # fmt: skip
     results = sinks_ptr, lse_ptr, cos_ptr, sin_ptr
     shared = make_shared()
     gl.thread_barrier()
