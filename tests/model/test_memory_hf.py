@@ -1,0 +1,182 @@
+"""The memory model: codes, answers in every format, and after everything a cache can do."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoTokenizer, DeepseekV4ForCausalLM
+
+from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.integrations.transformers import PagedCache
+from dsv4.integrations.transformers.columns import Columns
+from dsv4.model.memory_book import (
+    IDS,
+    MAX_TOKENS,
+    UNKNOWN,
+    VOCABULARY,
+    make_tokenizer,
+    text_of,
+    write_book,
+)
+from dsv4.model.memory_hf import codes, memory_hf_model
+from dsv4.tools.demo.ask import ask, is_right, open_cache, read_book
+
+
+class Story(NamedTuple):
+    """A device, the tokens of a book, and the questions on it."""
+
+    device: str
+    num_tokens: int
+    num_questions: int
+
+    @property
+    def model(self) -> Any:
+        return memory_hf_model().to(self.device)
+
+
+STORIES = [
+    pytest.param(Story("cpu", 640, 60), id="cpu"),
+    pytest.param(Story("cuda", MAX_TOKENS, 200), id="1M", marks=pytest.mark.gpu),
+]
+everywhere = pytest.mark.parametrize("story", STORIES)
+
+
+def wrong(model, cache, book, num_questions: int) -> list[str]:
+    questions = book.choose(num_questions)
+    assert {question.kind for question in questions} == {"record", "chapter", "line", "nobody"}
+    answers = ask(model, cache, questions)
+    pairs = zip(questions, answers, strict=True)
+    return [text_of((*q.ids, *answer)) for q, answer in pairs if not is_right(q, answer)]
+
+
+def test_codes():
+    products = codes() @ codes().T
+    assert codes().shape == (1054, 32) and codes().abs().eq(1).all()
+    assert products.diagonal().eq(32).all() and codes().sum(dim=1).eq(0).all()
+    assert (products - 32 * torch.eye(1054)).max() == 8
+
+
+def test_a_book_of_a_million_tokens_has_no_name_twice():
+    book = write_book(MAX_TOKENS)
+    records = [question.ids for question in book.questions if question.kind == "record"]
+    titles = [question.ids for question in book.questions if question.kind == "chapter"]
+    assert len(set(records)) == len(records) == 245_760
+    assert len(set(titles)) == len(titles) == 8192
+    nobody = book.questions[-1]
+    assert nobody.answer == UNKNOWN and nobody.ids not in records
+    assert all(int(book.ids[q.token_pos]) == q.answer for q in book.questions[:-1])
+    straddling = sum(question.is_straddling for question in book.questions)
+    assert straddling == len(records) // 3
+
+
+@pytest.mark.parametrize(
+    ("kv", "index"), [*zip(KV_FORMATS, INDEX_FORMATS, strict=False), ("bf16", "fp32")]
+)
+def test_every_format_answers(kv, index):
+    model, book = memory_hf_model(), write_book(640)
+    with open_cache(model, len(book.ids), kv, index) as cache:
+        read_book(model, cache, book.ids)
+        assert wrong(model, cache, book, 60) == []
+
+
+def test_the_margin_of_an_answer():
+    """The next logit, that of `unknown`, is half of the answer's; other words' are a quarter."""
+    model, book = memory_hf_model(), write_book(640)
+    with open_cache(model, len(book.ids), "fp8", "mxfp4") as cache, torch.inference_mode():
+        read_book(model, cache, book.ids)
+        for question in book.choose(24)[:-1]:
+            ids = torch.tensor([question.ids])
+            logits = model(input_ids=ids, past_key_values=cache).logits[0, -1]
+            cache.crop(-len(question.ids))
+            words = logits[IDS["number"].start :]
+            best, second = words.topk(2).values
+            assert VOCABULARY[int(logits.topk(2).indices[1])] == "unknown"
+            assert logits.topk(2).values[1] < 0.55 * best and second < 0.35 * best
+
+
+def test_smaller_margins_fail_in_fewer_bits():
+    book = write_book(256)
+    right = {}
+    for kv, margin in (("fp8", 1 / 32), ("fp8", 1 / 256), ("bf16", 1 / 256), ("fp32", 1 / 4096)):
+        model = memory_hf_model(margin=margin)
+        with open_cache(model, len(book.ids), kv, "fp32") as cache:
+            read_book(model, cache, book.ids)
+            right[kv, 1 / margin] = 40 - len(wrong(model, cache, book, 40))
+    assert right["fp8", 32] == right["bf16", 256] == right["fp32", 4096] == 40
+    assert right["fp8", 256] < 20
+
+
+@everywhere
+def test_fp8_and_mxfp4(story):
+    model, book = story.model, write_book(story.num_tokens)
+    with open_cache(model, len(book.ids), "fp8", "mxfp4") as cache:
+        read_book(model, cache, book.ids)
+        assert wrong(model, cache, book, story.num_questions) == []
+
+
+@everywhere
+def test_eight_books(story):
+    books = [write_book(story.num_tokens, seed=seed) for seed in range(8)]
+    model, longest = story.model, len(books[0].ids)
+    with open_cache(model, longest, "fp8", "mxfp4", num_books=8) as cache:
+        ids = torch.stack([book.ids for book in books]).to(story.device)
+        with torch.inference_mode():
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        for book in books:
+            slots = cache._slots
+            cache._slots, cache._columns = slots[:1], Columns(1)
+            cache._columns.append(longest)
+            assert wrong(model, cache, book, story.num_questions // 4) == []
+            cache._slots = slots[1:]
+        cache._slots = []
+
+
+def adopt(cache: PagedCache, slot: int, num_tokens: int) -> None:
+    """Continue a request that the manager has opened."""
+    cache._slots, cache._columns = [slot], Columns(1)
+    cache._columns.append(num_tokens)
+
+
+@everywhere
+def test_a_prefix_hit(story):
+    model, book = story.model, write_book(story.num_tokens)
+    with open_cache(model, len(book.ids), "fp8", "mxfp4", num_checkpoints=4) as cache:
+        for num_known in (0, story.num_tokens // 256 * 256):
+            slot, num_found, num_replayed, _ = cache.manager.resume_request(book.ids.numpy())
+            assert num_found + num_replayed == num_known
+            adopt(cache, slot, num_found)
+            read_book(model, cache, book.ids[num_found:])
+            assert wrong(model, cache, book, story.num_questions) == []
+            cache.reset()
+
+
+@everywhere
+def test_drafts_rejected_at_random(story):
+    model, book = story.model, write_book(story.num_tokens)
+    start, draw = len(book.ids) - 60, torch.Generator().manual_seed(0)
+    with open_cache(model, len(book.ids), "fp8", "mxfp4") as cache:
+        read_book(model, cache, book.ids[:start])
+        while start < len(book.ids):
+            num_kept, num_rejected = torch.randint(1, 5, (2,), generator=draw).tolist()
+            kept = book.ids[start : start + num_kept]
+            drafts = torch.randint(8, len(VOCABULARY), (num_rejected,), generator=draw)
+            read_book(model, cache, torch.cat((kept, drafts)))
+            cache.crop(-num_rejected)
+            start += len(kept)
+        assert wrong(model, cache, book, story.num_questions) == []
+
+
+def test_a_folder_with_a_tokenizer(tmp_path):
+    book = write_book(256)
+    memory_hf_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    question = book.questions[3]
+    chat = [{"role": "user", "content": f"{text_of(book.ids)} {text_of(question.ids)}"}]
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    assert ids[0].tolist() == [*book.ids.tolist(), *question.ids]
+    new = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+    assert tokenizer.decode(new, skip_special_tokens=True) == VOCABULARY[question.answer]
