@@ -17,7 +17,7 @@ from dsv4.tools.inspector.selections import RUN_FILES
 from dsv4.tools.outputs import add_force, check_new
 from dsv4.tools.planner import command as plan_command
 from dsv4.tools.planner.command import positive
-from dsv4.tools.planner.sizes import format_bytes
+from dsv4.tools.planner.sizes import format_bytes, parse_tokens
 
 
 class UsageError(Exception):
@@ -66,12 +66,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser(
-        "demo", help="generate through this cache and through transformers' own"
+        "demo", help="ask a model about a book, through this cache and through transformers' own"
     )
     add = demo.add_argument
-    add("--model", help="a checkpoint folder; by default a small random model")
+    add("--tokens", type=parse_tokens, default="2k", help="length of the book: 2048, 64k or 1M")
+    add("--questions", type=positive, default=48, help="questions on the book")
+    add("--serve", action="store_true", help="ask through dsv4 serve, with the openai client")
+    add("--model", help="a checkpoint folder or random: generate with that, and compare")
     add("--prompt", action="append", default=[], help="a text for --model; may be repeated")
-    add("--new-tokens", type=positive, default=48, help="tokens to generate")
+    add("--new-tokens", type=positive, default=48, help="tokens to generate with --model")
     add("--device", default="cpu", help="cpu, cuda or cuda:N")
     add("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
     add("--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys")
@@ -194,8 +197,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    if options.prompt and options.model is None:
-        raise UsageError("--prompt needs --model: a random model has no tokenizer")
+    if options.prompt and options.model in (None, "random"):
+        raise UsageError("--prompt needs --model FOLDER: other models have no tokenizer for it")
     from dsv4.tools.demo.command import print_demo, run_command
     from dsv4.tools.demo.kept_run import keep_run
 

@@ -1,7 +1,9 @@
 """The commands: output, JSON, exit codes."""
 
 import json
+import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,42 @@ from dsv4.tools.cli import main
 from dsv4.tools.demo import command
 from tests.integrations.checkpoint import save_checkpoint
 
+RANDOM = ["demo", "--model", "random"]
+BOOK = ["demo", "--tokens", "512", "--questions", "16"]
+ROOT = Path(__file__).parent.parent.parent
+
+
+def without_speeds(text: str) -> str:
+    return re.sub(r" +[0-9,]+/s", "", text)
+
+
+def test_demo_answers_from_a_book(capsys):
+    """The output is that of the docs on every CPU, but for the times; the README has a part."""
+    assert main(["demo"]) == 0
+    text = capsys.readouterr().out
+    shown = re.findall(r"```text\n(.*?)```", (ROOT / "docs/quality.md").read_text(), re.DOTALL)[0]
+    assert without_speeds(text) == without_speeds(shown)
+    assert all(len(line) <= 80 for line in text.splitlines()) and text.isascii()
+    readme = re.findall(r"^#         (  .*)$", (ROOT / "README.md").read_text(), re.M)
+    assert len(readme) == 3 and set(readme) <= set(text.splitlines())
+
+
+def test_demo_fails_on_a_wrong_answer(capsys, monkeypatch):
+    from dsv4.kernels.reference import addressing
+
+    monkeypatch.setattr(addressing, "visible_entries", lambda positions, m: positions // m // 2)
+    assert main([*BOOK, "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert not result["ok"] and not result["same_ids"]
+    right = {name: run["right"] for name, run in result["runs"].items()}
+    assert right.pop("transformers' own") == 16 and max(right.values()) < 16
+    main(BOOK)
+    assert "MISMATCH" in capsys.readouterr().out
+
 
 def test_demo_prints_tables(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    assert main(["demo", "--new-tokens", "6"]) == 0
+    assert main([*RANDOM, "--new-tokens", "6"]) == 0
     captured = capsys.readouterr()
     for text in ("6 new tokens for each of 4 prompts", "fp8 rows, mxfp4 keys", "hca_entries",
                  "Tokens per second", "equal: with fp32 rows"):  # fmt: skip
@@ -22,7 +56,8 @@ def test_demo_prints_tables(capsys, monkeypatch):
 
 
 def test_demo_json_is_one_object(capsys):
-    assert main(["demo", "--json", "--kv", "bf16", "--index", "fp8", "--new-tokens", "4"]) == 0
+    formats = ["--kv", "bf16", "--index", "fp8"]
+    assert main([*RANDOM, "--json", *formats, "--new-tokens", "4"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["ok"] and result["kv_format"] == "bf16" and result["prompts"] == [300, 130, 37, 5]
     assert result["first_difference"]["fp32"] == [None] * 4
@@ -39,7 +74,7 @@ def test_demo_fails_on_a_mismatch(capsys, monkeypatch):
     from dsv4.kernels.reference import attention
 
     monkeypatch.setattr(attention, "unrotate", lambda output, positions, rope: output)
-    assert main(["demo", "--new-tokens", "2"]) == 1
+    assert main([*RANDOM, "--new-tokens", "2"]) == 1
     assert "MISMATCH" in capsys.readouterr().out
 
 
@@ -68,13 +103,15 @@ def test_demo_of_a_checkpoint_in_bf16(capsys, tmp_path):
 def test_demo_refusals(capsys, tmp_path):
     with pytest.raises(SystemExit) as error:
         main(["demo", "--prompt", "hello"])
-    assert error.value.code == 2 and "--prompt needs --model" in capsys.readouterr().err
+    assert error.value.code == 2 and "--prompt needs --model FOLDER" in capsys.readouterr().err
     assert main(["demo", "--model", str(tmp_path)]) == 1
     assert "expected a config.json" in capsys.readouterr().err
-    assert main(["demo", "--new-tokens", "1000000"]) == 1
+    assert main([*RANDOM, "--new-tokens", "1000000"]) == 1
     assert "expected an integer from 1 to 65236 (the model's positions" in capsys.readouterr().err
-    assert main(["demo", "--seed", str(10**30)]) == 1
+    assert main([*RANDOM, "--seed", str(10**30)]) == 1
     assert "Invalid seed: expected an integer from 0 to" in capsys.readouterr().err
+    assert main(["demo", "--tokens", "2M"]) == 1
+    assert "Invalid tokens: expected an integer from 128 to 1048576" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["demo", "--device", "cuda"]) == 1
         assert "--device cuda needs a CUDA device" in capsys.readouterr().err
@@ -84,7 +121,7 @@ def test_a_failure_is_one_sentence_on_stderr(capsys, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("the pool is on fire")
 
-    monkeypatch.setattr(command, "run_demo", fail)
+    monkeypatch.setattr(command, "run_memory", fail)
     assert main(["demo", "--json"]) == 1
     captured = capsys.readouterr()
     assert captured.err == "dsv4: the pool is on fire\n" and captured.out == ""

@@ -268,7 +268,7 @@ def outputs(tmp_path) -> dict[str, tuple[list[str], str]]:
             ["inspect", str(tmp_path / "run"), "--heatmap", str(tmp_path / "h.png")], "h.png",
         ),
         "save": (
-            ["demo", "--save", str(tmp_path / "run"), "--new-tokens", "1"],
+            ["demo", "--model", "random", "--new-tokens", "1", "--save", str(tmp_path / "run")],
             "run/request.safetensors",
         ),
     }  # fmt: skip

@@ -1,50 +1,81 @@
-"""`dsv4 demo`: runs the demo of the command's options and prints its tables."""
+"""`dsv4 demo`: runs the demo of the command's options and prints its result."""
 
 import argparse
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from dsv4.tools.console import make_console, make_table
-from dsv4.tools.demo.run import num_ticks, run_demo
-from dsv4.tools.demo.subject import Subject, load_subject, random_subject
+from dsv4.tools.console import make_table, working
+from dsv4.tools.demo.memory_run import run_memory
+from dsv4.tools.demo.run import run_demo
+from dsv4.tools.demo.serve_run import run_served
+from dsv4.tools.demo.subject import load_subject, random_subject
 
 STEPS_PER_LINE = 12
 SHOWN_CHARACTERS = 60
+PLACES = {
+    "record": "an entry of 4 tokens, found by the index",
+    "straddling": "a record of two windows: their overlap",
+    "chapter": "an entry of 128 tokens",
+    "line": "the window: this line is in no entry",
+    "nobody": "nowhere: no such name in the book",
+}
 
 
 def run_command(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the demo with the given options and a progress bar on stderr."""
-    subject = _subject(options)
-    with Progress(
-        console=make_console(stderr=True), transient=True, disable=options.json
-    ) as progress:
-        task = progress.add_task("generating", total=num_ticks(subject, options.new_tokens))
-        return run_demo(
-            subject,
-            kv_format=options.kv,
-            index_format=options.index,
-            num_new=options.new_tokens,
-            tick=lambda: progress.advance(task),
-        )
-
-
-def _subject(options: argparse.Namespace) -> Subject:
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise RuntimeError(f"--device {options.device} needs a CUDA device, and there is none")
-    if options.model is None:
-        if options.device == "cpu":
-            torch.set_num_threads(1)  # tensors this small gain nothing from threads
-        return random_subject(seed=options.seed, device=options.device)
-    return load_subject(options.model, options.prompt, device=options.device)
+    """Run the demo with the given options, and a spinner on a terminal."""
+    device = options.device
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise RuntimeError(f"--device {device} needs a CUDA device, and there is none")
+    formats = {"kv_format": options.kv, "index_format": options.index}
+    if device == "cpu" and options.model in (None, "random"):
+        torch.set_num_threads(1)  # tensors this small gain nothing from threads
+    with working("generating"):
+        if options.model is None:
+            run = run_served if options.serve else run_memory
+            sizes = {"num_tokens": options.tokens, "num_questions": options.questions}
+            return run(device=device, **sizes, **formats)
+        if options.model == "random":
+            subject = random_subject(seed=options.seed, device=device)
+        else:
+            subject = load_subject(options.model, options.prompt, device=device)
+        return run_demo(subject, num_new=options.new_tokens, **formats)
 
 
 def print_demo(result: dict[str, Any], console: Console) -> None:
-    """Print the result as tables."""
+    """Print the result: lines of the memory model, tables of others."""
+    if result["demo"] == "memory":
+        _print_memory(result, console)
+    else:
+        _print_tables(result, console)
+
+
+def _print_memory(result: dict[str, Any], console: Console) -> None:
+    """Print lines of at most 80 characters."""
+    count, (start, end), shown = result["questions"], result["text"], result["shown"].items()
+    about = "A DeepSeek-V4 whose weights are written down reads a book of"
+    lines = [
+        f"{about} {result['tokens']:,} tokens",
+        f"on {result['device']}, and is asked {count} questions.", "",
+        f"  {start} ...", f"  {end} ...", "",
+        *(f"  {asked:<15}{answer:<9}{PLACES[place]}" for place, (asked, answer) in shown),
+        "", f"{'':<36}{'right':>7}{'bytes':>13}{'prefill':>11}{'answers':>11}",
+    ]  # fmt: skip
+    for name, run in result["runs"].items():
+        right = f"{run['right']}/{count}"
+        size = f"{run['num_bytes']:,}" if run["num_bytes"] else "-"
+        speeds = (f"{run[f'{what}_per_second']:,.0f}/s" for what in ("prefill", "answers"))
+        lines.append(f"{name:<36}{right:>7}{size:>13}" + "".join(f"{each:>11}" for each in speeds))
+    lines += [f"{name:<36}{f'{right}/{count}':>7}" for name, right in result["after"].items()]
+    same = "equal: all answers have the same ids" if result["same_ids"] else "ids differ"
+    lines.append(same if result["ok"] else f"MISMATCH: {same}, or an answer is wrong")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _print_tables(result: dict[str, Any], console: Console) -> None:
     formats = f"{result['kv_format']} rows, {result['index_format']} keys"
     console.print(
         f"DeepSeek-V4 of transformers, {result['model']}, {result['dtype']} on "
@@ -67,22 +98,19 @@ def _ids_table(result: dict[str, Any], formats: str) -> Table:
     for column in ("this cache, fp32 rows", f"this cache, {formats}", "transformers, padded batch"):
         table.add_column(column, justify="right", max_width=len("transformers,"))
     table.add_column("new text", max_width=SHOWN_CHARACTERS)
-    columns = result["first_difference"]
-    for row, length in enumerate(result["prompts"]):
-        firsts = [columns[name][row] for name in ("fp32", "formats", "transformers_padded")]
+    columns = result["first_difference"].values()
+    for length, text, *firsts in zip(result["prompts"], result["texts"], *columns, strict=True):
         cells = ["none" if first is None else str(first + 1) for first in firsts]
-        text = Text(result["texts"][row], no_wrap=True, overflow="ellipsis")
-        table.add_row(str(length), *cells, text)
+        table.add_row(str(length), *cells, Text(text, no_wrap=True, overflow="ellipsis"))
     return table
 
 
 def _error_table(result: dict[str, Any], formats: str) -> Table:
-    table = Table(title="Largest logit error at each step, as a share of the largest logit")
-    table.add_column("rows")
-    table.add_column("steps", justify="right")
-    table.add_column(f"in order, {STEPS_PER_LINE} a line")
-    for name, label in (("fp32", "fp32"), ("formats", formats)):
-        errors = result["logit_error"][name]
+    title = "Largest logit error at each step, as a share of the largest logit"
+    table = make_table(
+        title, ("rows", "steps", f"in order, {STEPS_PER_LINE} a line"), [], num_left=3
+    )
+    for label, errors in zip(("fp32", formats), result["logit_error"].values(), strict=True):
         for start in range(0, len(errors), STEPS_PER_LINE):
             line = errors[start : start + STEPS_PER_LINE]
             steps = f"{start + 1} to {start + len(line)}"

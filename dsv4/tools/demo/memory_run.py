@@ -1,0 +1,136 @@
+"""Read a book once through each cache, ask the memory model about it, and ask again after moves."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from dsv4.integrations.transformers import PagedCache
+from dsv4.model.memory_book import IDS, TODAY, VOCABULARY, Book, Question, text_of, write_book
+from dsv4.model.memory_hf import memory_hf_model
+from dsv4.tools.bench.timing import wait_for
+from dsv4.tools.demo.ask import Answer, ask, count_right, open_cache, read_book
+from dsv4.tools.transformers_cache import transformers_cache_bytes
+
+MAX_OWN_TOKENS = 1 << 15  # a chunk of transformers' cache scores all entries at once
+
+
+def run_memory(
+    *, num_tokens: int, num_questions: int, kv_format: Any, index_format: Any, device: str
+) -> dict[str, Any]:
+    """Ask the same questions through transformers' cache and this one, with two kinds of rows.
+
+    Above 32K tokens this cache is asked alone.
+    """
+    model, book = memory_hf_model().to(device), write_book(num_tokens)
+    questions = book.choose(num_questions)
+    runs: dict[str, Any] = {}
+    if num_tokens <= MAX_OWN_TOKENS:
+        own = DynamicCache(config=model.config)
+        answers, runs["transformers' own"] = _run(model, own, book, questions)
+    every = [answers] if runs else []
+    for formats in dict.fromkeys((("fp32", "fp32"), (kv_format, index_format))):
+        with open_cache(model, len(book.ids), *formats) as cache:
+            answers, runs[f"this cache, {' + '.join(formats)}"] = _run(
+                model, cache, book, questions
+            )
+            moved = _ask_after_moves(model, cache, questions)
+        every += [answers, *moved.values()]
+    return describe(
+        book, questions, [VOCABULARY[answer[0]] for answer in answers], runs,
+        {name: count_right(questions, each) for name, each in moved.items()},
+        device=device, is_same=all(each == answers for each in every),
+    )  # fmt: skip
+
+
+def describe(
+    book: Book, questions: list[Question], words: list[str], runs: dict[str, Any],
+    after: dict[str, int], *, device: str, is_same: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Make the demo's result; of each kind of question the first is shown."""
+    shown: dict[str, list[str]] = {}
+    for question, word in zip(questions, words, strict=True):
+        place = "straddling" if question.is_straddling else question.kind
+        shown.setdefault(place, [text_of(question.ids), word])
+    line = book.ids.tolist().index(TODAY)
+    num_right = {*(run["right"] for run in runs.values()), *after.values()}
+    return {
+        "demo": "memory",
+        "device": device,
+        "tokens": len(book.ids),
+        "text": [text_of(book.ids[:12]), text_of(book.ids[line : line + 9])],
+        "questions": len(questions),
+        "shown": shown,
+        "runs": runs,
+        "after": after,
+        "same_ids": is_same,
+        "ok": is_same and num_right == {len(questions)},
+    }
+
+
+def _run(
+    model: Any, cache: Any, book: Book, questions: list[Question]
+) -> tuple[list[Answer], dict[str, Any]]:
+    """Read the book and ask; return the answers, and how many are right, bytes and speeds."""
+    start = _clock(model)
+    read_book(model, cache, book.ids)
+    middle = _clock(model)
+    if isinstance(cache, PagedCache):
+        manager = cache.manager
+        num_blocks = len(manager.blocks_of(manager.open_slots[0]))
+        size = num_blocks * manager.paged.storage[0].nbytes + manager.state.storage[0].nbytes
+    else:
+        size = sum(transformers_cache_bytes(cache, model.config.layer_types).values())
+    answers = ask(model, cache, questions)
+    num_new = sum(len(answer) for answer in answers)
+    return answers, {
+        "right": count_right(questions, answers), "num_bytes": size,
+        "prefill_per_second": len(book.ids) / (middle - start),
+        "answers_per_second": num_new / (_clock(model) - middle),
+    }  # fmt: skip
+
+
+def _clock(model: Any) -> float:
+    wait_for(model.device)
+    return time.perf_counter()
+
+
+@torch.inference_mode()
+def _ask_after_moves(
+    model: Any, cache: PagedCache, questions: list[Question]
+) -> dict[str, list[Answer]]:
+    """Ask again in a fork, after a rejected draft, from the host's memory and from a file."""
+    manager = cache.manager
+
+    def fork() -> None:
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([1]))
+
+    def reject() -> None:
+        draft = torch.tensor([*questions[-1].ids, IDS["number"][0]])
+        read_book(model, cache, draft)
+        cache.crop(-len(draft))
+
+    def swap() -> None:
+        manager.swap_in(manager.swap_out(manager.open_slots[0]))  # to the slot that it left
+
+    def reload() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "request.safetensors"
+            manager.save_request(manager.open_slots[0], path)
+            manager.free_request(manager.open_slots[0])
+            manager.load_request(path)
+
+    moves: dict[str, Callable[[], None]] = {
+        "in a fork": fork, "after a draft was rejected": reject,
+        "after a swap to the host and back": swap, "after a save and a load": reload,
+    }  # fmt: skip
+    answers = {}
+    for name, move in moves.items():
+        move()
+        answers[name] = ask(model, cache, questions)
+    return answers
