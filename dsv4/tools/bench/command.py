@@ -13,6 +13,7 @@ from dsv4.tools.bench.environment import environment
 from dsv4.tools.console import make_console, printable
 from dsv4.tools.outputs import add_force, check_new, check_picture
 from dsv4.tools.planner.command import positive
+from dsv4.tools.planner.sizes import parse_tokens
 
 
 class Bench(NamedTuple):
@@ -55,6 +56,18 @@ BENCHES = {
                 "help": "memory in blocks; by default several sizes",
             },
             "--plot": {"type": Path, "help": "draw found over memory: .png or .svg"},
+        },
+    ),
+    "quality": Bench(
+        "what each row format costs, in errors and in answers",
+        {"questions": 64},
+        {
+            "--tokens": {
+                "dest": "lengths", "type": parse_tokens, "action": "append", "metavar": "TOKENS",
+                "help": "length of a book; may be repeated",
+            },
+            "--device": {"default": "cpu", "help": "cpu, cuda or cuda:N"},
+            "--plot": {"type": Path, "help": "draw right answers over margins: .png or .svg"},
         },
     ),
     "swap": Bench("a request to host memory and back, on a GPU", {"tokens": 1 << 20, "rounds": 10}),

@@ -63,6 +63,18 @@ LISTINGS = (
         ("device GB", "{device_blocks_gb:.2f}"), ("staged", "{device_checkpoints_gb:.2f}"),
         ("host GB", "{host_blocks_gb:.2f}"), ("checkpoints", "{host_checkpoints_gb:.2f}"),
     ), num_left=2),
+    Listing("quality", "KV rows of V4-Flash: errors", (
+        ("format", "{format}"), ("bytes", "{row_bytes}"), ("row", "{row_error:.2%}"),
+        ("output", "{output_error:.2%}"),
+    ), rows="kv", num_left=1),
+    Listing("quality", "Index keys of V4-Flash: errors, recall of the top 512 of 8,192", (
+        ("format", "{format}"), ("bytes", "{row_bytes}"), ("row", "{row_error:.2%}"),
+        ("recall", "{recall:.1%}"),
+    ), rows="index", num_left=1),
+    Listing("quality", "Smallest margin at which every answer is right", (
+        ("rows", "{part}"), ("format", "{format}"), ("tokens", "{tokens:,}"),
+        ("margin", "1 / {inverse:.0f}"),
+    ), rows="margins", num_left=2),
     Listing("swap", "A request of {num_tokens:,} tokens of V4-Flash to pinned memory and back "
             "(target {target_gb_per_s:.0f} GB/s)", (
         ("", "{way}"), ("blocks", "{blocks}"), ("bytes", "{bytes:,}"), ("best ms", "{best_ms:.1f}"),

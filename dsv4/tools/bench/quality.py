@@ -1,0 +1,166 @@
+"""`dsv4 bench quality`: the cost of each row format, in errors and in answers of a memory model."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_row, kv_row
+from dsv4.kernels.reference.arithmetic import hadamard
+from dsv4.kernels.reference.attention import attend_dense
+from dsv4.kernels.reference.codec import decode, encode
+from dsv4.kernels.reference.indexer import score_entries, select_topk
+from dsv4.model.memory_book import Book, write_book
+from dsv4.model.memory_hf import memory_hf_model
+from dsv4.tools.bench.timing import one_thread
+from dsv4.tools.console import track
+from dsv4.tools.demo.ask import ask, count_right, open_cache, read_book
+
+HEAD_DIM, ROPE_DIM, INDEX_DIM, INDEX_HEADS = 512, 64, 128, 64  # DeepSeek-V4-Flash
+NUM_QUERIES, NUM_ROWS, NUM_KEYS, TOPK = 16, 640, 8192, 512
+LENGTHS = (512, 2048)
+MARGINS = (1.0, *(2.0**-power for power in range(2, 13)))
+TITLES = {"kv": "KV rows", "index": "index keys"}
+CHANCE = 0.2  # below this share no margin is tried any more
+
+
+def bench_quality(
+    *, num_questions: int = 64, lengths: Sequence[int] | None = None, device: str = "cpu",
+    plot: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure every format on random rows of V4-Flash's widths, and on the memory model.
+
+    Errors are relative to the exact result, root mean square. A margin is the share of a stored
+    row that tells it from others. The memory model is asked at smaller and smaller margins.
+    """
+    with one_thread():
+        result = {
+            "kv": [_kv_errors(name) for name in KV_FORMATS],
+            "index": [_index_errors(name) for name in INDEX_FORMATS],
+            "answers": list(_curves(lengths or LENGTHS, num_questions, device)),
+        }
+    result["margins"] = _smallest_margins(result["answers"])
+    if plot is not None:
+        plot_quality(result["answers"], plot)
+    return result
+
+
+def _draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _stored(fmt: RowFormat, values: Tensor) -> Tensor:
+    """Return values as they are read back."""
+    flat = values.reshape(-1, values.shape[-1])
+    return decode(fmt, encode(fmt, flat)).view_as(values)
+
+
+def _error(values: Tensor, exact: Tensor) -> float:
+    return float((values.double() - exact).norm() / exact.norm())
+
+
+def _kv_errors(name: Any) -> dict[str, Any]:
+    """Errors of rows, and of attention over them."""
+    fmt = kv_row(name, head_dim=HEAD_DIM, rope_dim=ROPE_DIM)
+    rows = _draw(NUM_QUERIES, NUM_ROWS, HEAD_DIM, seed=0)
+    query = _draw(NUM_QUERIES, 8, HEAD_DIM, seed=1).double()
+    exact, stored = rows.double(), _stored(fmt, rows).double()
+    mask = torch.ones(rows.shape[:2], dtype=torch.bool)
+    outputs = [attend_dense(query, each, mask, None)[0] for each in (stored, exact)]
+    return {
+        "format": name, "row_bytes": fmt.row_bytes, "row_error": _error(stored, exact),
+        "output_error": _error(*outputs),
+    }  # fmt: skip
+
+
+def _index_errors(name: Any) -> dict[str, Any]:
+    """Errors of index keys, and the share of the exact top k that is found with them."""
+    fmt = index_row(name, head_dim=INDEX_DIM)
+    keys = hadamard(_draw(NUM_KEYS, INDEX_DIM, seed=2))
+    query = hadamard(_draw(NUM_QUERIES, INDEX_HEADS, INDEX_DIM, seed=3))
+    weights, stored = _draw(NUM_QUERIES, INDEX_HEADS, seed=4), _stored(fmt, keys)
+    chosen = _choose(_stored(fmt, query), weights, stored).tolist()
+    exact = _choose(query, weights, keys).tolist()
+    num_found = sum(len({*a} & {*b}) for a, b in zip(chosen, exact, strict=True))
+    return {
+        "format": name, "row_bytes": fmt.row_bytes, "row_error": _error(stored, keys.double()),
+        "recall": num_found / (NUM_QUERIES * TOPK),
+    }  # fmt: skip
+
+
+def _choose(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    scores = [score_entries(query[[i]], weights[[i]], keys[None]) for i in range(len(query))]
+    return select_topk(torch.cat(scores), torch.full((len(query),), len(keys)), TOPK)
+
+
+def _curves(lengths: Sequence[int], num_questions: int, device: str) -> Iterator[dict[str, Any]]:
+    """Ask about records at smaller and smaller margins, until few answers are right."""
+    formats = [("kv", name) for name in KV_FORMATS] + [("index", name) for name in INDEX_FORMATS]
+    for length in lengths:
+        book = write_book(length)
+        for part, name in track(formats, f"{length} tokens"):
+            for margin in MARGINS:
+                right = _ask(book, {part: name}, margin, num_questions, device)
+                yield {"part": part, "format": name, "tokens": length, "margin": margin,
+                       "right": right}  # fmt: skip
+                if right < CHANCE:
+                    break
+
+
+def _ask(
+    book: Book, formats: dict[str, Any], margin: float, num_questions: int, device: str = "cpu"
+) -> float:
+    """Return the share of right answers with one part of the cache in a format, fp32 elsewhere."""
+    records = [question for question in book.questions if question.kind == "record"]
+    questions = records[:: max(1, len(records) // num_questions)]
+    kv, index = ({"kv": "fp32", "index": "fp32"} | formats).values()
+    model = memory_hf_model(margin=margin).to(device)
+    with open_cache(model, len(book.ids), kv, index) as cache:
+        read_book(model, cache, book.ids)
+        answers = ask(model, cache, questions)
+    return count_right(questions, answers) / len(questions)
+
+
+def _smallest_margins(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Find the smallest margin at which, and above which, every answer is right."""
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for row in rows:
+        key = row["part"], row["format"], row["tokens"]
+        best = found.setdefault(key, {**row, "inverse": 0.0, "is_right": True})
+        best["is_right"] &= row["right"] == 1
+        if best["is_right"]:
+            best["inverse"] = 1 / row["margin"]
+    return list(found.values())
+
+
+def plot_quality(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the share of right answers over the margin, a line for each format and length."""
+    from matplotlib.figure import Figure
+
+    lengths = sorted({row["tokens"] for row in rows})
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    for axes, part in zip(figure.subplots(1, 2, sharey=True), TITLES, strict=True):
+        lines: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for row in rows:
+            if row["part"] == part:
+                points = lines.setdefault((row["format"], row["tokens"]), [])
+                points.append((row["margin"], 100 * row["right"]))
+        colours = {
+            name: f"C{number}"
+            for number, name in enumerate(dict.fromkeys(name for name, _ in lines))
+        }
+        for (name, length), points in lines.items():
+            style = "-" if length == lengths[0] else "--"
+            label = f"{name}, {length:,} tokens"
+            axes.plot(
+                *zip(*points, strict=True), style, color=colours[name], marker=".", label=label
+            )
+        axes.set_xscale("log", base=2)
+        axes.invert_xaxis()
+        axes.set_xlabel("margin: share of a row that tells it from others")
+        axes.set_title(TITLES[part])
+        axes.legend(fontsize="small")
+        axes.set_ylabel("answers right, %")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,43 @@
+"""`dsv4 bench quality`: fewer bits, larger errors; every format fails below its margin."""
+
+import json
+
+import pytest
+
+from dsv4.formats import INDEX_FORMATS, KV_FORMATS
+from dsv4.tools.bench import quality
+from dsv4.tools.cli import main
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(quality, "MARGINS", (1.0, 2.0**-7))
+    monkeypatch.setattr(quality, "NUM_QUERIES", 2)
+    monkeypatch.setattr(quality, "NUM_KEYS", 2048)
+
+
+def test_bench_quality(small, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "quality.png"
+    arguments = ["--questions", "12", "--tokens", "256", "--plot", str(picture)]
+    assert main(["bench", "quality", *arguments]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(lines[-1])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "Smallest margin" in "".join(lines)
+    assert_fewer_bits_are_worse(result)
+    right = {(row["part"], row["format"], row["margin"]): row["right"] for row in result["answers"]}
+    for part, names in (("kv", KV_FORMATS), ("index", INDEX_FORMATS)):
+        for name in names:
+            assert right[part, name, 1.0] == 1
+            assert (right[part, name, 2.0**-7] == 1) == (name in ("bf16", "fp32"))
+
+
+def assert_fewer_bits_are_worse(result) -> None:
+    kv = {row["format"]: row for row in result["kv"]}
+    index = {row["format"]: row for row in result["index"]}
+    assert kv["fp32"]["row_error"] == kv["fp32"]["output_error"] == 0
+    assert 0 < kv["bf16"]["output_error"] < 0.004 < 0.02 < kv["fp8"]["output_error"] < 0.04
+    assert index["fp32"]["recall"] == 1
+    recalls = [index[name]["recall"] for name in ("mxfp4", "nvfp4", "fp8", "bf16")]
+    assert recalls == sorted(recalls) and 0.8 < recalls[0] < 0.92
