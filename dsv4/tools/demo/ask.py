@@ -2,41 +2,31 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4.cache.manager import KVCacheManager
-from dsv4.config import CacheConfig
 from dsv4.integrations.transformers import PagedCache, attach
 from dsv4.model.memory_book import END, Question
 
-CHUNK, OWN_CHUNK = 8192, 512  # tokens of a forward; of transformers' cache
+OWN_CHUNK = 512  # tokens of a forward with transformers' cache
+BLOCK = 256
 ROWS = 48  # questions of a batch
 DRAFTS = 8
 Answer = tuple[int, ...]
 
 
-@contextmanager
 def open_cache(
     model: Any, num_tokens: int, kv: Any, index: Any, *, num_books: int = 1, **options: Any
-) -> Iterator[PagedCache]:
+) -> PagedCache:
     """Make a cache for books and the forks that ask, with room on the host for a request."""
-    config = CacheConfig.from_hf(
-        model.config, kv_format=kv, index_format=index, drafts_per_step=DRAFTS
-    )
-    num_blocks = -(-num_tokens // config.block_tokens) + 1
-    with attach(model, max_requests=1, num_blocks=1):  # routes the model's methods
-        manager = KVCacheManager(
-            config, max_requests=ROWS, num_blocks=num_books * num_blocks + 2 * ROWS,
-            device=model.device, max_forward_tokens=CHUNK,
-            max_request_tokens=num_tokens + 2 * DRAFTS, host_slots=1, host_blocks=num_blocks,
-            **options,
-        )  # fmt: skip
-        with PagedCache(model.model, manager) as cache:
-            yield cache
+    num_blocks = num_tokens // BLOCK + 2
+    return attach(
+        model, max_requests=ROWS, num_blocks=num_books * num_blocks + 2 * ROWS, kv_format=kv,
+        index_format=index, block_tokens=BLOCK, drafts_per_step=DRAFTS, host_slots=1,
+        host_blocks=num_blocks, **options,
+    )  # fmt: skip
 
 
 @torch.inference_mode()
