@@ -22,7 +22,7 @@ from dsv4.engine.request import (
     TokenLogprobs,
     make_samples,
 )
-from dsv4.engine.sampler import Draw, Drawn, draw_tokens
+from dsv4.engine.sampler import Draw, Drawn, draw_tokens, upload
 from dsv4.engine.sampling_params import SamplingParams
 from dsv4.engine.scheduler import Row, Scheduler
 from dsv4.engine.text import TextStream
@@ -277,7 +277,7 @@ class Engine:
         for choice in list(choices):
             if not choice.sample.others:
                 continue
-            for sample in self.scheduler.fork(choice.sample)[1:]:
+            for sample in self.scheduler.fork(choice.sample):
                 choices.append(Choice(sample, [], choice.length, len(draws), len(draws) + 1))
                 draws.append(_draw_of(sample, choice.length))
                 rows.append(choice.start)
@@ -413,10 +413,7 @@ class Engine:
         )  # fmt: skip
 
     def _upload(self, values: list[int]) -> Tensor:
-        tensor = torch.tensor(values, dtype=torch.int64)
-        if self.manager.device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self.manager.device, non_blocking=True)
+        return upload(np.array(values, dtype=np.int64), self.manager.device)
 
 
 def _draw_of(sample: Sample, length: int) -> Draw:

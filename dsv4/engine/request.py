@@ -124,11 +124,10 @@ class Sample:
 
 
 def make_samples(request: Request, new_stream: Callable[[], TextStream | None]) -> list[Sample]:
-    """Make the samples of a request; the first takes the others along."""
+    """Make the samples of a request."""
     seed = secrets.randbits(62) if request.params.seed is None else request.params.seed
     request.samples = [
         Sample(request, index, request.prompt.tolist(), seed + (index << 40), new_stream())
         for index in range(request.params.n)
     ]
-    request.samples[0].others = request.samples[1:]
     return request.samples

@@ -61,7 +61,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
     tokens = scores.argmax(-1)
     warm = [row for row, each in enumerate(params) if not each.is_greedy]
     if warm:
-        rows = _upload(warm, logits.device)
+        rows = upload(warm, logits.device)
         chosen = _draw(
             scores if len(warm) == len(draws) else scores[rows], [draws[i] for i in warm]
         )
@@ -78,7 +78,7 @@ def _draw(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Draw by an exponential race: the token with the least noise over probability wins."""
     params = [draw.params for draw in draws]
     settings = np.array([(each.temperature, each.top_p, each.min_p) for each in params])
-    temperature, top_p, min_p = _upload(settings.T, scores.device).float()[..., None]
+    temperature, top_p, min_p = upload(settings.T, scores.device).float()[..., None]
     scores = scores / temperature
     best = scores.amax(-1, keepdim=True)
     is_out = scores < best + min_p.log()
@@ -86,13 +86,13 @@ def _draw(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     if any(each.has_filter for each in params):
         scores, tokens = scores.sort(dim=-1, descending=True, stable=True)
         is_out = is_out.gather(-1, tokens)
-        top_k = _upload([each.top_k or scores.shape[-1] for each in params], scores.device)
+        top_k = upload([each.top_k or scores.shape[-1] for each in params], scores.device)
         shares = scores.softmax(-1)
         before = shares.cumsum(-1) - shares
         places = torch.arange(scores.shape[-1], device=scores.device)
         is_late = (before >= top_p) | (places >= top_k[:, None])
         is_out |= is_late & (places > 0)
-    keys = _upload([_mix(draw.seed, draw.place) for draw in draws], scores.device)
+    keys = upload([_mix(draw.seed, draw.place) for draw in draws], scores.device)
     race = (scores - _noise(keys[:, None], tokens).log()).masked_fill(is_out, -torch.inf)
     return tokens.gather(-1, race.argmax(-1, keepdim=True))[:, 0]
 
@@ -132,14 +132,15 @@ def _penalise(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
         rows.append(np.full(len(known), row))
         columns.append(known)
         changes.append(change)
-    places = _upload(np.stack((np.concatenate(rows), np.concatenate(columns))), scores.device)
-    factor, taken = _upload(np.concatenate(changes).T, scores.device).float()
+    places = upload(np.stack((np.concatenate(rows), np.concatenate(columns))), scores.device)
+    factor, taken = upload(np.concatenate(changes).T, scores.device).float()
     found = scores[places[0], places[1]]
     found = torch.where(found > 0, found / factor, found * factor) - taken
     return scores.index_put((places[0], places[1]), found)
 
 
-def _upload(values: object, device: torch.device) -> Tensor:
+def upload(values: object, device: torch.device) -> Tensor:
+    """Copy numbers to a device without waiting for it."""
     tensor = torch.as_tensor(np.asarray(values))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

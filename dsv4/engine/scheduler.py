@@ -213,7 +213,7 @@ class Scheduler:
         self._wait(youngest)
 
     def fork(self, sample: Sample) -> list[Sample]:
-        """Fork the other samples off one whose prompt has run; return all of them.
+        """Fork the other samples off one whose prompt has run, and return them.
 
         One without room waits: it will find the prompt, or run it by itself.
         """
@@ -225,7 +225,7 @@ class Scheduler:
                 self._wait(other)
             else:
                 self.running.append(other)
-        return [sample, *others]
+        return others
 
 
 def _num_shared(first: IntArray, second: IntArray) -> int:

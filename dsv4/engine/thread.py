@@ -4,8 +4,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -133,9 +135,11 @@ class EngineThread:
             if name in self._open:
                 raise ValueError(f"Invalid request_id: expected a new one, got {name!r} again")
             self._open[name] = Client(on_output, set(range(params.n)))
-            self._inbox.append(
-                lambda: self._submit(name, prompt, params, salt=salt, checkpoint_at=checkpoint_at)
-            )
+            submit = partial(
+                self._engine.submit, prompt, params, self._report,
+                request_id=name, salt=salt, checkpoint_at=checkpoint_at,
+            )  # fmt: skip
+            self._inbox.append(partial(self._submit, name, submit))
             self._changed.notify()
         return name
 
@@ -152,40 +156,27 @@ class EngineThread:
 
     def call(self, function: Callable[[Engine], object], timeout: float | None = None) -> object:
         """Run a function on the engine's thread between two steps, and return its result."""
-        done, results = threading.Event(), list[object]()
+        answer: Future[object] = Future()
 
         def run() -> None:
             try:
-                results.append(function(self._engine))
-            finally:
-                done.set()
+                answer.set_result(function(self._engine))
+            except BaseException as error:  # the caller's fault, not the engine's
+                answer.set_exception(error)
 
         with self._changed:
             self._check_alive()
             self._inbox.append(run)
             self._changed.notify()
-        if not done.wait(timeout) or not results:
-            raise EngineDeadError("The engine did not answer")
-        return results[0]
+        return answer.result(timeout)
 
     def _check_alive(self) -> None:
         if self.fatal_error is not None or self._is_stopping:
             raise EngineDeadError(f"The engine is not running: {self.fatal_error or 'stopped'}")
 
-    def _submit(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        salt: bytes,
-        checkpoint_at: int | None,
-    ) -> None:
+    def _submit(self, request_id: str, submit: Callable[[], object]) -> None:
         try:
-            self._engine.submit(
-                prompt, params, self._report,
-                request_id=request_id, salt=salt, checkpoint_at=checkpoint_at,
-            )  # fmt: skip
+            submit()
         except Exception as error:
             self._end(request_id, "error", str(error))
 

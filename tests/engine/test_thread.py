@@ -177,6 +177,15 @@ def test_stop_ends_what_is_open(served):
         thread.submit([1], GREEDY, Client())
 
 
+def test_a_call_that_raises_harms_its_caller_alone(served):
+    thread, _ = served
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda engine: 1 // 0, DEADLINE)
+    client = Client()
+    thread.submit(tokens(4, 9), GREEDY, client)
+    assert client.wait() == {"length"} and thread.fatal_error is None
+
+
 def test_a_client_that_raises_harms_nobody(served):
     thread, _ = served
 
