@@ -31,7 +31,7 @@ def captured_steps(monkeypatch):
             made.append((batch, max_length))
             super().__init__(*args, batch=batch, max_length=max_length, **kwargs)
 
-    monkeypatch.setattr(cache, "CapturedStep", Counted)
+    monkeypatch.setattr(captured_step, "CapturedStep", Counted)
     return made
 
 

@@ -22,8 +22,8 @@ from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.errors import OutOfBlocksError
 from dsv4.integrations.transformers.attached_cache import AttachedCache
-from dsv4.integrations.transformers.captured_attention import CapturedAttention, room_for
-from dsv4.integrations.transformers.captured_step import CapturedStep
+from dsv4.integrations.transformers.captured_attention import CapturedAttention
+from dsv4.integrations.transformers.captured_step import CapturedStep, find_step
 from dsv4.integrations.transformers.columns import BoolArray, Columns
 from dsv4.integrations.transformers.padding import (
     check_last_column,
@@ -229,15 +229,7 @@ class PagedCache(AttachedCache):
         if model is None or longest > manager.capacity.max_request_tokens:
             return None
         key = (batch, model.config._experts_implementation)  # generate changes it for decoding
-        step = self._steps.get(key)
-        if step is not None and not step.is_current():
-            self._steps, step = {}, None
-        if (step is None or longest > step.max_length) and manager.live_plan is None:
-            self._steps.pop(key, None)  # its memory goes before the next one's comes
-            step = self._steps[key] = CapturedStep(
-                model, self, batch=batch, max_length=room_for(longest, manager)
-            )
-        return step if step is not None and longest <= step.max_length else None
+        return find_step(self._steps, key, model, self, longest=longest, batch=batch)
 
     def attend(self, layer_idx: int, module: Any, hidden: Tensor) -> Tensor:
         """Run one attention module on `hidden` `[batch, num_columns, hidden_size]`.

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4.cache.graphs.captured_forward import CapturedForward
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.plan import ForwardPlan
+from dsv4.integrations.transformers.captured_attention import room_for
 from dsv4.integrations.transformers.padding import NO_MASK
 from dsv4.integrations.transformers.weight_addresses import WeightAddresses
 
@@ -83,6 +84,42 @@ class CapturedStep:
             The captured outputs, row i for token i, which the next replay overwrites.
         """
         return self._forward.replay(plan)
+
+
+def find_step(
+    steps: dict[Any, CapturedStep],
+    key: Any,
+    model: Any,
+    cache: "PagedCache",
+    *,
+    longest: int,
+    batch: int,
+    tokens_per_request: int = 1,
+) -> CapturedStep | None:
+    """Return the step of a key; it is captured if there is none, or none that still serves.
+
+    One serves no more when weights have moved, or a text is longer than it has room for.
+
+    Args:
+        steps: All that were captured.
+        longest: Tokens of the longest request after the step.
+        batch, tokens_per_request: Sizes of a new one.
+
+    Returns:
+        None if it would have to be captured while a forward is live.
+    """
+    step = steps.get(key)
+    if step is not None and longest <= step.max_length and step.is_current():
+        return step
+    if cache.manager.live_plan is not None:
+        return None
+    step = None
+    steps.pop(key, None)  # its memory goes before the next one's comes
+    steps[key] = CapturedStep(
+        model, cache, batch=batch, tokens_per_request=tokens_per_request,
+        max_length=room_for(longest, cache.manager),
+    )  # fmt: skip
+    return steps[key]
 
 
 def run_packed(base: Any, cache: "PagedCache", ids: Tensor, plan: ForwardPlan) -> Tensor:

@@ -8,11 +8,11 @@ from torch import Tensor
 from dsv4.cache.plan import ForwardPlan
 from dsv4.formats import next_power_of_two
 from dsv4.integrations.transformers.cache import PagedCache
-from dsv4.integrations.transformers.captured_attention import room_for
 from dsv4.integrations.transformers.captured_step import (
     CapturedStep,
     can_capture,
     check_experts,
+    find_step,
     run_packed,
 )
 
@@ -50,18 +50,12 @@ class PackedModel:
         Args:
             num_requests, tokens_per_request, longest: The most of the next plan.
         """
-        self._next, manager = None, self._cache.manager
-        if not self._has_graphs or tokens_per_request > manager.capacity.max_step_tokens:
-            return
-        batch = min(next_power_of_two(num_requests), manager.capacity.max_requests)
-        key = batch, tokens_per_request
-        self._next = self._steps.get(key)
-        if self._next is None or longest > self._next.max_length or not self._next.is_current():
-            self._steps.pop(key, None)
-            self._next = None  # its memory goes before the next one's comes
-            self._next = self._steps[key] = CapturedStep(
-                self._model, self._cache, batch=batch, tokens_per_request=tokens_per_request,
-                max_length=room_for(longest, manager),
+        self._next, capacity = None, self._cache.manager.capacity
+        if self._has_graphs and tokens_per_request <= capacity.max_step_tokens:
+            batch = min(next_power_of_two(num_requests), capacity.max_requests)
+            self._next = find_step(
+                self._steps, (batch, tokens_per_request), self._model, self._cache,
+                longest=longest, batch=batch, tokens_per_request=tokens_per_request,
             )  # fmt: skip
 
     @torch.no_grad()
