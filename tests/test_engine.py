@@ -58,6 +58,24 @@ class World:
             rank = 0
         return ids
 
+    def run(self, ids, manager, plan, *, failure, on_layer):
+        """Run the model, calling back before each layer, with one of FAILURES inside or none."""
+
+        def layer(idx, attention, hidden, handle):
+            on_layer(idx)
+            if idx == 1 and failure == "between layers":
+                raise RuntimeError(failure)
+            error = RuntimeError(failure) if idx == 1 and failure == "in a handle" else None
+            with patch.object(ops, "write_layer", wraps=ops.write_layer, side_effect=error):
+                return attention(hidden, handle)
+
+        layers = [functools.partial(layer, *each) for each in enumerate(self.model.attention)]
+        with patch.object(self.model, "attention", layers):
+            logits = self.model(ids, manager, plan)
+        if failure == "after all layers":
+            raise RuntimeError(failure)
+        return logits
+
 
 @functools.cache
 def make_world(name):
@@ -103,23 +121,13 @@ class Traffic:
         """Run the model, with a cancelled request or a failure inside at times."""
         failure = self.failure_at.get(self.counts["steps"])
         self.counts[failure or "whole forwards"] += 1
-        model, cancel_at = self.world.model, self.random.randrange(90)
+        cancel_at = self.random.randrange(90)
 
-        def layer(idx, attention, hidden, handle):
+        def on_layer(idx):
             if idx == cancel_at:
                 self.cancel(self.engine.running, "cancelled inside")
-            if idx == 1 and failure == "between layers":
-                raise RuntimeError(failure)
-            error = RuntimeError(failure) if idx == 1 and failure == "in a handle" else None
-            with patch.object(ops, "write_layer", wraps=ops.write_layer, side_effect=error):
-                return attention(hidden, handle)
 
-        layers = [functools.partial(layer, *each) for each in enumerate(model.attention)]
-        with patch.object(model, "attention", layers):
-            logits = model(ids, manager, plan)
-        if failure == "after all layers":
-            raise RuntimeError(failure)
-        return logits
+        return self.world.run(ids, manager, plan, failure=failure, on_layer=on_layer)
 
     def step(self):
         try:

@@ -9,10 +9,10 @@ import pytest
 
 from dsv4 import CheckpointPolicy
 from dsv4.engine import Engine, SamplingParams
-from dsv4.kernels import ops
+from tests.test_engine import FAILURES as MODEL_FAILURES
 from tests.test_engine import MARGIN, VOCABULARY, make_world
 
-FAILURES = ["between layers", "in a handle", "after all layers", "in the sampler"]
+FAILURES = [*MODEL_FAILURES, "in the sampler"]
 FEATURES = {
     "cached_tokens", "preempted", "recomputed", "length", "stop", "cancelled", "timeout",
     "cancelled inside", "kept_drafts", "rejected_drafts", *FAILURES,
@@ -102,23 +102,13 @@ class Traffic:
         """Run the model, with a cancelled request or a failure inside at times."""
         failure = self.failure_at.get(self.counts["steps"])
         self.counts[failure] += 1
-        model, cancel_at = self.world.model, self.random.randrange(90)
+        cancel_at = self.random.randrange(90)
 
-        def layer(idx, attention, hidden, handle):
+        def on_layer(idx):
             if idx == cancel_at:
                 self.cancel("cancelled inside")
-            if idx == 1 and failure == "between layers":
-                raise RuntimeError(failure)
-            error = RuntimeError(failure) if idx == 1 and failure == "in a handle" else None
-            with patch.object(ops, "write_layer", wraps=ops.write_layer, side_effect=error):
-                return attention(hidden, handle)
 
-        layers = [functools.partial(layer, *each) for each in enumerate(model.attention)]
-        with patch.object(model, "attention", layers):
-            logits = model(ids, self.manager, plan)
-        if failure == "after all layers":
-            raise RuntimeError(failure)
-        return logits[rows]
+        return self.world.run(ids, self.manager, plan, failure=failure, on_layer=on_layer)[rows]
 
     def step(self):
         self.now += 1.0
