@@ -28,6 +28,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dsv4.layer_schedule import HCA_GROUPS
+
 KVFormatName = Literal["fp8", "fp8_entry_scale", "bf16", "fp32"]
 IndexFormatName = Literal["mxfp4", "nvfp4", "fp8", "bf16", "fp32"]
 ScaleRule = Literal["none", "ue8m0", "pow2_fp32", "amax_fp32", "e4m3"]
@@ -159,6 +161,14 @@ class PagedRows:
         section = self.data if field.section == "data" else self.scales
         end = field.offset + field.count * field.dtype.itemsize
         return section[..., field.offset : end].view(field.dtype)
+
+
+def sum_ring(sum_rows: int) -> int:
+    """Return the ring that has the sums of HCA group g in row g mod ring.
+
+    The last group of a window is never stored, so 7 rows serve as a ring of 8.
+    """
+    return max(sum_rows, HCA_GROUPS)
 
 
 def kv_row(name: KVFormatName, *, head_dim: int, rope_dim: int) -> RowFormat:

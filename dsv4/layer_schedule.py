@@ -30,6 +30,10 @@ class AttentionType(enum.Enum):
         raise ValueError(f"Unknown compression ratio: expected one of {known}, got {ratio!r}")
 
 
+GROUP_ROWS = 16  # rows that are pooled in order
+HCA_GROUPS = AttentionType.HCA.ratio // GROUP_ROWS  # groups of an HCA window
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One layer of the schedule."""

@@ -16,14 +16,16 @@ from torch import Tensor
 from dsv4.cache.memory.capacity import blocks_for
 from dsv4.cache.memory.layout import CacheLayout, cache_layout
 from dsv4.cache.memory.paged_cache import LayerPages, PagedKVPool
-from dsv4.cache.memory.schema import build_schemas
+from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
 from dsv4.cache.memory.state_cache import LayerState, StateCachePool
 from dsv4.cache.prefix.prefix_tree import DIGEST_BYTES
 from dsv4.cache.tensor_file import FilePath, TensorFile
 from dsv4.config import MAX_POSITION, CacheConfig
+from dsv4.formats import sum_ring
 from dsv4.kernels.layer_memory import LayerLayout
+from dsv4.layer_schedule import GROUP_ROWS
 
-REQUEST_FILE = TensorFile("saved request", key="request", version="dsv4-request-3")
+REQUEST_FILE = TensorFile("saved request", key="request", version="dsv4-request-4")
 
 
 def _no_ids() -> Tensor:
@@ -96,21 +98,37 @@ def first_window_position(window: int, length: int) -> int:
     return max(0, length - window + 1)
 
 
+def first_tail_position(layer: LayerLayout | LayerCacheSchema, length: int) -> int:
+    """Return the oldest token whose tail row a file holds.
+
+    It begins the open HCA group, or the CSA window before the open one, which is read again.
+    """
+    span = min(layer.ratio, GROUP_ROWS)
+    return max(0, length // span * span - layer.ratio * (layer.num_series - 1))
+
+
+def closed_groups(layer: LayerLayout | LayerCacheSchema, length: int) -> range:
+    """Return the groups whose sums a file holds: the closed ones of the open HCA window."""
+    return range(length // layer.ratio * layer.ratio // GROUP_ROWS, length // GROUP_ROWS)
+
+
 def _copy_state(layer: LayerLayout, source: LayerState, target: LayerState, length: int) -> None:
     rows = torch.arange(first_window_position(layer.window, length), length) % layer.ring_rows
     target.ring.data[0, rows] = source.ring.data[0, rows]
     target.ring.scales[0, rows] = source.ring.scales[0, rows]
     if not layer.ratio:
         return
-    overlap = layer.ratio * (layer.num_series - 1)  # rows that the next CSA window reads again
-    start = length // layer.ratio * layer.ratio - overlap
-    rows = torch.arange(max(0, start), length) % layer.tail_rows
+    rows = torch.arange(first_tail_position(layer, length), length) % layer.tail_rows
     for from_tail, to_tail in (
         (source.tail, target.tail),
         (source.index_tail, target.index_tail),
     ):
         if from_tail is not None and to_tail is not None:
             to_tail[0, rows] = from_tail[0, rows]
+    if source.sums is not None and target.sums is not None:
+        rows = torch.tensor(closed_groups(layer, length), dtype=torch.int64)
+        rows %= sum_ring(layer.sum_rows)
+        target.sums[0, rows] = source.sums[0, rows]
 
 
 def _copy_entries(

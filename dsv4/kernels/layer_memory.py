@@ -46,6 +46,7 @@ class LayerLayout:
         entries_per_block: Rows of a page.
         tail_offset, index_tail_offset: First byte of the tails in a slot; -1 for none.
         tail_rows: Rows of a tail.
+        sums_offset, sum_rows: First byte of HCA sums in a slot, -1 for none, and their groups.
         num_series: Projections a token carries: CSA 2, HCA 1, SWA 0.
         head_dim, rope_dim: Width of a KV row, and of its rotated part.
         index_head_dim, index_topk: Width of an index key, and entries that a token selects.
@@ -66,6 +67,8 @@ class LayerLayout:
     tail_offset: int
     index_tail_offset: int
     tail_rows: int
+    sums_offset: int
+    sum_rows: int
     num_series: int
     head_dim: int
     rope_dim: int
@@ -117,17 +120,30 @@ class LayerLayout:
         """Cut the tails of the indexer; None unless CSA."""
         return self._cut_tail(slots, self.index_tail_offset, self.index_head_dim)
 
+    def cut_sums(self, slots: Tensor) -> Tensor | None:
+        """Cut the sums `[max_requests, sum_rows, 3, head_dim]` fp32 of closed groups.
+
+        These are the largest gate, the sum of weights and the weighted sum. None unless HCA.
+        """
+        shape = (self.sum_rows, 3, self.head_dim)
+        return self._cut_state(slots, self.sums_offset, shape, torch.float32)
+
     def _cut_pages(self, blocks: Tensor, offset: int, row: RowFormat) -> PagedRows | None:
         return None if offset < 0 else PagedRows(row, blocks, offset, self.entries_per_block)
 
     def _cut_tail(self, slots: Tensor, offset: int, head_dim: int) -> Tensor | None:
+        shape = (self.tail_rows, 2, self.num_series * head_dim)  # kv and gate of a token
+        return self._cut_state(slots, offset, shape, getattr(torch, self.tail_dtype))
+
+    @staticmethod
+    def _cut_state(
+        slots: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor | None:
         if offset < 0:
             return None
-        dtype: torch.dtype = getattr(torch, self.tail_dtype)
-        shape = (self.tail_rows, 2, self.num_series * head_dim)  # kv and gate of a token
         end = offset + math.prod(shape) * dtype.itemsize
-        tail: Tensor = slots[:, offset:end].view(dtype).unflatten(1, shape)
-        return tail
+        state: Tensor = slots[:, offset:end].view(dtype).unflatten(1, shape)
+        return state
 
 
 class LayerStorages(NamedTuple):
@@ -195,6 +211,11 @@ class LayerMemory(LayerStorages):
     def index_tail(self) -> Tensor | None:
         """Tail of the indexer, of `index_head_dim`; None unless CSA."""
         return self.layout.cut_index_tail(self.slots)
+
+    @property
+    def sums(self) -> Tensor | None:
+        """`[max_requests, sum_rows, 3, head_dim]` fp32; None unless HCA."""
+        return self.layout.cut_sums(self.slots)
 
     @property
     def rope(self) -> RopeTable:

@@ -7,8 +7,8 @@ A block is one run of bytes over all layers, and so is a slot: copying, swapping
 one is a single copy. A layer's pool is a strided view whose stride is the run's size. Some kernels
 check that stride, so the run is rounded up to `page_align`.
 
-At a block's end the HCA window is closed and its tail is not needed. HCA tails come last in a slot,
-so the state at a block's end, a checkpoint, is the front of the slot: one copy too.
+An HCA tail ends with the sums of closed groups. At a block's end the HCA window is closed and its
+tail is not needed. HCA tails come last in a slot, so the state at a block's end, a checkpoint, is the front of the slot: one copy too.
 """
 
 from collections.abc import Iterable
@@ -106,6 +106,7 @@ def cache_layout(
             tail_offset=slots.offsets[idx].get("tail", -1),
             index_tail_offset=slots.offsets[idx].get("index_tail", -1),
             tail_rows=schema.tail_rows,
+            sum_rows=schema.sum_rows,
             num_series=schema.num_series,
             head_dim=config.head_dim,
             rope_dim=config.rope_dim,

@@ -6,7 +6,7 @@ import torch
 
 from dsv4.config import CacheConfig
 from dsv4.formats import BYTE_ALIGN, RowFormat, round_up
-from dsv4.layer_schedule import AttentionType, LayerSpec
+from dsv4.layer_schedule import GROUP_ROWS, HCA_GROUPS, AttentionType, LayerSpec
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,13 @@ class LayerCacheSchema:
         entry_head_dim: Width of a KV row.
         rope_dim: Width of its rotated part.
         indexer_head_dim: Width of an index key; 0 unless CSA.
-        tail_buffer_size_a: Rows of the window being filled: CSA 4, HCA 128, SWA 0.
+        tail_buffer_size_a: Tokens of the window being filled: CSA 4, HCA 128, SWA 0.
         tail_buffer_size_b: Rows the next window reads again: CSA 4, else 0.
         ring_rows: Rows of the window ring: the window plus the drafts of a step.
-        tail_rows: Rows of the tail ring: a + b plus the drafts of a step; 0 for SWA.
-        tail_dtype: dtype of a tail row.
+        tail_rows: Rows of the tail ring: CSA a + b, HCA one group, plus the drafts of a step; 0
+            for SWA.
+        sum_rows: Closed groups whose sums are kept behind an HCA tail; else 0.
+        tail_dtype: dtype of a tail row; sums are fp32.
         kv_row: Format of an entry or window row.
         index_row: Format of an index key.
         page_align: KV pages and rings are rounded up to it.
@@ -37,6 +39,7 @@ class LayerCacheSchema:
     tail_buffer_size_b: int
     ring_rows: int
     tail_rows: int
+    sum_rows: int
     tail_dtype: torch.dtype
     kv_row: RowFormat
     index_row: RowFormat
@@ -76,13 +79,17 @@ class LayerCacheSchema:
     def _tail_bytes(self, head_dim: int) -> int:
         # A row holds kv and gate of every series.
         elements = self.tail_rows * 2 * self.num_series * head_dim
-        return round_up(elements * self.tail_dtype.itemsize, BYTE_ALIGN)
+        sums = self.sum_rows * 3 * head_dim * torch.float32.itemsize
+        return round_up(elements * self.tail_dtype.itemsize, BYTE_ALIGN) + round_up(
+            sums, BYTE_ALIGN
+        )
 
 
 def build_schema(config: CacheConfig, layer: LayerSpec) -> LayerCacheSchema:
     """Build the schema of one layer of the schedule."""
     ratio, is_csa = layer.ratio, layer.attention_type is AttentionType.CSA
     tail_b = ratio if is_csa else 0
+    open_rows = min(ratio, GROUP_ROWS) + tail_b
     return LayerCacheSchema(
         attention_type=layer.attention_type,
         entries_per_block=config.block_tokens // ratio if ratio else 0,
@@ -92,12 +99,23 @@ def build_schema(config: CacheConfig, layer: LayerSpec) -> LayerCacheSchema:
         tail_buffer_size_a=ratio,
         tail_buffer_size_b=tail_b,
         ring_rows=config.sliding_window + config.drafts_per_step,
-        tail_rows=ratio + tail_b + config.drafts_per_step if ratio else 0,
+        tail_rows=open_rows + config.drafts_per_step if ratio else 0,
+        sum_rows=_sum_rows(config.drafts_per_step + 1) if ratio > GROUP_ROWS else 0,
         tail_dtype=config.tail_torch_dtype,
         kv_row=config.kv_row,
         index_row=config.index_row,
         page_align=config.page_align,
     )
+
+
+def _sum_rows(step_tokens: int) -> int:
+    """Count the groups that a length needs which lies up to `step_tokens` before the longest.
+
+    A step that closes one group at most replaces no sums that the length before it needs. Its
+    groups then lie by their number in the window.
+    """
+    num_closed = -(-step_tokens // GROUP_ROWS)
+    return HCA_GROUPS - 1 + (num_closed if num_closed > 1 else 0)
 
 
 def build_schemas(config: CacheConfig) -> tuple[LayerCacheSchema, ...]:

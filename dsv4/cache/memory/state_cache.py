@@ -38,8 +38,10 @@ class LayerState:
     Attributes:
         ring: Window rows, one page of `ring_rows` rows per slot.
         tail: `[max_requests, tail_rows, 2, num_series × head_dim]`: kv, and gate + bias, of
-            the tokens whose windows are open; None for SWA.
+            the tokens whose windows are open; None for SWA. HCA keeps those of the open group.
         index_tail: The same of the indexer; None unless CSA.
+        sums: `[max_requests, sum_rows, 3, head_dim]` fp32: largest gate, sum of weights and
+            weighted sum of the open window's closed groups; None unless HCA.
 
     The series of the columns: `b` is `[:head_dim]`, which the next window reads, `a` is
     `[head_dim:]`, this window's. HCA has `a` alone.
@@ -48,6 +50,7 @@ class LayerState:
     ring: PagedRows
     tail: Tensor | None
     index_tail: Tensor | None
+    sums: Tensor | None
 
     @property
     def swa_fp8(self) -> Tensor:
@@ -88,6 +91,7 @@ class StateCachePool:
                 layer.cut_ring(self.storage),
                 layer.cut_tail(self.storage),
                 layer.cut_index_tail(self.storage),
+                layer.cut_sums(self.storage),
             )
             for layer in layout.layers
         )

@@ -8,15 +8,17 @@ and scores have error bounds instead.
 import torch
 from torch import Tensor
 
+from dsv4.layer_schedule import GROUP_ROWS
+
 EXPONENT_FLOOR = -125.0  # of a weight, so that every weight is a normal number
 LOG2_E = 1.4426950408889634
+LOWEST = torch.finfo(torch.float32).min
 ROUND_TO_WHOLE = 12582912.0  # 1.5 × 2^23: after adding it the low bits hold the nearest integer
 # 2^f for |f| <= 1/2, highest power first: relative error 9.4e-8, exactly 1 at 0.
 EXP2_COEFFICIENTS = (
     0.0013269406044855714, 0.009671294130384922, 0.0555071122944355, 0.24022246897220612,
     0.6931470036506653, 1.0,
 )  # fmt: skip
-ROWS_IN_ORDER = 16
 
 
 def float32_bits(x: Tensor) -> Tensor:
@@ -81,18 +83,37 @@ def pool_rows(kv: Tensor, gate: Tensor, is_present: Tensor) -> Tensor:
     Returns:
         `[n, dim]` fp32; NaN where the largest gate is not finite.
     """
+    return combine_groups(sum_groups(kv, gate, is_present))
+
+
+def sum_groups(kv: Tensor, gate: Tensor, is_present: Tensor) -> Tensor:
+    """Pool each group of `pool_rows` by itself.
+
+    Returns:
+        `[n, groups, 3, dim]` fp32: largest gate, sum of weights, weighted sum. Each value has one
+        pattern of bits: a NaN that of torch, a largest gate of 0 the sign plus. Both sums are 0
+        where the largest gate is NaN or +inf.
+    """
     num, rows, dim = kv.shape
-    group = min(rows, ROWS_IN_ORDER)
+    group = min(rows, GROUP_ROWS)
     shape = (num, rows // group, group, dim)
     mask = is_present[:, :, None].expand_as(kv).reshape(shape)
     gate = torch.where(mask, gate.reshape(shape), -torch.inf)
-    top = gate.amax(dim=(1, 2))
-    lowest = torch.finfo(torch.float32).min  # a group of -inf needs a finite largest gate too
-    largest = gate.amax(dim=2).clamp(min=lowest)
-    weight = torch.where(mask, exp_of_nonpositive(gate - largest[:, :, None]), 0.0)
+    largest = gate.amax(dim=2)
+    base = largest.clamp(min=LOWEST)  # a group of -inf needs a finite largest gate too
+    weight = torch.where(mask, exp_of_nonpositive(gate - base[:, :, None]), 0.0)
     weighted = torch.where(mask, weight * kv.reshape(shape), 0.0)
-    scale = exp_of_nonpositive(largest - top.clamp(min=lowest)[:, None])
-    total, pooled = (fold_pairwise(fold_in_order(x) * scale) for x in (weight, weighted))
+    sums = (torch.where(largest < torch.inf, fold_in_order(x), 0.0) for x in (weight, weighted))
+    stacked = torch.stack((largest + 0.0, *sums), dim=2)
+    return torch.where(stacked.isnan(), torch.nan, stacked)
+
+
+def combine_groups(sums: Tensor) -> Tensor:
+    """Pool groups `[n, groups, 3, dim]` of `sum_groups` to `[n, dim]`; see `pool_rows`."""
+    largest, *parts = sums.unbind(2)
+    top = largest.amax(dim=1)
+    scale = exp_of_nonpositive(largest.clamp(min=LOWEST) - top.clamp(min=LOWEST)[:, None])
+    total, pooled = (fold_pairwise(part * scale) for part in parts)
     return torch.where(torch.isfinite(top), pooled / total, torch.nan)
 
 

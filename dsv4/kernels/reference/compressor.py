@@ -8,8 +8,14 @@ from torch import Tensor
 from dsv4.kernels.contracts import TokenMap
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.append import TailRows
-from dsv4.kernels.reference.arithmetic import pool_rows, rms_norm, rotate
-from dsv4.layer_schedule import AttentionType
+from dsv4.kernels.reference.arithmetic import (
+    combine_groups,
+    pool_rows,
+    rms_norm,
+    rotate,
+    sum_groups,
+)
+from dsv4.layer_schedule import GROUP_ROWS, AttentionType
 from dsv4.rope import RopeTable
 
 
@@ -18,6 +24,13 @@ class ClosedWindows(NamedTuple):
 
     token_idx: Tensor
     entries: Tensor
+
+
+class ClosedGroups(NamedTuple):
+    """Closing tokens of HCA groups, token_idx `[n]`, and their sums `[n, 3, dim]` fp32."""
+
+    token_idx: Tensor
+    sums: Tensor
 
 
 def csa_compress_tail(
@@ -31,35 +44,62 @@ def csa_compress_tail(
         tail: `[max_requests, tail_rows, 2, 2 × dim]`, rows of the tokens before this chunk.
         norm_weight: `[dim]`.
     """
-    return _compress_tail(rows, tail, norm_weight, tokens, rope, AttentionType.CSA.ratio, eps)
+    dim, ratio = norm_weight.shape[0], AttentionType.CSA.ratio
+    closing = _closing_tokens(tokens, ratio)
+    # A token's last series is for its own window, the one before it for the next window.
+    windows = [
+        _window_rows(rows, tail, tokens, closing, ratio, back, columns)
+        for back, columns in ((1, slice(dim)), (0, slice(dim, None)))
+    ]
+    pooled = pool_rows(*(torch.cat(parts, dim=1) for parts in zip(*windows, strict=True)))
+    return _close_windows(pooled, closing, norm_weight, tokens, rope, ratio, eps)
+
+
+def hca_sum_groups(rows: TailRows, tail: Tensor, tokens: TokenMap) -> ClosedGroups:
+    """Pool the rows of each HCA group that closes; arguments as for CSA, with one series."""
+    closing = _closing_tokens(tokens, GROUP_ROWS)
+    parts = _window_rows(rows, tail, tokens, closing, GROUP_ROWS, 0, slice(None))
+    return ClosedGroups(closing, sum_groups(*parts)[:, 0])
 
 
 def hca_compress_tail(
-    rows: TailRows, tail: Tensor, norm_weight: Tensor, tokens: TokenMap, rope: RopeTable,
+    groups: ClosedGroups, sums: Tensor, norm_weight: Tensor, tokens: TokenMap, rope: RopeTable,
     *, eps: float,
 ) -> ClosedWindows:  # fmt: skip
-    """Pool the m' rows of each closing HCA window; arguments as for CSA, with one series."""
-    return _compress_tail(rows, tail, norm_weight, tokens, rope, AttentionType.HCA.ratio, eps)
+    """Pool the groups of each closing HCA window, m' rows.
+
+    Args:
+        groups: Groups that close in this chunk.
+        sums: `[max_requests, sum_rows, 3, dim]`, those that closed before.
+        norm_weight: `[dim]`.
+    """
+    ratio = AttentionType.HCA.ratio
+    closing = _closing_tokens(tokens, ratio)
+    steps_back = torch.arange(ratio - GROUP_ROWS, -1, -GROUP_ROWS, device=closing.device)
+    positions = tokens.positions.long()[closing][:, None] - steps_back  # [n, groups]
+    before = tokens.positions_before.long()[tokens.request_ids.long()[closing]][:, None]
+    is_new = positions >= before
+    number = torch.searchsorted(groups.token_idx, closing[:, None] - steps_back * is_new)
+    slots = addressing.token_slots(tokens)[closing][:, None]
+    row = torch.where(is_new, 0, addressing.sum_rows(positions, sums.shape[1]))
+    window = torch.where(is_new[:, :, None, None], groups.sums[number], sums[slots, row])
+    return _close_windows(
+        combine_groups(window), closing, norm_weight, tokens, rope, ratio, eps
+    )  # fmt: skip
 
 
-def _compress_tail(
-    rows: TailRows, tail: Tensor, norm_weight: Tensor, tokens: TokenMap, rope: RopeTable,
+def _closing_tokens(tokens: TokenMap, ratio: int) -> Tensor:
+    """Indices of the tokens that close a window or group of `ratio` tokens."""
+    is_closing = (tokens.positions + 1) % ratio == 0
+    return torch.nonzero(is_closing & (addressing.token_slots(tokens) >= 0)).flatten()
+
+
+def _close_windows(
+    pooled: Tensor, closing: Tensor, norm_weight: Tensor, tokens: TokenMap, rope: RopeTable,
     ratio: int, eps: float,
 ) -> ClosedWindows:  # fmt: skip
-    dim = norm_weight.shape[0]
-    is_closing = (tokens.positions + 1) % ratio == 0
-    closing = torch.nonzero(is_closing & (addressing.token_slots(tokens) >= 0)).flatten()
-    if not closing.numel():
-        return ClosedWindows(closing, norm_weight.new_empty(0, dim))
-    # A token's last series is for its own window, the one before it for the next window.
-    starts = range(0, tail.shape[-1], dim)
-    windows = [
-        _window_rows(rows, tail, tokens, closing, ratio, back, slice(start, start + dim))
-        for back, start in zip(reversed(range(len(starts))), starts, strict=True)
-    ]
-    stacked = (torch.cat(parts, dim=1) for parts in zip(*windows, strict=True))
     positions = addressing.entry_rope_position(tokens.positions.long()[closing], ratio)
-    normed = rms_norm(pool_rows(*stacked), norm_weight, eps)
+    normed = rms_norm(pooled, norm_weight, eps)
     return ClosedWindows(closing, rotate(normed, rope.cos[positions], rope.sin[positions]))
 
 

@@ -1,4 +1,7 @@
-"""Append: a token's KV becomes a window row, its compressor projections become a tail row."""
+"""Append: a token's KV becomes a window row, its compressor projections become a tail row.
+
+A closed HCA group becomes a row of sums.
+"""
 
 import triton
 import triton.language as tl
@@ -114,6 +117,38 @@ def store_tail(kv, gate, tail_ptr, position, column, mask, SPEC: tl.constexpr):
         tl.store(row_ptr, kv, mask=mask)
         row_ptr = row_ptr.to(tl.pointer_type(tl.int32))
         tl.store(row_ptr + SPEC.WIDTH, fp32_bits(gate), mask=mask)
+
+
+@triton.jit
+def sum_row(tail_ptr, group, column, SPEC: tl.constexpr):
+    """Pointer to the largest gates of a group; sums of weights, weighted sums lie behind them."""
+    sums_ptr = tail_ptr.to(tl.pointer_type(tl.uint8)) + SPEC.SUMS_OFFSET
+    row = group % SPEC.SUM_RING * (3 * SPEC.WIDTH) + column
+    return sums_ptr.to(tl.pointer_type(tl.float32)) + row
+
+
+@triton.jit
+def load_sums(tail_ptr, group, column, mask, SPEC: tl.constexpr):
+    """Largest gates, sums of weights and weighted sums of groups that closed earlier."""
+    row_ptr = sum_row(tail_ptr, group, column, SPEC)
+    return (
+        tl.load(row_ptr, mask=mask, other=0.0),
+        tl.load(row_ptr + SPEC.WIDTH, mask=mask, other=0.0),
+        tl.load(row_ptr + 2 * SPEC.WIDTH, mask=mask, other=0.0),
+    )
+
+
+@triton.jit
+def store_sums(sums, tail_ptr, group, column, mask, SPEC: tl.constexpr):
+    """Store a group's sums, each value in the one pattern of bits that the reference gives it."""
+    largest, total, weighted = sums
+    is_usable = largest < float("inf")
+    row_ptr = sum_row(tail_ptr, group, column, SPEC).to(tl.pointer_type(tl.int32))
+    tl.store(row_ptr, tl.where(largest == 0.0, 0, fp32_bits(largest)), mask=mask)
+    total = tl.where(is_usable, total, 0.0)
+    tl.store(row_ptr + SPEC.WIDTH, fp32_bits(total), mask=mask)
+    weighted = tl.where(is_usable, weighted, 0.0)
+    tl.store(row_ptr + 2 * SPEC.WIDTH, fp32_bits(weighted), mask=mask)
 
 
 @triton.jit

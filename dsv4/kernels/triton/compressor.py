@@ -1,19 +1,21 @@
 """Compress: pool the rows of closing windows, on the device.
 
-A row is read from the projections of this forward or, if it is older, from its slot's tail.
+A row is read from the projections of this forward or, if it is older, from its slot's tail. So are
+the sums of an HCA window's groups: those that closed earlier are in the tail.
 """
 
 import triton
 import triton.language as tl
 
-from dsv4.kernels.triton.append import load_row, load_stored
-from dsv4.kernels.triton.operands import CSA_RATIO, HCA_RATIO
+from dsv4.kernels.triton.append import load_row, load_stored, load_sums
+from dsv4.kernels.triton.operands import CSA_RATIO
 from dsv4.kernels.triton.primitives import exp_of_nonpositive, nan_unless_finite
+from dsv4.layer_schedule import GROUP_ROWS as HCA_GROUP_ROWS
+from dsv4.layer_schedule import HCA_GROUPS
 
 CSA_ROWS = tl.constexpr(2 * CSA_RATIO.value)  # rows of a CSA window: the previous one's, its own
-GROUP_ROWS = tl.constexpr(16)  # rows of an HCA window that are pooled in order
-GROUPS = tl.constexpr(HCA_RATIO.value // GROUP_ROWS.value)  # groups of rows, pooled side by side
-CHANNELS_AT_ONCE = tl.constexpr(32)  # channels of an HCA window that a decode step pools at once
+GROUP_ROWS = tl.constexpr(HCA_GROUP_ROWS)
+GROUPS = tl.constexpr(HCA_GROUPS)  # groups of an HCA window
 
 
 @triton.jit
@@ -98,128 +100,108 @@ def pool_csa_chunk(compressor, token, is_closing, ROWS: tl.constexpr, SPEC: tl.c
 
 
 @triton.jit
-def load_hca_window(
-    compressor, tail_ptr, token, position, first_channel,
-    CHANNELS: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
-    """CHANNELS of the HCA window that a request's only token closes; its other rows are stored.
-
-    GROUP_ROWS tiles `[GROUPS, CHANNELS]` of kv, and as many of gates. Tile i has row i of each
-    group.
-    """
-    group = tl.arange(0, GROUPS)[:, None]
-    column = first_channel + tl.arange(0, CHANNELS)[None, :]
-    column = tl.broadcast_to(column, (GROUPS, CHANNELS))
-    mask = column < SPEC.ROW.DIM
-    is_last = group == GROUPS - 1
-    new_kv, new_gate = load_row(compressor, token, position, column, mask & is_last, SPEC)
-    kvs = ()
-    gates = ()
-    for index in tl.static_range(GROUP_ROWS):
-        row = group * GROUP_ROWS + index
-        if SPEC.TAIL_ROWS != HCA_RATIO:  # else the tail begins with the window's first row
-            row += position + SPEC.TAIL_ROWS - (HCA_RATIO - 1)
-        if index < GROUP_ROWS - 1:
-            kv, gate = load_stored(tail_ptr, row, column, mask, SPEC)
-        else:
-            kv, gate = load_stored(tail_ptr, row, column, mask & ~is_last, SPEC)
-            kv, gate = tl.where(is_last, new_kv, kv), tl.where(is_last, new_gate, gate)
-        kvs = kvs + (kv,)
-        gates = gates + (gate,)
-    return kvs, gates
-
-
-@triton.jit
-def combine_hca(kvs, gates, CHANNELS: tl.constexpr):
-    """Pool the rows of `load_hca_window`, groups side by side, each in order: `[CHANNELS]`."""
-    largest = gates[0]  # [GROUPS, CHANNELS]
-    for index in tl.static_range(1, GROUP_ROWS):
-        largest = tl.maximum(largest, gates[index], propagate_nan=tl.PropagateNan.ALL)
-    base = at_least_lowest(largest)
-    total = tl.zeros((GROUPS, CHANNELS), tl.float32)
-    weighted = tl.zeros((GROUPS, CHANNELS), tl.float32)
-    for index in tl.static_range(GROUP_ROWS):
-        weight = exp_of_nonpositive(gates[index] - base)
-        total += weight
-        weighted += weight * kvs[index]
-    return combine_groups(largest, total, weighted, CHANNELS)
-
-
-@triton.jit
-def store_pooled(
-    pooled, first_channel, window, pooled_ptr, DIM: tl.constexpr, CHANNELS: tl.constexpr
-):
-    """Store pooled channels of a window for the program that will flush all of them."""
-    channel = first_channel + tl.arange(0, CHANNELS)
-    tl.store(pooled_ptr + window * DIM + channel, pooled, mask=channel < DIM)
-
-
-@triton.jit
-def pool_hca_decode(
-    compressor, tail_ptr, token, position, first_channel, window, pooled_ptr,
-    CHANNELS: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
-    """Pool and store CHANNELS of the HCA window that a request's only token closes.
-
-    While some channels are pooled, the next ones are loaded.
-    """
-    AT_ONCE: tl.constexpr = min(CHANNELS, CHANNELS_AT_ONCE)
-    DIM: tl.constexpr = SPEC.ROW.DIM
-    kvs, gates = load_hca_window(compressor, tail_ptr, token, position, first_channel, AT_ONCE,
-                                 SPEC)  # fmt: skip
-    for _ in range(CHANNELS // AT_ONCE - 1):
-        next_kvs, next_gates = load_hca_window(
-            compressor, tail_ptr, token, position, first_channel + AT_ONCE, AT_ONCE, SPEC
-        )
-        pooled = combine_hca(kvs, gates, AT_ONCE)
-        store_pooled(pooled, first_channel, window, pooled_ptr, DIM, AT_ONCE)
-        first_channel += AT_ONCE
-        kvs, gates = next_kvs, next_gates
-    pooled = combine_hca(kvs, gates, AT_ONCE)
-    store_pooled(pooled, first_channel, window, pooled_ptr, DIM, AT_ONCE)
-
-
-@triton.jit
-def load_hca_rows(
+def load_hca_row(
     compressor, tail_ptr, token, position, before, steps_back, column, mask, SPEC: tl.constexpr
 ):
-    """kv, gate `[GROUPS, CHANNELS]` of the rows `steps_back` `[GROUPS, 1]` before a token."""
+    """kv, gate of the rows `steps_back` before tokens, from this forward or the tail.
+
+    token and position broadcast against column.
+    """
     row = position - steps_back
     is_new = row >= before
     new_kv, new_gate = load_row(compressor, token - steps_back, row, column, mask & is_new, SPEC)
-    kv, gate = load_stored(tail_ptr, row + SPEC.TAIL_ROWS, column, mask & ~is_new, SPEC)
+    kv, gate = load_stored(tail_ptr, row, column, mask & ~is_new, SPEC)
     return tl.where(is_new, new_kv, kv), tl.where(is_new, new_gate, gate)
 
 
 @triton.jit
-def pool_hca(
-    compressor, tail_ptr, token, position, before, first_channel, window, pooled_ptr,
+def sum_group(
+    compressor, tail_ptr, kv, gate, token, place, column, mask,
+    SPEC: tl.constexpr, IS_DECODE: tl.constexpr,
+):  # fmt: skip
+    """Sums `[1, CHANNELS]` of the group that `token` closes with its row kv, gate."""
+    kvs = ()
+    gates = ()
+    largest = gate
+    for index in tl.static_range(GROUP_ROWS - 1):
+        back: tl.constexpr = GROUP_ROWS - 1 - index
+        if IS_DECODE:
+            old_kv, old_gate = load_stored(tail_ptr, place.position - back, column, mask, SPEC)
+        else:
+            old_kv, old_gate = load_hca_row(compressor, tail_ptr, token, place.position,
+                                            place.before, back, column, mask, SPEC)  # fmt: skip
+        largest = tl.maximum(largest, old_gate, propagate_nan=tl.PropagateNan.ALL)
+        kvs = kvs + (old_kv,)
+        gates = gates + (old_gate,)
+    kvs = kvs + (kv,)
+    gates = gates + (gate,)
+    base = at_least_lowest(largest)
+    total = tl.zeros_like(base)
+    weighted = tl.zeros_like(base)
+    for index in tl.static_range(GROUP_ROWS):
+        weight = exp_of_nonpositive(gates[index] - base)
+        total += weight
+        weighted += weight * kvs[index]
+    return largest, total, weighted
+
+
+@triton.jit
+def sum_groups(
+    compressor, tail_ptr, token, position, before, column, mask,
     CHANNELS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Pool and store CHANNELS of the HCA window that `token` closes, from this forward and the
-    tail.
+    """Sums `[GROUPS, CHANNELS]` of groups that close in this forward; anything where not mask.
 
-    The gates are read twice: for their maximum and for their weights.
+    `token` and `position` `[GROUPS, 1]` are those of the closing tokens. The gates are read twice:
+    for their maximum and for their weights.
     """
-    column = first_channel + tl.arange(0, CHANNELS)[None, :]
-    mask = column < SPEC.ROW.DIM
-    first_back = SPEC.RATIO - 1 - tl.arange(0, GROUPS)[:, None] * GROUP_ROWS  # [GROUPS, 1]
     largest = tl.full((GROUPS, CHANNELS), float("-inf"), tl.float32)
     for index in tl.range(GROUP_ROWS, loop_unroll_factor=4):
-        _, gate = load_hca_rows(compressor, tail_ptr, token, position, before, first_back - index,
-                                column, mask, SPEC)  # fmt: skip
+        _, gate = load_hca_row(compressor, tail_ptr, token, position, before,
+                               GROUP_ROWS - 1 - index, column, mask, SPEC)  # fmt: skip
         largest = tl.maximum(largest, gate, propagate_nan=tl.PropagateNan.ALL)
     base = at_least_lowest(largest)
     total = tl.zeros((GROUPS, CHANNELS), tl.float32)
     weighted = tl.zeros((GROUPS, CHANNELS), tl.float32)
     for index in tl.range(GROUP_ROWS, loop_unroll_factor=4):
-        kv, gate = load_hca_rows(compressor, tail_ptr, token, position, before,
-                                 first_back - index, column, mask, SPEC)  # fmt: skip
+        kv, gate = load_hca_row(compressor, tail_ptr, token, position, before,
+                                GROUP_ROWS - 1 - index, column, mask, SPEC)  # fmt: skip
         weight = exp_of_nonpositive(gate - base)
         total += weight
         weighted += weight * kv
-    pooled = combine_groups(largest, total, weighted, CHANNELS)
-    store_pooled(pooled, first_channel, window, pooled_ptr, SPEC.ROW.DIM, CHANNELS)
+    return largest, total, weighted
+
+
+@triton.jit
+def pool_hca_step(sums, tail_ptr, position, column, mask, CHANNELS: tl.constexpr,
+                  SPEC: tl.constexpr):  # fmt: skip
+    """Pool the HCA window whose last group has these sums; its others are stored: `[CHANNELS]`."""
+    group = tl.arange(0, GROUPS)[:, None]
+    is_last = group == GROUPS - 1
+    number = position // GROUP_ROWS - (GROUPS - 1) + group
+    stored = load_sums(tail_ptr, number, column, mask & ~is_last, SPEC)
+    return combine_groups(tl.where(is_last, sums[0], stored[0]),
+                          tl.where(is_last, sums[1], stored[1]),
+                          tl.where(is_last, sums[2], stored[2]), CHANNELS)  # fmt: skip
+
+
+@triton.jit
+def pool_hca(
+    compressor, tail_ptr, token, position, before, column, mask,
+    CHANNELS: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Pool the HCA window that `token` closes: `[CHANNELS]`.
+
+    Groups that closed before this forward are stored, the others are summed anew.
+    """
+    steps_back = (GROUPS - 1 - tl.arange(0, GROUPS)[:, None]) * GROUP_ROWS  # [GROUPS, 1]
+    last = position - steps_back
+    is_new = last >= before
+    new = sum_groups(compressor, tail_ptr, token - steps_back, last, before, column, mask & is_new,
+                     CHANNELS, SPEC)  # fmt: skip
+    old = load_sums(tail_ptr, last // GROUP_ROWS, column, mask & ~is_new, SPEC)
+    return combine_groups(tl.where(is_new, new[0], old[0]), tl.where(is_new, new[1], old[1]),
+                          tl.where(is_new, new[2], old[2]), CHANNELS)  # fmt: skip
 
 
 @triton.jit

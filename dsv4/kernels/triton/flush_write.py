@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.formats import next_power_of_two
+from dsv4.formats import next_power_of_two, sum_ring
 from dsv4.kernels.contracts import EntryInputs, LayerWrites, TokenMap, WindowInputs
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton.append import (
@@ -26,16 +26,21 @@ from dsv4.kernels.triton.append import (
     locate,
     locate_segment,
     slot_tail,
+    store_sums,
     store_tail,
     write_window_rows,
 )
 from dsv4.kernels.triton.compressor import (
     CSA_ROWS,
+    GROUP_ROWS,
+    GROUPS,
     pool_csa_chunk,
     pool_csa_decode,
     pool_csa_edge,
     pool_hca,
-    pool_hca_decode,
+    pool_hca_step,
+    sum_group,
+    sum_groups,
 )
 from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters
 from dsv4.kernels.triton.operands import (
@@ -57,6 +62,7 @@ from dsv4.kernels.triton.primitives import (
     load_global_scale,
     load_norm,
     load_rope,
+    loop_bound,
     mean_of_squares,
     reciprocal_root,
     rotate_tail,
@@ -160,6 +166,26 @@ def keep_last_rows(
 
 
 @triton.jit
+def keep_last_sums(
+    compressor, tail_ptr, token, place, count, column, mask,
+    CHANNELS: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of the last groups that `count` rows close; the first row is `token`'s.
+
+    The last group of a window is not stored, as the window closes with it.
+    """
+    first = tl.maximum(place.position // GROUP_ROWS, place.after // GROUP_ROWS - SPEC.SUM_RING)
+    end = (place.position + count) // GROUP_ROWS
+    for start in range(loop_bound(first), loop_bound(end), GROUPS):
+        group = start + tl.arange(0, GROUPS)[:, None]
+        is_kept = mask & (group < end) & (group % GROUPS != GROUPS - 1)  # [GROUPS, CHANNELS]
+        last = group * GROUP_ROWS + GROUP_ROWS - 1
+        sums = sum_groups(compressor, tail_ptr, token + last - place.position, last, place.before,
+                          column, is_kept, CHANNELS, SPEC)  # fmt: skip
+        store_sums(sums, tail_ptr, group, column, is_kept, SPEC)
+
+
+@triton.jit
 def compress_csa_segment(
     segment, num_tokens, tokens, compressor, rope, pages, eps, global_scale,
     ROWS: tl.constexpr, SPEC: tl.constexpr,
@@ -189,17 +215,19 @@ def compress_csa_segment(
 
 @triton.jit
 def finish_hca_window(
-    window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, pages, eps,
-    CHANNEL_SPLITS: tl.constexpr, SPEC: tl.constexpr,
+    pooled, split, window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, pages, eps,
+    CHANNELS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Flush an HCA window's entry, if this is the last of its CHANNEL_SPLITS programs to arrive.
+    """Store pooled CHANNELS of an HCA window; the last of its programs to arrive flushes its entry.
 
     The entry's bits do not depend on which program is last.
     """
+    DIM: tl.constexpr = SPEC.ROW.DIM
+    channel = split * CHANNELS + tl.arange(0, CHANNELS)
+    tl.store(pooled_ptr + window * DIM + channel, pooled, mask=channel < DIM)
     tl.debug_barrier()  # all of the program's stores come before its arrival
-    if tl.atomic_add(arrivals_ptr + window, 1, sem="acq_rel") == CHANNEL_SPLITS - 1:
+    if tl.atomic_add(arrivals_ptr + window, 1, sem="acq_rel") == SPEC.ROW.BLOCK // CHANNELS - 1:
         tl.store(arrivals_ptr + window, 0)
-        DIM: tl.constexpr = SPEC.ROW.DIM
         column = tl.arange(0, SPEC.ROW.BLOCK)[None, :]
         pooled = tl.load(pooled_ptr + window * DIM + column, mask=column < DIM, other=0.0,
                          cache_modifier=".cg")  # fmt: skip
@@ -212,8 +240,10 @@ def compress_hca_token(
     token, split, tokens, compressor, pooled_ptr, arrivals_ptr, rope, pages, eps,
     CHANNELS: tl.constexpr, SPEC: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Pool CHANNELS of the HCA window that a token closes; store the token's row in the tail."""
-    CHANNEL_SPLITS: tl.constexpr = SPEC.ROW.BLOCK // CHANNELS
+    """Sum CHANNELS of the HCA group that a token closes, and store the sums or pool the window.
+
+    The token's row goes to the tail.
+    """
     column = split * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     mask = column < SPEC.ROW.DIM  # [1, CHANNELS]
     place = locate(token, tokens, IS_DECODE)
@@ -221,21 +251,22 @@ def compress_hca_token(
     slot = place.slot
     kv, gate = load_row(compressor, token, position, column, mask, SPEC)
     tail_ptr = slot_tail(compressor, slot, SPEC)
-    is_closing = (slot >= 0) & (position % HCA_RATIO == HCA_RATIO - 1)
-    if is_closing:
-        is_closing = can_write(position, slot, pages, SPEC)
-    if is_closing:
-        # request + token // HCA_RATIO: the row of `pooled`, another one for every closing window.
-        if IS_DECODE:
-            window = token + token // HCA_RATIO
-            pool_hca_decode(compressor, tail_ptr, token, position, split * CHANNELS, window,
-                            pooled_ptr, CHANNELS, SPEC)  # fmt: skip
-        else:
-            window = tl.load(tokens.request_ids_ptr + token) + token // HCA_RATIO
-            pool_hca(compressor, tail_ptr, token, position, place.before, split * CHANNELS, window,
-                     pooled_ptr, CHANNELS, SPEC)  # fmt: skip
-        finish_hca_window(window, position, slot, pooled_ptr, arrivals_ptr, compressor.norm_ptr,
-                          rope, pages, eps, CHANNEL_SPLITS, SPEC)  # fmt: skip
+    if (slot >= 0) & (position % GROUP_ROWS == GROUP_ROWS - 1):
+        sums = sum_group(compressor, tail_ptr, kv, gate, token, place, column, mask, SPEC,
+                         IS_DECODE)  # fmt: skip
+        if position % HCA_RATIO != HCA_RATIO - 1:
+            store_sums(sums, tail_ptr, position // GROUP_ROWS, column, mask, SPEC)
+        elif can_write(position, slot, pages, SPEC):
+            # The row of `pooled`: another one for every closing window.
+            request = token if IS_DECODE else tl.load(tokens.request_ids_ptr + token)
+            if IS_DECODE or SPEC.SUM_ROWS < GROUPS:  # a step closes at most one group
+                pooled = pool_hca_step(sums, tail_ptr, position, column, mask, CHANNELS, SPEC)
+            else:
+                pooled = pool_hca(compressor, tail_ptr, token, position, place.before, column,
+                                  mask, CHANNELS, SPEC)  # fmt: skip
+            finish_hca_window(pooled, split, request + token // HCA_RATIO, position, slot,
+                              pooled_ptr, arrivals_ptr, compressor.norm_ptr, rope, pages, eps,
+                              CHANNELS, SPEC)  # fmt: skip
     store_tail(kv, gate, tail_ptr, position, column, mask & (slot >= 0), SPEC)
 
 
@@ -247,9 +278,8 @@ def compress_hca_segment(
     """Pool CHANNELS of the HCA window that a segment of at most HCA_RATIO tokens closes.
 
     The program of a chunk's first token pools the window that reaches back into the tail, and
-    then overwrites the tail.
+    then overwrites the tail: its sums, then its rows.
     """
-    CHANNEL_SPLITS: tl.constexpr = SPEC.ROW.BLOCK // CHANNELS
     column = split * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     mask = column < SPEC.ROW.DIM  # [1, CHANNELS]
     token, count, place = locate_segment(segment, num_tokens, tokens, HCA_RATIO)
@@ -269,12 +299,15 @@ def compress_hca_segment(
             is_closing = can_write(position + ahead, place.slot, pages, SPEC)
         if is_closing:
             window = tl.load(tokens.request_ids_ptr + token) + (token + ahead) // HCA_RATIO
-            pool_hca(compressor, tail_ptr, token + ahead, position + ahead, before,
-                     split * CHANNELS, window, pooled_ptr, CHANNELS, SPEC)  # fmt: skip
-            finish_hca_window(window, position + ahead, place.slot, pooled_ptr, arrivals_ptr,
-                              compressor.norm_ptr, rope, pages, eps, CHANNEL_SPLITS,
+            pooled = pool_hca(compressor, tail_ptr, token + ahead, position + ahead, before,
+                              column, mask, CHANNELS, SPEC)  # fmt: skip
+            finish_hca_window(pooled, split, window, position + ahead, place.slot, pooled_ptr,
+                              arrivals_ptr, compressor.norm_ptr, rope, pages, eps, CHANNELS,
                               SPEC)  # fmt: skip
         if num_kept > 0:
+            tl.debug_barrier()  # the tail's old sums are read before they are overwritten
+            keep_last_sums(compressor, tail_ptr, token, place, num_kept, column, mask, CHANNELS,
+                           SPEC)  # fmt: skip
             tl.debug_barrier()  # the tail's old rows are read before they are overwritten
             keep_last_rows(compressor, tail_ptr, token, position, num_kept, column, mask, 16, SPEC)
 
@@ -487,6 +520,9 @@ def _arguments(
         WIDTH=layout.num_series * layout.head_dim,
         TAIL_ROWS=layout.tail_rows,
         TAIL_BF16=layout.tail_dtype == "bfloat16",
+        SUM_ROWS=layout.sum_rows,
+        SUM_RING=sum_ring(layout.sum_rows),
+        SUMS_OFFSET=layout.sums_offset,
         ENTRIES_PER_BLOCK=layout.entries_per_block,
         HADAMARD_STEPS=0,
     )

@@ -8,11 +8,17 @@ from torch import Tensor
 
 from dsv4.cache.memory.layout import cache_layout
 from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
-from dsv4.cache.saved_request import SavedRequest, first_window_position
+from dsv4.cache.saved_request import (
+    SavedRequest,
+    closed_groups,
+    first_tail_position,
+    first_window_position,
+)
 from dsv4.config import CacheConfig
-from dsv4.formats import PagedRows, RowFormat
+from dsv4.formats import PagedRows, RowFormat, sum_ring
 from dsv4.kernels.layer_memory import LayerLayout
 from dsv4.kernels.reference.codec import EncodedRows, decode, read_rows
+from dsv4.layer_schedule import GROUP_ROWS
 
 CHUNK_ROWS = 4096  # rows decoded at a time
 
@@ -22,10 +28,10 @@ class Part:
     """Rows of one kind in one layer.
 
     Attributes:
-        name: `window`, `entries`, `index keys`, `tail` or `index tail`.
+        name: `window`, `entries`, `index keys`, `tail`, `index tail` or `sums`.
         rows: The stored rows: pages in a row format, or a tail `[rows, 2, width]`, which holds kv,
-            and gate + bias.
-        first: Number of the first row: a position, or an entry's index.
+            and gate + bias, or the sums `[rows, 3, width]` of groups.
+        first: Number of the first row: a position, or the index of an entry or a group.
         num_rows: Number of rows.
         ring_rows: Size of the ring that holds the rows; 0 if they lie in order.
         ratio: Tokens per row: 1 for window and tails.
@@ -81,11 +87,6 @@ def layer_parts(config: CacheConfig, saved: SavedRequest) -> list[list[Part]]:
     ]
 
 
-def first_tail_position(schema: LayerCacheSchema, length: int) -> int:
-    """Return the oldest token whose tail row a request of that length needs."""
-    return max(0, length // schema.ratio * schema.ratio - schema.tail_buffer_size_b)
-
-
 def _parts(
     config: CacheConfig, saved: SavedRequest, schema: LayerCacheSchema, layout: LayerLayout
 ) -> Iterator[Part]:
@@ -111,3 +112,7 @@ def _parts(
         if tail is not None:
             first = first_tail_position(schema, length)
             yield Part(name, tail[0], first, length - first, ring_rows=schema.tail_rows)
+    sums = layout.cut_sums(slot)
+    if sums is not None:
+        groups, ring = closed_groups(length), sum_ring(schema.sum_rows)
+        yield Part("sums", sums[0], groups[0], len(groups), ring_rows=ring, ratio=GROUP_ROWS)

@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 
 from dsv4.cache.memory.schema import build_schemas
-from dsv4.cache.saved_request import SavedRequest, first_window_position, read_any
+from dsv4.cache.saved_request import (
+    SavedRequest,
+    closed_groups,
+    first_tail_position,
+    first_window_position,
+    read_any,
+)
 from dsv4.config import CacheConfig
 from dsv4.layer_schedule import AttentionType
-from dsv4.tools.inspector.parts import Part, first_tail_position, layer_parts
+from dsv4.tools.inspector.parts import Part, layer_parts
 from dsv4.tools.inspector.selections import LayerSelections
 from dsv4.tools.inspector.statistics import describe_part
 
@@ -139,6 +145,8 @@ def _tails(config: CacheConfig, saved: SavedRequest) -> list[dict[str, Any]]:
             "open_tokens": saved.length % schema.ratio,
             "rows": saved.length - first_tail_position(schema, saved.length),
             "tail_rows": schema.tail_rows,
+            "sums": len(closed_groups(schema, saved.length)) if schema.sum_rows else 0,
+            "sum_rows": schema.sum_rows,
             "closed_entries": saved.length // schema.ratio,
         }
         for name, schema in sorted(kinds.items())
