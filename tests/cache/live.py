@@ -5,22 +5,30 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dsv4.kernels.reference.arithmetic import sum_groups
+
 
 class Live(NamedTuple):
-    """Positions whose window rows and tail rows are still read, and all closed entries."""
+    """Positions whose window rows and tail rows are still read, groups whose sums are, and all
+    closed entries.
+    """
 
     window: np.ndarray
     tail: np.ndarray
+    groups: np.ndarray
     entries: np.ndarray
 
 
 def live_parts(config, schema, length):
     """What a layer of a request of some length reads."""
     ratio = schema.ratio or 1
-    tail_start = max(0, length // ratio * ratio - schema.tail_buffer_size_b)
+    is_hca = ratio == 128
+    span = 16 if is_hca else ratio
+    tail_start = max(0, length // span * span - schema.tail_buffer_size_b)
     return Live(
         np.arange(max(0, length - config.sliding_window + 1), length),
         np.arange(tail_start, length),
+        np.arange(length // 128 * 8, length // 16) if is_hca else np.arange(0),
         np.arange(length // ratio),
     )
 
@@ -36,6 +44,8 @@ def live_bytes(manager, slot):
             continue
         tails = (state.tail, state.index_tail)
         parts += [tail[slot, live.tail % schema.tail_rows] for tail in tails if tail is not None]
+        if state.sums is not None:
+            parts.append(state.sums[slot, live.groups % max(8, schema.sum_rows)])
         blocks = manager._books.requests.block_table[slot, live.entries // schema.entries_per_block]
         rows = live.entries % schema.entries_per_block
         parts += _stored(pages.entries, blocks, rows)
@@ -57,6 +67,12 @@ def dense_bytes(config, schemas, layers, length):
             torch.stack([rows[live.tail] for rows in tail], dim=1)
             for tail in tails if tail is not None
         ]  # fmt: skip
+        if schema.sum_rows:
+            rows = [
+                part[: length // 16 * 16].float().unflatten(0, (-1, 16)) for part in layer.tails
+            ]
+            is_present = torch.ones(rows[0].shape[:2], dtype=torch.bool)
+            parts.append(sum_groups(*rows, is_present)[live.groups, 0])
         for rows in (layer.entries, layer.index_keys):
             if rows is not None:
                 parts += [part[live.entries] for part in rows]

@@ -103,8 +103,8 @@ def test_block_padding_of_flash():
         ("pro", "fp8", "csa_tails", 1.88),
         ("flash", "fp8", "index_tails", 0.33),
         ("pro", "fp8", "index_tails", 0.47),
-        ("flash", "fp8", "hca_tails", 10.0),
-        ("pro", "fp8", "hca_tails", 15.5),
+        ("flash", "fp8", "hca_tails", 2.07),
+        ("pro", "fp8", "hca_tails", 3.21),
     ],
 )
 def test_fixed_mib_with_mtp(preset, kv_format, component, mib):
@@ -118,7 +118,7 @@ def test_drafts_lengthen_every_ring():
     assert memory["window"].payload == 43 * 131 * 584
     assert memory["csa_tails"].payload == 21 * 11 * 2 * 1024 * 4
     assert memory["index_tails"].payload == 21 * 11 * 2 * 256 * 4
-    assert memory["hca_tails"].payload == 20 * 131 * 2 * 512 * 4
+    assert memory["hca_tails"].payload == 20 * (19 * 2 + 7 * 3) * 512 * 4
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -101,7 +101,7 @@ def test_other_tensors_are_refused(manager, path):
         ({"rollback_floor": "133"}, "expected 2 blocks and a floor from 0 to 132, got 2 and 133"),
         ({"rollback_floor": "-1"}, "expected rollback_floor to be a whole number .*, got -1"),
         ({"length": "-5", "rollback_floor": "0"}, "expected length to be a whole number .* got -5"),
-        ({"format": "dsv4-request-2"}, "expected the format dsv4-request-3, got dsv4-request-2"),
+        ({"format": "dsv4-request-3"}, "expected the format dsv4-request-4, got dsv4-request-3"),
     ],
 )
 def test_books_that_cannot_be_are_refused(manager, path, changes, match):

@@ -9,6 +9,7 @@ from dsv4.cache.memory import device_memory
 from dsv4.cache.memory.staging import Staging
 from dsv4.errors import LiveForwardError, NoFreeSlotError, OutOfBlocksError
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
+from tests.cache.live import live_parts
 
 DRAFTS = 3
 CONFIG = CacheConfig.tiny(drafts_per_step=DRAFTS, block_tokens=128)
@@ -43,9 +44,11 @@ def stored(manager, slot):
         parts += [state.ring.data[slot, window], state.ring.scales[slot, window]]
         if pages is None:
             continue
-        start = max(0, length // schema.ratio * schema.ratio - schema.tail_buffer_size_b)
-        rows = np.arange(start, length) % schema.tail_rows
+        live = live_parts(CONFIG, schema, length)
+        rows = live.tail % schema.tail_rows
         parts += [tail[slot, rows] for tail in (state.tail, state.index_tail) if tail is not None]
+        if state.sums is not None:
+            parts.append(state.sums[slot, live.groups % 8])
         entries = np.arange(length // schema.ratio)
         blocks = manager._books.requests.block_table[slot, entries // schema.entries_per_block]
         rows = entries % schema.entries_per_block

@@ -61,7 +61,7 @@ def state_groups(pool, config):
     """Byte views `[max_requests, ...]` of each ring and tail of a slot, and its alignment."""
     states = [pool.layer(idx) for idx in range(config.num_layers)]
     rings = [((s.ring.data, s.ring.scales), config.page_align) for s in states]
-    tails = [tail for s in states for tail in (s.tail, s.index_tail) if tail is not None]
+    tails = [tail for s in states for tail in (s.tail, s.index_tail, s.sums) if tail is not None]
     return rings + [((tail.view(torch.uint8),), 16) for tail in tails]
 
 
@@ -129,7 +129,8 @@ BLOCK_OFFSETS = [
 BLOCK_BYTES, BLOCK_PADDING = 149 * 576, 149 * 576 - (2 * (37440 + 4352) + 1728)
 
 # A slot: a ring of 128 rows is 128 × 584 = 74752, rounded up to 130 × 576. A tail row is kv and
-# gate in fp32: 8 rows of 2 × 1024 for CSA, 128 of 2 × 512 for HCA, 8 of 2 × 256 for the indexer.
+# gate in fp32: 8 rows of 2 × 1024 for CSA, 16 of 2 × 512 for HCA, 8 of 2 × 256 for the indexer.
+# 7 rows of 3 × 512 sums are behind those of HCA.
 RING = 74880
 TAILS = 4 * RING
 INDEX_TAILS = TAILS + 2 * 65536
@@ -140,7 +141,7 @@ SLOT_OFFSETS = [
     {"ring": 2 * RING, "tail": HCA_TAILS},
     {"ring": 3 * RING, "tail": TAILS + 65536, "index_tail": INDEX_TAILS + 16384},
 ]
-SLOT_BYTES, SLOT_PADDING = 1715 * 576, 1715 * 576 - (HCA_TAILS + 524288)
+SLOT_BYTES, SLOT_PADDING = 993 * 576, 993 * 576 - (HCA_TAILS + 65536 + 43008)
 
 
 def test_the_v4_runs_by_hand():
@@ -210,8 +211,10 @@ SLOT_VIEW_BYTES = [
     ("tail_za", CSA, (1, 3, 4), tail_byte("tail", CSA, 1, 3, GATE, 516), 4),
     ("tail_kb", CSA, (1, 3, 4), tail_byte("tail", CSA, 1, 3, KV, 4), 4),
     ("tail_zb", CSA_2, (2, 7, 511), tail_byte("tail", CSA_2, 2, 7, GATE, 511), 4),
-    ("tail_ka", HCA, (1, 127, 511), tail_byte("tail", HCA, 1, 127, KV, 511), 4),
+    ("tail_ka", HCA, (1, 15, 511), tail_byte("tail", HCA, 1, 15, KV, 511), 4),
     ("tail_za", HCA, (2, 5, 0), tail_byte("tail", HCA, 2, 5, GATE, 0), 4),
+    ("sums", HCA, (0, 0, 0, 0), tail_byte("tail", HCA, 0, 16, KV, 0), 4),
+    ("sums", HCA, (2, 6, 2, 511), SLOT_OFFSETS[HCA]["tail"] + 2 * SLOT_BYTES + 108544 - 4, 4),
     ("index_tail_ka", CSA, (1, 2, 3), tail_byte("index_tail", CSA, 1, 2, KV, 131), 4),
     ("index_tail_za", CSA_2, (0, 7, 0), tail_byte("index_tail", CSA_2, 0, 7, GATE, 128), 4),
     ("index_tail_kb", CSA, (1, 2, 3), tail_byte("index_tail", CSA, 1, 2, KV, 3), 4),
@@ -299,7 +302,9 @@ def test_tail_views_have_the_documented_shapes(tail_dtype, dtype, drafts):
         assert spec(getattr(slots.layer(CSA), index)) == ((*rows, 128), dtype)
     for name in ("ka", "za"):
         view = getattr(slots.layer(HCA), f"tail_{name}")
-        assert spec(view) == ((MAX_REQUESTS, 128 + drafts, 512), dtype)
+        assert spec(view) == ((MAX_REQUESTS, 16 + drafts, 512), dtype)
+    assert spec(slots.layer(HCA).sums) == ((MAX_REQUESTS, 7, 3, 512), FP32)
+    assert slots.layer(CSA).sums is slots.layer(SWA).sums is None
 
 
 def test_series_a_and_b_are_the_halves_of_a_csa_tail():

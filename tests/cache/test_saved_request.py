@@ -192,7 +192,7 @@ def test_files_that_are_no_requests(path):
         (None, "expected metadata 'request' in JSON, found none"),
         ({"request": "{"}, "expected metadata 'request' in JSON, found none"),
         ({"request": "3"}, "expected metadata 'request' to be an object"),
-        ({"request": "{}"}, "expected the format dsv4-request-3, got none"),
+        ({"request": "{}"}, "expected the format dsv4-request-4, got none"),
     ):
         save_file({"slot": torch.zeros(3)}, path, metadata)
         with pytest.raises(ValueError, match=match):

@@ -29,13 +29,34 @@ def test_logical_tail_sizes(kind, rows_a, rows_b, num_series, drafts):
 
 
 @pytest.mark.parametrize(
-    ("kind", "tail_rows"), [(SWA, 0), (CSA, 8), (HCA, 128)], ids=["swa", "csa", "hca"]
+    ("kind", "tail_rows"), [(SWA, 0), (CSA, 8), (HCA, 16)], ids=["swa", "csa", "hca"]
 )
 @pytest.mark.parametrize("drafts", [0, 1, 7])
 def test_rings_grow_with_the_drafts_of_a_step(kind, tail_rows, drafts):
     schema = schema_of(kind, drafts_per_step=drafts)
     assert schema.ring_rows == 128 + drafts
     assert schema.tail_rows == (tail_rows + drafts if tail_rows else 0)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sum_rows"), [(0, 7), (1, 7), (15, 7), (16, 9), (31, 9), (32, 10), (256, 24)]
+)
+def test_sums_of_closed_groups(drafts, sum_rows):
+    assert schema_of(HCA, drafts_per_step=drafts).sum_rows == sum_rows
+    assert schema_of(CSA, drafts_per_step=drafts).sum_rows == 0
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 7, 15, 16, 20, 31, 32, 33, 127, 128, 256])
+def test_no_sums_are_replaced_that_a_length_may_need(drafts):
+    ring = max(8, schema_of(HCA, drafts_per_step=drafts).sum_rows)
+    for longest in range(1, 700):
+        stored = {}  # the group in each row, once `longest` tokens were written
+        for group in range(longest // 16):
+            if group % 8 != 7:
+                stored[group % ring] = group
+        for length in range(max(0, longest - drafts - 1), longest + 1):
+            needed = set(range(length // 128 * 8, length // 16))
+            assert needed <= set(stored.values()), (longest, length)
 
 
 def test_ring_follows_the_window():
@@ -66,7 +87,7 @@ def test_widths(kind, indexer_dim):
     [
         (SWA, 0, 0, 0, 0),
         (CSA, 37440, 64 * 68, 64 * 1024, 16 * 1024),
-        (HCA, 1728, 0, 512 * 1024, 0),
+        (HCA, 1728, 0, 106 * 1024, 0),
     ],
     ids=["swa", "csa", "hca"],
 )

@@ -219,5 +219,5 @@ def test_neighbours_are_copied_at_once():
 def test_host_memory_is_in_the_plan():
     sizes = Capacity(CacheConfig.v4_flash(), 1, 1, 1, 1, host_blocks=3, host_slots=2).host_memory()
     assert sizes["host_blocks"] == (3 * 912192, 3 * 1584 * 576)
-    slot_bytes = 43 * 74880 + 21 * 8 * 2 * (1024 + 256) * 4 + 20 * 128 * 2 * 512 * 4
+    slot_bytes = 43 * 74880 + 21 * 8 * 2 * (1024 + 256) * 4 + 20 * (16 * 2 + 7 * 3) * 512 * 4
     assert sizes["host_slots"] == (2 * slot_bytes, 2 * -(-slot_bytes // 576) * 576)

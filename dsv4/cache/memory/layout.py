@@ -8,7 +8,8 @@ one is a single copy. A layer's pool is a strided view whose stride is the run's
 check that stride, so the run is rounded up to `page_align`.
 
 An HCA tail ends with the sums of closed groups. At a block's end the HCA window is closed and its
-tail is not needed. HCA tails come last in a slot, so the state at a block's end, a checkpoint, is the front of the slot: one copy too.
+tail is not needed. HCA tails come last in a slot, so the state at a block's end, a checkpoint, is
+the front of the slot: one copy too.
 """
 
 from collections.abc import Iterable

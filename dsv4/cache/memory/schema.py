@@ -80,9 +80,8 @@ class LayerCacheSchema:
         # A row holds kv and gate of every series.
         elements = self.tail_rows * 2 * self.num_series * head_dim
         sums = self.sum_rows * 3 * head_dim * torch.float32.itemsize
-        return round_up(elements * self.tail_dtype.itemsize, BYTE_ALIGN) + round_up(
-            sums, BYTE_ALIGN
-        )
+        parts = (elements * self.tail_dtype.itemsize, sums)
+        return sum(round_up(size, BYTE_ALIGN) for size in parts)
 
 
 def build_schema(config: CacheConfig, layer: LayerSpec) -> LayerCacheSchema:

@@ -124,12 +124,14 @@ def sum_group(
     gates = ()
     largest = gate
     for index in tl.static_range(GROUP_ROWS - 1):
-        back: tl.constexpr = GROUP_ROWS - 1 - index
         if IS_DECODE:
-            old_kv, old_gate = load_stored(tail_ptr, place.position - back, column, mask, SPEC)
+            row = place.position - (GROUP_ROWS - 1 - index)
+            old_kv, old_gate = load_stored(tail_ptr, row, column, mask, SPEC)
         else:
-            old_kv, old_gate = load_hca_row(compressor, tail_ptr, token, place.position,
-                                            place.before, back, column, mask, SPEC)  # fmt: skip
+            old_kv, old_gate = load_hca_row(
+                compressor, tail_ptr, token, place.position, place.before, GROUP_ROWS - 1 - index,
+                column, mask, SPEC,
+            )  # fmt: skip
         largest = tl.maximum(largest, old_gate, propagate_nan=tl.PropagateNan.ALL)
         kvs = kvs + (old_kv,)
         gates = gates + (old_gate,)

@@ -229,9 +229,9 @@ def finish_hca_window(
     if tl.atomic_add(arrivals_ptr + window, 1, sem="acq_rel") == SPEC.ROW.BLOCK // CHANNELS - 1:
         tl.store(arrivals_ptr + window, 0)
         column = tl.arange(0, SPEC.ROW.BLOCK)[None, :]
-        pooled = tl.load(pooled_ptr + window * DIM + column, mask=column < DIM, other=0.0,
-                         cache_modifier=".cg")  # fmt: skip
-        flush_rows(pooled, as_row(position), slot, as_row(slot) >= 0, norm_ptr, rope, pages, eps,
+        whole = tl.load(pooled_ptr + window * DIM + column, mask=column < DIM, other=0.0,
+                        cache_modifier=".cg")  # fmt: skip
+        flush_rows(whole, as_row(position), slot, as_row(slot) >= 0, norm_ptr, rope, pages, eps,
                    1.0, 1, SPEC)  # fmt: skip
 
 

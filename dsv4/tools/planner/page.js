@@ -63,12 +63,17 @@ function slotBytes(model, choice) {
     const bytes = layers * roundUp(elements * data.tails[choice.tails], data.constants.byteAlign);
     return [bytes, bytes];
   };
+  const hcaTails = () => {
+    const closed = Math.ceil((choice.drafts + 1) / 16);
+    const sums = roundUp((7 + (closed > 1 ? closed : 0)) * 3 * model.headDim * 4, data.constants.byteAlign);
+    return tail(hca, 16, 1, model.headDim).map((bytes) => bytes + hca * sums);
+  };
   const layers = swa + csa + hca;
   const parts = {
     window: [layers * ring, layers * roundUp(ring, choice.align)],
     csa_tails: tail(csa, 8, 2, model.headDim),
     index_tails: tail(csa, 8, 2, model.indexDim),
-    hca_tails: tail(hca, 128, 1, model.headDim),
+    hca_tails: hcaTails(),
   };
   const used = sum(Object.values(parts).map((part) => part[1]));
   return { ...parts, slot_padding: [0, roundUp(used, choice.align) - used] };
