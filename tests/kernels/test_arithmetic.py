@@ -8,6 +8,7 @@ import torch
 
 from dsv4.kernels.reference.arithmetic import (
     EXP2_COEFFICIENTS,
+    combine_groups,
     exp_of_nonpositive,
     float32_bits,
     fold_in_order,
@@ -18,6 +19,7 @@ from dsv4.kernels.reference.arithmetic import (
     rotate,
     round_to,
     round_to_bf16,
+    sum_groups,
     sum_of_squares,
 )
 
@@ -389,6 +391,29 @@ def test_pool_rows_of_gates_far_apart():
     gate = torch.full((1, 8, 4), -1e4)
     gate[0, 5] = 1e4
     assert torch.equal(pool_rows(kv, gate, torch.ones(1, 8, dtype=torch.bool)), kv[:, 5])
+
+
+def test_sums_of_groups_combine_to_the_pooled_rows():
+    kv, gate = normal(3, 128, 8), 4 * normal(3, 128, 8, seed=1)
+    groups = [slice(first, first + 16) for first in range(0, 128, 16)]
+    alone = [sum_groups(kv[:, g], gate[:, g], torch.ones(3, 16, dtype=torch.bool)) for g in groups]
+    pooled = pool_rows(kv, gate, torch.ones(3, 128, dtype=torch.bool))
+    assert torch.equal(combine_groups(torch.cat(alone, dim=1)), pooled)
+
+
+def test_sums_have_one_pattern_of_bits():
+    gate, kv = normal(1, 16, 7), normal(1, 16, 7, seed=1)
+    gate[0, 3, 1], gate[0, :, 2], gate[0, :, 3] = INF, -INF, -1.0
+    gate[0, 5, 3] = -0.0
+    gate[0, 3, 0] = torch.tensor(-4194304, dtype=torch.int32).view(torch.float32)  # 0xFFC00000
+    kv[0, 2, 4], kv[0, 3, 4], kv[0, 4, 5] = INF, -INF, -NAN
+    is_present = torch.ones(1, 16, dtype=torch.bool)
+    largest, total, weighted = sum_groups(kv, gate, is_present)[0, 0].view(torch.int32)
+    plus_nan, infinity = 0x7FC00000, 0x7F800000
+    assert largest[:4].tolist() == [plus_nan, infinity, infinity - 2**31, 0]
+    assert total[:2].tolist() == weighted[:2].tolist() == [0, 0]
+    assert total[2:].view(torch.float32).isfinite().all()
+    assert weighted[4:6].tolist() == [plus_nan, plus_nan]
 
 
 @pytest.mark.parametrize("dim", [64, 128, 512])

@@ -31,6 +31,11 @@ NONE_OF_ONE = [
     [(0, 126), (1, 0)], [(0, 0), (1, 127)], [(2, 3), (0, 0), (1, 7)], [(1, 9), (2, 2), (0, 0)],
 ]  # fmt: skip
 OVER_THE_WINDOW = [[(0, 127), (1, 2)], [(0, 1), (1, 1)], [(1, 126), (0, 1)]]
+AROUND_GROUPS = [
+    [(0, 13), (1, 2)], [(0, 3), (1, 30)], [(0, 17), (1, 1)], [(0, 3), (1, 3)], [(0, 95), (1, 3)],
+    [(0, 3), (1, 90)],
+]  # fmt: skip
+OVER_A_GROUP = [[(0, 100), (1, 20)], [(0, 21), (1, 21)], [(0, 21), (1, 90)], [(0, 15), (1, 21)]]
 # Special values of one window after another. "no gate": all of a channel's gates are -inf.
 SPECIALS = ("few gates", "nan", "clean", "clean", "no gate", "infinite kv")
 
@@ -71,6 +76,8 @@ CASES = [
     Case("hca denormal values", HCA, steps=ONE_WINDOW, scale=1e-40),
     Case("hca nan and infinity", HCA, steps=ONE_WINDOW, has_specials=True),
     Case("hca over the window", HCA, steps=OVER_THE_WINDOW),
+    Case("hca chunks and steps around groups", HCA, {"drafts_per_step": 2}, AROUND_GROUPS),
+    Case("hca steps of more than a group", HCA, {"drafts_per_step": 20}, OVER_A_GROUP),
     Case("hca bf16", HCA, {"tail_dtype": "bfloat16", "kv_format": "bf16"}, OVER_THE_WINDOW,
          torch.bfloat16),
     Case("csa rows and keys that are no power of two", CSA,
@@ -365,7 +372,7 @@ class Pair:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("drafts_per_step", [0, 2])
+@pytest.mark.parametrize("drafts_per_step", [0, 2, 20])
 def test_chunks_of_any_size_from_any_position(drafts_per_step):
     starts = (0, 1, 2, 3, 4, 5, 7, 8, 99, 120, 126, 127, 128, 129, 130, 131, 255, 256)
     sizes = (*range(1, 18), 61, 120, *range(124, 135), 200, *range(253, 260), 300, 383, 384, 400)

@@ -131,7 +131,7 @@ def write_case(
     inputs = model_projections(config, plan.num_tokens, seed=1, dtype=torch.bfloat16)
     handles = acquire_layers(manager, plan)
     for handle in handles:
-        for tail in (handle.state.tail, handle.state.index_tail):
+        for tail in (handle.state.tail, handle.state.index_tail, handle.state.sums):
             if tail is not None:
                 tail.normal_()
     return WriteCase(
@@ -168,9 +168,9 @@ def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: Lay
 def _step_bytes(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
     """Count the bytes that a step must move: projections, window rows, tails, entries."""
     total = WINDOW_BYTES + WIDTHS[kind] * (4 + 8)  # bf16 kv and gate in, fp32 rows out
-    if is_closing:  # earlier rows of one series, fp32 kv and gate
-        num_earlier = {AttentionType.CSA: 7 * (512 + 128), AttentionType.HCA: 127 * 512}[kind]
-        total += num_earlier * 8 + ENTRY_BYTES[kind]
+    if is_closing:  # earlier rows of one series, kv and gate, and the sums of 7 HCA groups
+        num_earlier = {AttentionType.CSA: 14 * (512 + 128), AttentionType.HCA: 51 * 512}[kind]
+        total += num_earlier * 4 + ENTRY_BYTES[kind]
     return batch * total
 
 
