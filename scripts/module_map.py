@@ -20,7 +20,7 @@ Only `testing`, `op_level` and the package's own `__init__` import from folders 
 |---|---|
 | where a row format is defined | `formats.py`: every byte layout, drawn |
 | where a position becomes a row | `kernels/reference/addressing.py` |
-| when a compression window closes | `_compress_tail` of `kernels/reference/compressor.py`; on a \
+| when a compression window closes | `_closing_tokens` of `kernels/reference/compressor.py`; on a \
 GPU `compress_*` of `kernels/triton/flush_write.py` |
 | how a closed window becomes an entry | `kernels/reference/compressor.py`, then \
 `kernels/reference/flush_write.py`; on a GPU `kernels/triton/flush_write.py` |
