@@ -23,7 +23,7 @@ from dsv4.cache.tensor_file import FilePath, TensorFile
 from dsv4.config import MAX_POSITION, CacheConfig
 from dsv4.formats import sum_ring
 from dsv4.kernels.layer_memory import LayerLayout
-from dsv4.layer_schedule import GROUP_ROWS
+from dsv4.layer_schedule import GROUP_ROWS, HCA_GROUPS
 
 REQUEST_FILE = TensorFile("saved request", key="request", version="dsv4-request-4")
 
@@ -107,9 +107,10 @@ def first_tail_position(layer: LayerLayout | LayerCacheSchema, length: int) -> i
     return max(0, length // span * span - layer.ratio * (layer.num_series - 1))
 
 
-def closed_groups(layer: LayerLayout | LayerCacheSchema, length: int) -> range:
+def closed_groups(length: int) -> range:
     """Return the groups whose sums a file holds: the closed ones of the open HCA window."""
-    return range(length // layer.ratio * layer.ratio // GROUP_ROWS, length // GROUP_ROWS)
+    num_closed = length // GROUP_ROWS
+    return range(num_closed // HCA_GROUPS * HCA_GROUPS, num_closed)
 
 
 def _copy_state(layer: LayerLayout, source: LayerState, target: LayerState, length: int) -> None:
@@ -126,8 +127,7 @@ def _copy_state(layer: LayerLayout, source: LayerState, target: LayerState, leng
         if from_tail is not None and to_tail is not None:
             to_tail[0, rows] = from_tail[0, rows]
     if source.sums is not None and target.sums is not None:
-        rows = torch.tensor(closed_groups(layer, length), dtype=torch.int64)
-        rows %= sum_ring(layer.sum_rows)
+        rows = torch.tensor(closed_groups(length), dtype=torch.int64) % sum_ring(layer.sum_rows)
         target.sums[0, rows] = source.sums[0, rows]
 
 

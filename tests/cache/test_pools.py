@@ -138,7 +138,7 @@ HCA_TAILS = INDEX_TAILS + 2 * 16384
 SLOT_OFFSETS = [
     {"ring": 0},
     {"ring": RING, "tail": TAILS, "index_tail": INDEX_TAILS},
-    {"ring": 2 * RING, "tail": HCA_TAILS},
+    {"ring": 2 * RING, "tail": HCA_TAILS, "sums": HCA_TAILS + 65536},
     {"ring": 3 * RING, "tail": TAILS + 65536, "index_tail": INDEX_TAILS + 16384},
 ]
 SLOT_BYTES, SLOT_PADDING = 993 * 576, 993 * 576 - (HCA_TAILS + 65536 + 43008)
@@ -214,7 +214,7 @@ SLOT_VIEW_BYTES = [
     ("tail_ka", HCA, (1, 15, 511), tail_byte("tail", HCA, 1, 15, KV, 511), 4),
     ("tail_za", HCA, (2, 5, 0), tail_byte("tail", HCA, 2, 5, GATE, 0), 4),
     ("sums", HCA, (0, 0, 0, 0), tail_byte("tail", HCA, 0, 16, KV, 0), 4),
-    ("sums", HCA, (2, 6, 2, 511), SLOT_OFFSETS[HCA]["tail"] + 2 * SLOT_BYTES + 108544 - 4, 4),
+    ("sums", HCA, (2, 6, 2, 511), SLOT_OFFSETS[HCA]["sums"] + 2 * SLOT_BYTES + 43008 - 4, 4),
     ("index_tail_ka", CSA, (1, 2, 3), tail_byte("index_tail", CSA, 1, 2, KV, 131), 4),
     ("index_tail_za", CSA_2, (0, 7, 0), tail_byte("index_tail", CSA_2, 0, 7, GATE, 128), 4),
     ("index_tail_kb", CSA, (1, 2, 3), tail_byte("index_tail", CSA, 1, 2, KV, 3), 4),

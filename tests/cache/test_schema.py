@@ -83,19 +83,20 @@ def test_widths(kind, indexer_dim):
 
 
 @pytest.mark.parametrize(
-    ("kind", "page", "index_page", "tail", "index_tail"),
+    ("kind", "page", "index_page", "tail", "index_tail", "sums"),
     [
-        (SWA, 0, 0, 0, 0),
-        (CSA, 37440, 64 * 68, 64 * 1024, 16 * 1024),
-        (HCA, 1728, 0, 106 * 1024, 0),
+        (SWA, 0, 0, 0, 0, 0),
+        (CSA, 37440, 64 * 68, 64 * 1024, 16 * 1024, 0),
+        (HCA, 1728, 0, 64 * 1024, 0, 42 * 1024),
     ],
     ids=["swa", "csa", "hca"],
 )
-def test_bytes_of_flash(kind, page, index_page, tail, index_tail):
+def test_bytes_of_flash(kind, page, index_page, tail, index_tail, sums):
     schema = schema_of(kind)
     assert schema.page_bytes == page
     assert schema.index_page_bytes == index_page
     assert (schema.tail_bytes, schema.index_tail_bytes) == (tail, index_tail)
+    assert schema.sum_bytes == sums
     assert schema.ring_bytes == 130 * 576
 
 

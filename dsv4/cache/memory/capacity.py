@@ -241,7 +241,7 @@ class Capacity:
             "window": _times(max_requests, rings),
             "csa_tails": exact(max_requests, (s.tail_bytes for s in csa)),
             "index_tails": exact(max_requests, (s.index_tail_bytes for s in csa)),
-            "hca_tails": exact(max_requests, (s.tail_bytes for s in hca)),
+            "hca_tails": exact(max_requests, (s.tail_bytes + s.sum_bytes for s in hca)),
             "slot_padding": _times(max_requests, [(0, slots.padding)]),
             "undo_slots": _runs(self.num_undo_slots, slots),
             "block_table": exact(max_requests, [self.max_request_blocks * INT32_BYTES]),

@@ -7,13 +7,14 @@ A block is one run of bytes over all layers, and so is a slot: copying, swapping
 one is a single copy. A layer's pool is a strided view whose stride is the run's size. Some kernels
 check that stride, so the run is rounded up to `page_align`.
 
-An HCA tail ends with the sums of closed groups. At a block's end the HCA window is closed and its
+The sums of closed groups follow each HCA tail. At a block's end the HCA window is closed and its
 tail is not needed. HCA tails come last in a slot, so the state at a block's end, a checkpoint, is
 the front of the slot: one copy too.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -67,11 +68,9 @@ def block_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> R
 def slot_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> RunLayout:
     """Lay out the fixed state of one request: a checkpoint's parts, then the HCA tails."""
     hca = ((idx, s) for idx, s in enumerate(schemas) if not s.tail_buffer_size_b)
-    return _lay_out(
-        len(schemas),
-        [*_checkpoint_parts(schemas), *((idx, "tail", s.tail_bytes) for idx, s in hca)],
-        align=page_align,
-    )
+    tails = [((idx, "tail", s.tail_bytes), (idx, "sums", s.sum_bytes)) for idx, s in hca]
+    parts = [*_checkpoint_parts(schemas), *chain(*tails)]
+    return _lay_out(len(schemas), parts, align=page_align)
 
 
 def checkpoint_bytes(schemas: tuple[LayerCacheSchema, ...]) -> int:
@@ -107,6 +106,7 @@ def cache_layout(
             tail_offset=slots.offsets[idx].get("tail", -1),
             index_tail_offset=slots.offsets[idx].get("index_tail", -1),
             tail_rows=schema.tail_rows,
+            sums_offset=slots.offsets[idx].get("sums", -1),
             sum_rows=schema.sum_rows,
             num_series=schema.num_series,
             head_dim=config.head_dim,

@@ -23,7 +23,7 @@ class LayerCacheSchema:
         ring_rows: Rows of the window ring: the window plus the drafts of a step.
         tail_rows: Rows of the tail ring: CSA a + b, HCA one group, plus the drafts of a step; 0
             for SWA.
-        sum_rows: Closed groups whose sums are kept behind an HCA tail; else 0.
+        sum_rows: Closed HCA groups whose sums are kept, else 0.
         tail_dtype: dtype of a tail row; sums are fp32.
         kv_row: Format of an entry or window row.
         index_row: Format of an index key.
@@ -76,12 +76,14 @@ class LayerCacheSchema:
     def index_tail_bytes(self) -> int:
         return self._tail_bytes(self.indexer_head_dim)
 
+    @property
+    def sum_bytes(self) -> int:
+        return round_up(self.sum_rows * 3 * self.entry_head_dim * 4, BYTE_ALIGN)
+
     def _tail_bytes(self, head_dim: int) -> int:
         # A row holds kv and gate of every series.
         elements = self.tail_rows * 2 * self.num_series * head_dim
-        sums = self.sum_rows * 3 * head_dim * torch.float32.itemsize
-        parts = (elements * self.tail_dtype.itemsize, sums)
-        return sum(round_up(size, BYTE_ALIGN) for size in parts)
+        return round_up(elements * self.tail_dtype.itemsize, BYTE_ALIGN)
 
 
 def build_schema(config: CacheConfig, layer: LayerSpec) -> LayerCacheSchema:
@@ -89,6 +91,9 @@ def build_schema(config: CacheConfig, layer: LayerSpec) -> LayerCacheSchema:
     ratio, is_csa = layer.ratio, layer.attention_type is AttentionType.CSA
     tail_b = ratio if is_csa else 0
     open_rows = min(ratio, GROUP_ROWS) + tail_b
+    # A step of one group at most replaces no sums that the length before it needs.
+    num_closed = -(-(config.drafts_per_step + 1) // GROUP_ROWS)
+    sum_rows = HCA_GROUPS - 1 + (num_closed if num_closed > 1 else 0)
     return LayerCacheSchema(
         attention_type=layer.attention_type,
         entries_per_block=config.block_tokens // ratio if ratio else 0,
@@ -99,22 +104,12 @@ def build_schema(config: CacheConfig, layer: LayerSpec) -> LayerCacheSchema:
         tail_buffer_size_b=tail_b,
         ring_rows=config.sliding_window + config.drafts_per_step,
         tail_rows=open_rows + config.drafts_per_step if ratio else 0,
-        sum_rows=_sum_rows(config.drafts_per_step + 1) if ratio > GROUP_ROWS else 0,
+        sum_rows=sum_rows if layer.attention_type is AttentionType.HCA else 0,
         tail_dtype=config.tail_torch_dtype,
         kv_row=config.kv_row,
         index_row=config.index_row,
         page_align=config.page_align,
     )
-
-
-def _sum_rows(step_tokens: int) -> int:
-    """Count the groups that a length needs which lies up to `step_tokens` before the longest.
-
-    A step that closes one group at most replaces no sums that the length before it needs. Its
-    groups then lie by their number in the window.
-    """
-    num_closed = -(-step_tokens // GROUP_ROWS)
-    return HCA_GROUPS - 1 + (num_closed if num_closed > 1 else 0)
 
 
 def build_schemas(config: CacheConfig) -> tuple[LayerCacheSchema, ...]:

@@ -6,9 +6,7 @@ Nothing keeps a counter: a rollback is a shorter length, a reset is position 0.
 import torch
 from torch import Tensor
 
-from dsv4.formats import sum_ring
 from dsv4.kernels.contracts import TokenMap
-from dsv4.layer_schedule import GROUP_ROWS
 
 
 def token_slots(tokens: TokenMap) -> Tensor:
@@ -20,11 +18,6 @@ def ring_rows(slots: Tensor, positions: Tensor, rows_per_slot: int) -> Tensor:
     """Flat row of a token in the rings; -1 where the slot or the position does not exist."""
     rows = slots * rows_per_slot + positions % rows_per_slot
     return torch.where((slots >= 0) & (positions >= 0), rows, -1)
-
-
-def sum_rows(positions: Tensor, num_rows: int) -> Tensor:
-    """Rows of the sums of the HCA groups that `positions` lie in."""
-    return positions // GROUP_ROWS % sum_ring(num_rows)
 
 
 def is_kept(tokens: TokenMap, num_rows: int) -> Tensor:

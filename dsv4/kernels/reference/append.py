@@ -5,13 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.formats import sum_ring
 from dsv4.kernels.contracts import TokenMap
 from dsv4.kernels.layer_memory import WindowRows
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.arithmetic import rms_norm, rotate, round_to
 from dsv4.kernels.reference.codec import EncodedRows, encode, read_rows, write_rows
-from dsv4.layer_schedule import GROUP_ROWS, AttentionType
 from dsv4.rope import RopeTable
 
 
@@ -70,20 +68,6 @@ def append_tail(rows: TailRows, tail: Tensor, tokens: TokenMap) -> None:
     slot, row = slots[is_stored], positions[is_stored] % tail.shape[1]
     tail[slot, row, 0] = rows.kv[is_stored]
     tail[slot, row, 1] = rows.gate[is_stored]
-
-
-def append_sums(token_idx: Tensor, new: Tensor, sums: Tensor, tokens: TokenMap) -> None:
-    """Store the sums `[n, 3, dim]` of the groups that `token_idx` close.
-
-    The last groups of each chunk are stored in `[max_requests, sum_rows, 3, dim]`. The last group
-    of a window is not, as the window closes with it.
-    """
-    slots, positions = addressing.token_slots(tokens)[token_idx], tokens.positions.long()[token_idx]
-    after = tokens.positions_after.long()[tokens.request_ids.long()[token_idx]]
-    is_last = positions // GROUP_ROWS >= after // GROUP_ROWS - sum_ring(sums.shape[1])
-    is_stored = is_last & ((positions + 1) % AttentionType.HCA.ratio != 0)
-    rows = addressing.sum_rows(positions, sums.shape[1])
-    sums[slots[is_stored], rows[is_stored]] = new[is_stored]
 
 
 def _fill_workspace(encoded: EncodedRows, tokens: TokenMap, window: WindowRows) -> None:

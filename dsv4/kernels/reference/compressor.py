@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.formats import sum_ring
 from dsv4.kernels.contracts import TokenMap
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.append import TailRows
@@ -15,7 +16,7 @@ from dsv4.kernels.reference.arithmetic import (
     rotate,
     sum_groups,
 )
-from dsv4.layer_schedule import GROUP_ROWS, AttentionType
+from dsv4.layer_schedule import GROUP_ROWS, HCA_GROUPS, AttentionType
 from dsv4.rope import RopeTable
 
 
@@ -24,13 +25,6 @@ class ClosedWindows(NamedTuple):
 
     token_idx: Tensor
     entries: Tensor
-
-
-class ClosedGroups(NamedTuple):
-    """Closing tokens of HCA groups, token_idx `[n]`, and their sums `[n, 3, dim]` fp32."""
-
-    token_idx: Tensor
-    sums: Tensor
 
 
 def csa_compress_tail(
@@ -49,43 +43,37 @@ def csa_compress_tail(
     # A token's last series is for its own window, the one before it for the next window.
     windows = [
         _window_rows(rows, tail, tokens, closing, ratio, back, columns)
-        for back, columns in ((1, slice(dim)), (0, slice(dim, None)))
+        for back, columns in ((1, slice(0, dim)), (0, slice(dim, 2 * dim)))
     ]
     pooled = pool_rows(*(torch.cat(parts, dim=1) for parts in zip(*windows, strict=True)))
     return _close_windows(pooled, closing, norm_weight, tokens, rope, ratio, eps)
 
 
-def hca_sum_groups(rows: TailRows, tail: Tensor, tokens: TokenMap) -> ClosedGroups:
-    """Pool the rows of each HCA group that closes; arguments as for CSA, with one series."""
-    closing = _closing_tokens(tokens, GROUP_ROWS)
-    parts = _window_rows(rows, tail, tokens, closing, GROUP_ROWS, 0, slice(None))
-    return ClosedGroups(closing, sum_groups(*parts)[:, 0])
-
-
 def hca_compress_tail(
-    groups: ClosedGroups, sums: Tensor, norm_weight: Tensor, tokens: TokenMap, rope: RopeTable,
-    *, eps: float,
+    rows: TailRows, tail: Tensor, sums: Tensor, norm_weight: Tensor, tokens: TokenMap,
+    rope: RopeTable, *, eps: float,
 ) -> ClosedWindows:  # fmt: skip
-    """Pool the groups of each closing HCA window, m' rows.
+    """Pool the groups of each closing HCA window; arguments as for CSA, with one series.
 
-    Args:
-        groups: Groups that close in this chunk.
-        sums: `[max_requests, sum_rows, 3, dim]`, those that closed before.
-        norm_weight: `[dim]`.
+    Groups that closed before are read from sums, `[max_requests, sum_rows, 3, dim]`. It then takes
+    the last groups of each chunk, but not the last one of a window, as the window closes with it.
     """
-    ratio = AttentionType.HCA.ratio
-    closing = _closing_tokens(tokens, ratio)
+    ratio, ring = AttentionType.HCA.ratio, sum_ring(sums.shape[1])
+    ending, closing = (_closing_tokens(tokens, span) for span in (GROUP_ROWS, ratio))
+    new = sum_groups(*_window_rows(rows, tail, tokens, ending, GROUP_ROWS, 0, slice(None)))[:, 0]
+    slots, ids = addressing.token_slots(tokens), tokens.request_ids.long()
     steps_back = torch.arange(ratio - GROUP_ROWS, -1, -GROUP_ROWS, device=closing.device)
-    positions = tokens.positions.long()[closing][:, None] - steps_back  # [n, groups]
-    before = tokens.positions_before.long()[tokens.request_ids.long()[closing]][:, None]
-    is_new = positions >= before
-    number = torch.searchsorted(groups.token_idx, closing[:, None] - steps_back * is_new)
-    slots = addressing.token_slots(tokens)[closing][:, None]
-    row = torch.where(is_new, 0, addressing.sum_rows(positions, sums.shape[1]))
-    window = torch.where(is_new[:, :, None, None], groups.sums[number], sums[slots, row])
-    return _close_windows(
-        combine_groups(window), closing, norm_weight, tokens, rope, ratio, eps
-    )  # fmt: skip
+    ends = tokens.positions.long()[closing][:, None] - steps_back  # [n, groups]
+    is_new = ends >= tokens.positions_before.long()[ids[closing]][:, None]
+    number = torch.searchsorted(ending, closing[:, None] - steps_back * is_new)
+    row = torch.where(is_new, 0, ends // GROUP_ROWS % ring)
+    windows = torch.where(is_new[:, :, None, None], new[number], sums[slots[closing][:, None], row])
+    group = tokens.positions.long()[ending] // GROUP_ROWS
+    is_last = group >= tokens.positions_after.long()[ids[ending]] // GROUP_ROWS - ring
+    is_kept = is_last & ((group + 1) % HCA_GROUPS != 0)
+    sums[slots[ending][is_kept], group[is_kept] % ring] = new[is_kept]
+    pooled = combine_groups(windows)
+    return _close_windows(pooled, closing, norm_weight, tokens, rope, ratio, eps)
 
 
 def _closing_tokens(tokens: TokenMap, ratio: int) -> Tensor:

@@ -7,21 +7,10 @@ from dsv4.formats import PagedRows
 from dsv4.kernels.contracts import EntryInputs, LayerWrites, TokenMap
 from dsv4.kernels.layer_memory import LayerMemory, existing
 from dsv4.kernels.reference import addressing
-from dsv4.kernels.reference.append import (
-    TailRows,
-    append_sums,
-    append_swa,
-    append_tail,
-    tail_rows,
-)
+from dsv4.kernels.reference.append import TailRows, append_swa, append_tail, tail_rows
 from dsv4.kernels.reference.arithmetic import hadamard
 from dsv4.kernels.reference.codec import encode, write_rows
-from dsv4.kernels.reference.compressor import (
-    ClosedWindows,
-    csa_compress_tail,
-    hca_compress_tail,
-    hca_sum_groups,
-)
+from dsv4.kernels.reference.compressor import ClosedWindows, csa_compress_tail, hca_compress_tail
 from dsv4.layer_schedule import AttentionType
 
 
@@ -29,7 +18,7 @@ def write_layer(writes: LayerWrites, memory: LayerMemory, tokens: TokenMap) -> N
     """Append, compress and flush the inputs of a layer that `writes` has.
 
     Windows that close in this forward are compressed, quantised and stored. Then the tails take
-    the rows of the open windows, or the sums of their closed groups.
+    the rows of the open windows; HCA has kept the sums of closed groups.
     """
     if writes.window is not None:
         append_swa(
@@ -62,13 +51,11 @@ def _write_csa(
 def _write_hca(main: EntryInputs, memory: LayerMemory, tokens: TokenMap) -> None:
     tail, sums, weight = existing(memory.tail), existing(memory.sums), main.weights.norm_weight
     rows = _tail_rows(main, tail, tokens)
-    groups = hca_sum_groups(rows, tail, tokens)
     closed = hca_compress_tail(
-        groups, sums, weight, tokens, memory.rope, eps=memory.layout.rms_norm_eps
+        rows, tail, sums, weight, tokens, memory.rope, eps=memory.layout.rms_norm_eps
     )
     flush_write_hca(closed, existing(memory.entries), tokens)
     append_tail(rows, tail, tokens)
-    append_sums(*groups, sums, tokens)
 
 
 def _tail_rows(inputs: EntryInputs, tail: Tensor, tokens: TokenMap) -> TailRows:

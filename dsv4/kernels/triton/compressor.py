@@ -100,43 +100,41 @@ def pool_csa_chunk(compressor, token, is_closing, ROWS: tl.constexpr, SPEC: tl.c
 
 
 @triton.jit
-def load_hca_row(
-    compressor, tail_ptr, token, position, before, steps_back, column, mask, SPEC: tl.constexpr
-):
-    """kv, gate of the rows `steps_back` before tokens, from this forward or the tail.
-
-    token and position broadcast against column.
-    """
-    row = position - steps_back
-    is_new = row >= before
-    new_kv, new_gate = load_row(compressor, token - steps_back, row, column, mask & is_new, SPEC)
-    kv, gate = load_stored(tail_ptr, row, column, mask & ~is_new, SPEC)
-    return tl.where(is_new, new_kv, kv), tl.where(is_new, new_gate, gate)
+def group_ends():
+    """Positions `[GROUPS, 1]` of the last rows of a window's groups, less the window's last one."""
+    return (tl.arange(0, GROUPS)[:, None] - (GROUPS - 1)) * GROUP_ROWS
 
 
 @triton.jit
-def sum_group(
-    compressor, tail_ptr, kv, gate, token, place, column, mask,
+def sum_groups(
+    compressor, tail_ptr, token, position, before, column, mask,
     SPEC: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Sums `[1, CHANNELS]` of the group that `token` closes with its row kv, gate."""
+    """Sums of the HCA groups that `token` closes at `position`, where they do in this forward.
+
+    token and position broadcast against column. The sums are the largest gate, the sum of weights
+    and the weighted sum. In a decode step every row but the token's own is in the tail.
+    """
+    mask = mask & (position >= before)
     kvs = ()
     gates = ()
-    largest = gate
-    for index in tl.static_range(GROUP_ROWS - 1):
-        if IS_DECODE:
-            row = place.position - (GROUP_ROWS - 1 - index)
-            old_kv, old_gate = load_stored(tail_ptr, row, column, mask, SPEC)
+    for index in tl.static_range(GROUP_ROWS):
+        row = position - (GROUP_ROWS - 1 - index)
+        is_new = row >= before
+        if not IS_DECODE or index == GROUP_ROWS - 1:
+            new_kv, new_gate = load_row(compressor, token - (GROUP_ROWS - 1 - index), row, column,
+                                        mask & is_new, SPEC)  # fmt: skip
+        if index < GROUP_ROWS - 1:
+            kv, gate = load_stored(tail_ptr, row, column, mask & ~is_new, SPEC)
+            if not IS_DECODE:
+                kv, gate = tl.where(is_new, new_kv, kv), tl.where(is_new, new_gate, gate)
         else:
-            old_kv, old_gate = load_hca_row(
-                compressor, tail_ptr, token, place.position, place.before, GROUP_ROWS - 1 - index,
-                column, mask, SPEC,
-            )  # fmt: skip
-        largest = tl.maximum(largest, old_gate, propagate_nan=tl.PropagateNan.ALL)
-        kvs = kvs + (old_kv,)
-        gates = gates + (old_gate,)
-    kvs = kvs + (kv,)
-    gates = gates + (gate,)
+            kv, gate = new_kv, new_gate
+        kvs = kvs + (kv,)
+        gates = gates + (gate,)
+    largest = gates[0]
+    for index in tl.static_range(1, GROUP_ROWS):
+        largest = tl.maximum(largest, gates[index], propagate_nan=tl.PropagateNan.ALL)
     base = at_least_lowest(largest)
     total = tl.zeros_like(base)
     weighted = tl.zeros_like(base)
@@ -148,62 +146,18 @@ def sum_group(
 
 
 @triton.jit
-def sum_groups(
-    compressor, tail_ptr, token, position, before, column, mask,
-    CHANNELS: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
-    """Sums `[GROUPS, CHANNELS]` of groups that close in this forward; anything where not mask.
+def pool_hca(sums, tail_ptr, last, before, column, mask, CHANNELS: tl.constexpr,
+             SPEC: tl.constexpr):  # fmt: skip
+    """Pool an HCA window's groups, whose last positions are `last` `[GROUPS, 1]`: `[CHANNELS]`.
 
-    `token` and `position` `[GROUPS, 1]` are those of the closing tokens. The gates are read twice:
-    for their maximum and for their weights.
+    Groups of this forward have `sums`, which broadcast. The others are stored.
     """
-    largest = tl.full((GROUPS, CHANNELS), float("-inf"), tl.float32)
-    for index in tl.range(GROUP_ROWS, loop_unroll_factor=4):
-        _, gate = load_hca_row(compressor, tail_ptr, token, position, before,
-                               GROUP_ROWS - 1 - index, column, mask, SPEC)  # fmt: skip
-        largest = tl.maximum(largest, gate, propagate_nan=tl.PropagateNan.ALL)
-    base = at_least_lowest(largest)
-    total = tl.zeros((GROUPS, CHANNELS), tl.float32)
-    weighted = tl.zeros((GROUPS, CHANNELS), tl.float32)
-    for index in tl.range(GROUP_ROWS, loop_unroll_factor=4):
-        kv, gate = load_hca_row(compressor, tail_ptr, token, position, before,
-                                GROUP_ROWS - 1 - index, column, mask, SPEC)  # fmt: skip
-        weight = exp_of_nonpositive(gate - base)
-        total += weight
-        weighted += weight * kv
-    return largest, total, weighted
-
-
-@triton.jit
-def pool_hca_step(sums, tail_ptr, position, column, mask, CHANNELS: tl.constexpr,
-                  SPEC: tl.constexpr):  # fmt: skip
-    """Pool the HCA window whose last group has these sums; its others are stored: `[CHANNELS]`."""
-    group = tl.arange(0, GROUPS)[:, None]
-    is_last = group == GROUPS - 1
-    number = position // GROUP_ROWS - (GROUPS - 1) + group
-    stored = load_sums(tail_ptr, number, column, mask & ~is_last, SPEC)
-    return combine_groups(tl.where(is_last, sums[0], stored[0]),
-                          tl.where(is_last, sums[1], stored[1]),
-                          tl.where(is_last, sums[2], stored[2]), CHANNELS)  # fmt: skip
-
-
-@triton.jit
-def pool_hca(
-    compressor, tail_ptr, token, position, before, column, mask,
-    CHANNELS: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
-    """Pool the HCA window that `token` closes: `[CHANNELS]`.
-
-    Groups that closed before this forward are stored, the others are summed anew.
-    """
-    steps_back = (GROUPS - 1 - tl.arange(0, GROUPS)[:, None]) * GROUP_ROWS  # [GROUPS, 1]
-    last = position - steps_back
     is_new = last >= before
-    new = sum_groups(compressor, tail_ptr, token - steps_back, last, before, column, mask & is_new,
-                     CHANNELS, SPEC)  # fmt: skip
-    old = load_sums(tail_ptr, last // GROUP_ROWS, column, mask & ~is_new, SPEC)
-    return combine_groups(tl.where(is_new, new[0], old[0]), tl.where(is_new, new[1], old[1]),
-                          tl.where(is_new, new[2], old[2]), CHANNELS)  # fmt: skip
+    stored = load_sums(tail_ptr, last // GROUP_ROWS, column, mask & ~is_new, SPEC)
+    largest = tl.where(is_new, sums[0], stored[0])
+    total = tl.where(is_new, sums[1], stored[1])
+    weighted = tl.where(is_new, sums[2], stored[2])
+    return combine_groups(largest, total, weighted, CHANNELS)
 
 
 @triton.jit

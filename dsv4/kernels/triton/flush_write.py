@@ -34,12 +34,11 @@ from dsv4.kernels.triton.compressor import (
     CSA_ROWS,
     GROUP_ROWS,
     GROUPS,
+    group_ends,
     pool_csa_chunk,
     pool_csa_decode,
     pool_csa_edge,
     pool_hca,
-    pool_hca_step,
-    sum_group,
     sum_groups,
 )
 from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters
@@ -166,10 +165,7 @@ def keep_last_rows(
 
 
 @triton.jit
-def keep_last_sums(
-    compressor, tail_ptr, token, place, count, column, mask,
-    CHANNELS: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
+def keep_last_sums(compressor, tail_ptr, token, place, count, column, mask, SPEC: tl.constexpr):
     """Store the sums of the last groups that `count` rows close; the first row is `token`'s.
 
     The last group of a window is not stored, as the window closes with it.
@@ -181,7 +177,7 @@ def keep_last_sums(
         is_kept = mask & (group < end) & (group % GROUPS != GROUPS - 1)  # [GROUPS, CHANNELS]
         last = group * GROUP_ROWS + GROUP_ROWS - 1
         sums = sum_groups(compressor, tail_ptr, token + last - place.position, last, place.before,
-                          column, is_kept, CHANNELS, SPEC)  # fmt: skip
+                          column, is_kept, SPEC, False)  # fmt: skip
         store_sums(sums, tail_ptr, group, column, is_kept, SPEC)
 
 
@@ -252,18 +248,21 @@ def compress_hca_token(
     kv, gate = load_row(compressor, token, position, column, mask, SPEC)
     tail_ptr = slot_tail(compressor, slot, SPEC)
     if (slot >= 0) & (position % GROUP_ROWS == GROUP_ROWS - 1):
-        sums = sum_group(compressor, tail_ptr, kv, gate, token, place, column, mask, SPEC,
-                         IS_DECODE)  # fmt: skip
+        sums = sum_groups(compressor, tail_ptr, token, position, place.before, column, mask, SPEC,
+                          IS_DECODE)  # fmt: skip
         if position % HCA_RATIO != HCA_RATIO - 1:
             store_sums(sums, tail_ptr, position // GROUP_ROWS, column, mask, SPEC)
         elif can_write(position, slot, pages, SPEC):
             # The row of `pooled`: another one for every closing window.
             request = token if IS_DECODE else tl.load(tokens.request_ids_ptr + token)
-            if IS_DECODE or SPEC.SUM_ROWS < GROUPS:  # a step closes at most one group
-                pooled = pool_hca_step(sums, tail_ptr, position, column, mask, CHANNELS, SPEC)
+            ends = group_ends()
+            if IS_DECODE or SPEC.SUM_RING == GROUPS:  # a step closes at most one group
+                new = sums
             else:
-                pooled = pool_hca(compressor, tail_ptr, token, position, place.before, column,
-                                  mask, CHANNELS, SPEC)  # fmt: skip
+                new = sum_groups(compressor, tail_ptr, token + ends, position + ends, place.before,
+                                 column, mask, SPEC, False)  # fmt: skip
+            pooled = pool_hca(new, tail_ptr, position + ends, place.before, column, mask, CHANNELS,
+                              SPEC)  # fmt: skip
             finish_hca_window(pooled, split, request + token // HCA_RATIO, position, slot,
                               pooled_ptr, arrivals_ptr, compressor.norm_ptr, rope, pages, eps,
                               CHANNELS, SPEC)  # fmt: skip
@@ -299,15 +298,17 @@ def compress_hca_segment(
             is_closing = can_write(position + ahead, place.slot, pages, SPEC)
         if is_closing:
             window = tl.load(tokens.request_ids_ptr + token) + (token + ahead) // HCA_RATIO
-            pooled = pool_hca(compressor, tail_ptr, token + ahead, position + ahead, before,
-                              column, mask, CHANNELS, SPEC)  # fmt: skip
+            ends = ahead + group_ends()
+            sums = sum_groups(compressor, tail_ptr, token + ends, position + ends, before, column,
+                              mask, SPEC, False)  # fmt: skip
+            pooled = pool_hca(sums, tail_ptr, position + ends, before, column, mask, CHANNELS,
+                              SPEC)  # fmt: skip
             finish_hca_window(pooled, split, window, position + ahead, place.slot, pooled_ptr,
                               arrivals_ptr, compressor.norm_ptr, rope, pages, eps, CHANNELS,
                               SPEC)  # fmt: skip
         if num_kept > 0:
             tl.debug_barrier()  # the tail's old sums are read before they are overwritten
-            keep_last_sums(compressor, tail_ptr, token, place, num_kept, column, mask, CHANNELS,
-                           SPEC)  # fmt: skip
+            keep_last_sums(compressor, tail_ptr, token, place, num_kept, column, mask, SPEC)
             tl.debug_barrier()  # the tail's old rows are read before they are overwritten
             keep_last_rows(compressor, tail_ptr, token, position, num_kept, column, mask, 16, SPEC)
 
@@ -520,9 +521,8 @@ def _arguments(
         WIDTH=layout.num_series * layout.head_dim,
         TAIL_ROWS=layout.tail_rows,
         TAIL_BF16=layout.tail_dtype == "bfloat16",
-        SUM_ROWS=layout.sum_rows,
         SUM_RING=sum_ring(layout.sum_rows),
-        SUMS_OFFSET=layout.sums_offset,
+        SUMS_OFFSET=layout.sums_offset - layout.tail_offset if layout.sum_rows else 0,
         ENTRIES_PER_BLOCK=layout.entries_per_block,
         HADAMARD_STEPS=0,
     )

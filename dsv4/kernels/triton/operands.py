@@ -167,8 +167,7 @@ class CompressorSpec(NamedTuple):
         RATIO: Tokens per entry.
         WIDTH: Columns of a projection: two series of DIM for CSA, one for HCA.
         TAIL_ROWS, TAIL_BF16: Rows of a tail, and whether it stores BF16, else fp32.
-        SUM_ROWS, SUM_RING: Groups whose sums an HCA tail has, and the ring they lie in.
-        SUMS_OFFSET: First byte of the sums in the tail.
+        SUM_RING, SUMS_OFFSET: Ring of HCA sums, and their first byte behind that of the tail.
         ENTRIES_PER_BLOCK: Rows of a page.
         HADAMARD_STEPS: Butterflies of the transform after RoPE, log2(DIM); 0 for none.
     """
@@ -178,7 +177,6 @@ class CompressorSpec(NamedTuple):
     WIDTH: int
     TAIL_ROWS: int
     TAIL_BF16: bool
-    SUM_ROWS: int
     SUM_RING: int
     SUMS_OFFSET: int
     ENTRIES_PER_BLOCK: int

@@ -105,7 +105,7 @@ def fill_storages(manager: KVCacheManager) -> None:
     """Fill all slots and blocks with random rows and tails."""
     for memory in manager.device_memory.memories:
         fill_rows(memory.window.ring)
-        for tail in (memory.tail, memory.index_tail, memory.sums):
+        for tail in (memory.tail, memory.index_tail):
             if tail is not None:
                 tail.normal_()
         for pages in (memory.entries, memory.index_keys):

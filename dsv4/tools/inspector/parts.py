@@ -114,5 +114,5 @@ def _parts(
             yield Part(name, tail[0], first, length - first, ring_rows=schema.tail_rows)
     sums = layout.cut_sums(slot)
     if sums is not None:
-        groups, ring = closed_groups(length), sum_ring(schema.sum_rows)
-        yield Part("sums", sums[0], groups[0], len(groups), ring_rows=ring, ratio=GROUP_ROWS)
+        groups, rows = closed_groups(length), sum_ring(schema.sum_rows)
+        yield Part("sums", sums[0], groups.start, len(groups), ring_rows=rows, ratio=GROUP_ROWS)

@@ -145,7 +145,7 @@ def _tails(config: CacheConfig, saved: SavedRequest) -> list[dict[str, Any]]:
             "open_tokens": saved.length % schema.ratio,
             "rows": saved.length - first_tail_position(schema, saved.length),
             "tail_rows": schema.tail_rows,
-            "sums": len(closed_groups(schema, saved.length)) if schema.sum_rows else 0,
+            "sums": len(closed_groups(saved.length)) if schema.sum_rows else 0,
             "sum_rows": schema.sum_rows,
             "closed_entries": saved.length // schema.ratio,
         }
