@@ -142,6 +142,7 @@ def test_slot_parts_follow_each_other(page_align):
         *((idx, "tail", schemas[idx].tail_bytes) for idx in (1, 3)),
         *((idx, "index_tail", schemas[idx].index_tail_bytes) for idx in (1, 3)),
         (2, "tail", schemas[2].tail_bytes),
+        (2, "sums", schemas[2].sum_bytes),
     ]
     check_run(layout, parts, page_align)
     assert checkpoint_bytes(schemas) == layout.offsets[2]["tail"]
