@@ -99,10 +99,7 @@ def first_window_position(window: int, length: int) -> int:
 
 
 def first_tail_position(layer: LayerLayout | LayerCacheSchema, length: int) -> int:
-    """Return the oldest token whose tail row a file holds.
-
-    It begins the open HCA group, or the CSA window before the open one, which is read again.
-    """
+    """Return the oldest token whose tail row a file holds: the next group or window reads it."""
     span = min(layer.ratio, GROUP_ROWS)
     return max(0, length // span * span - layer.ratio * (layer.num_series - 1))
 

@@ -121,10 +121,7 @@ class LayerLayout:
         return self._cut_tail(slots, self.index_tail_offset, self.index_head_dim)
 
     def cut_sums(self, slots: Tensor) -> Tensor | None:
-        """Cut the sums `[max_requests, sum_rows, 3, head_dim]` fp32 of closed groups.
-
-        These are the largest gate, the sum of weights and the weighted sum. None unless HCA.
-        """
+        """Cut the sums of groups `[max_requests, sum_rows, 3, head_dim]`; None unless HCA."""
         shape = (self.sum_rows, 3, self.head_dim)
         return self._cut_state(slots, self.sums_offset, shape, torch.float32)
 
@@ -211,11 +208,6 @@ class LayerMemory(LayerStorages):
     def index_tail(self) -> Tensor | None:
         """Tail of the indexer, of `index_head_dim`; None unless CSA."""
         return self.layout.cut_index_tail(self.slots)
-
-    @property
-    def sums(self) -> Tensor | None:
-        """`[max_requests, sum_rows, 3, head_dim]` fp32; None unless HCA."""
-        return self.layout.cut_sums(self.slots)
 
     @property
     def rope(self) -> RopeTable:

@@ -49,7 +49,8 @@ def _write_csa(
 
 
 def _write_hca(main: EntryInputs, memory: LayerMemory, tokens: TokenMap) -> None:
-    tail, sums, weight = existing(memory.tail), existing(memory.sums), main.weights.norm_weight
+    tail, weight = existing(memory.tail), main.weights.norm_weight
+    sums = existing(memory.layout.cut_sums(memory.slots))
     rows = _tail_rows(main, tail, tokens)
     closed = hca_compress_tail(
         rows, tail, sums, weight, tokens, memory.rope, eps=memory.layout.rms_norm_eps

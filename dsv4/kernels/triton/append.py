@@ -1,7 +1,4 @@
-"""Append: a token's KV becomes a window row, its compressor projections become a tail row.
-
-A closed HCA group becomes a row of sums.
-"""
+"""Append: a token's KV becomes a window row, its compressor projections become a tail row."""
 
 import triton
 import triton.language as tl
@@ -145,10 +142,8 @@ def store_sums(sums, tail_ptr, group, column, mask, SPEC: tl.constexpr):
     is_usable = largest < float("inf")
     row_ptr = sum_row(tail_ptr, group, column, SPEC).to(tl.pointer_type(tl.int32))
     tl.store(row_ptr, tl.where(largest == 0.0, 0, fp32_bits(largest)), mask=mask)
-    total = tl.where(is_usable, total, 0.0)
-    tl.store(row_ptr + SPEC.WIDTH, fp32_bits(total), mask=mask)
-    weighted = tl.where(is_usable, weighted, 0.0)
-    tl.store(row_ptr + 2 * SPEC.WIDTH, fp32_bits(weighted), mask=mask)
+    tl.store(row_ptr + SPEC.WIDTH, fp32_bits(tl.where(is_usable, total, 0.0)), mask=mask)
+    tl.store(row_ptr + 2 * SPEC.WIDTH, fp32_bits(tl.where(is_usable, weighted, 0.0)), mask=mask)
 
 
 @triton.jit

@@ -100,55 +100,68 @@ def pool_csa_chunk(compressor, token, is_closing, ROWS: tl.constexpr, SPEC: tl.c
 
 
 @triton.jit
-def group_ends():
-    """Positions `[GROUPS, 1]` of the last rows of a window's groups, less the window's last one."""
-    return (tl.arange(0, GROUPS)[:, None] - (GROUPS - 1)) * GROUP_ROWS
-
-
-@triton.jit
-def sum_groups(
-    compressor, tail_ptr, token, position, before, column, mask,
-    SPEC: tl.constexpr, IS_DECODE: tl.constexpr,
-):  # fmt: skip
-    """Sums of the HCA groups that `token` closes at `position`, where they do in this forward.
-
-    token and position broadcast against column. The sums are the largest gate, the sum of weights
-    and the weighted sum. In a decode step every row but the token's own is in the tail.
-    """
-    mask = mask & (position >= before)
+def sum_group_decode(kv, gate, tail_ptr, position, column, mask, SPEC: tl.constexpr):
+    """Sums `[1, CHANNELS]` of the HCA group that a request's only token closes with kv, gate."""
     kvs = ()
     gates = ()
-    for index in tl.static_range(GROUP_ROWS):
+    largest = gate
+    for index in tl.static_range(GROUP_ROWS - 1):
         row = position - (GROUP_ROWS - 1 - index)
-        is_new = row >= before
-        if not IS_DECODE or index == GROUP_ROWS - 1:
-            new_kv, new_gate = load_row(compressor, token - (GROUP_ROWS - 1 - index), row, column,
-                                        mask & is_new, SPEC)  # fmt: skip
-        if index < GROUP_ROWS - 1:
-            kv, gate = load_stored(tail_ptr, row, column, mask & ~is_new, SPEC)
-            if not IS_DECODE:
-                kv, gate = tl.where(is_new, new_kv, kv), tl.where(is_new, new_gate, gate)
-        else:
-            kv, gate = new_kv, new_gate
-        kvs = kvs + (kv,)
-        gates = gates + (gate,)
-    largest = gates[0]
-    for index in tl.static_range(1, GROUP_ROWS):
-        largest = tl.maximum(largest, gates[index], propagate_nan=tl.PropagateNan.ALL)
+        old_kv, old_gate = load_stored(tail_ptr, row, column, mask, SPEC)
+        largest = tl.maximum(largest, old_gate, propagate_nan=tl.PropagateNan.ALL)
+        kvs = kvs + (old_kv,)
+        gates = gates + (old_gate,)
     base = at_least_lowest(largest)
     total = tl.zeros_like(base)
     weighted = tl.zeros_like(base)
     for index in tl.static_range(GROUP_ROWS):
-        weight = exp_of_nonpositive(gates[index] - base)
+        weight = exp_of_nonpositive((gates + (gate,))[index] - base)
         total += weight
-        weighted += weight * kvs[index]
+        weighted += weight * (kvs + (kv,))[index]
+    return largest, total, weighted
+
+
+@triton.jit
+def load_hca_row(
+    compressor, tail_ptr, token, position, before, back, column, mask, SPEC: tl.constexpr
+):
+    """kv, gate of the rows `back` before tokens, which broadcast, from this forward or the tail."""
+    row = position - back
+    is_new = row >= before
+    new_kv, new_gate = load_row(compressor, token - back, row, column, mask & is_new, SPEC)
+    kv, gate = load_stored(tail_ptr, row, column, mask & ~is_new, SPEC)
+    return tl.where(is_new, new_kv, kv), tl.where(is_new, new_gate, gate)
+
+
+@triton.jit
+def sum_groups(compressor, tail_ptr, token, position, before, column, mask, SPEC: tl.constexpr):
+    """Sums of the HCA groups that `token` closes at `position`, where they do in this forward.
+
+    token and position are `[GROUPS, 1]`, or `[1, 1]`. The gates are read twice: for their maximum
+    and for their weights.
+    """
+    mask = mask & (position >= before)  # [GROUPS, CHANNELS]
+    largest = tl.full(mask.shape, float("-inf"), tl.float32)
+    for index in tl.range(GROUP_ROWS, loop_unroll_factor=4):
+        _, gate = load_hca_row(compressor, tail_ptr, token, position, before,
+                               GROUP_ROWS - 1 - index, column, mask, SPEC)  # fmt: skip
+        largest = tl.maximum(largest, gate, propagate_nan=tl.PropagateNan.ALL)
+    base = at_least_lowest(largest)
+    total = tl.zeros_like(base)
+    weighted = tl.zeros_like(base)
+    for index in tl.range(GROUP_ROWS, loop_unroll_factor=4):
+        kv, gate = load_hca_row(compressor, tail_ptr, token, position, before,
+                                GROUP_ROWS - 1 - index, column, mask, SPEC)  # fmt: skip
+        weight = exp_of_nonpositive(gate - base)
+        total += weight
+        weighted += weight * kv
     return largest, total, weighted
 
 
 @triton.jit
 def pool_hca(sums, tail_ptr, last, before, column, mask, CHANNELS: tl.constexpr,
              SPEC: tl.constexpr):  # fmt: skip
-    """Pool an HCA window's groups, whose last positions are `last` `[GROUPS, 1]`: `[CHANNELS]`.
+    """Pool an HCA window's groups, which end at `last` `[GROUPS, 1]`: `[CHANNELS]`.
 
     Groups of this forward have `sums`, which broadcast. The others are stored.
     """

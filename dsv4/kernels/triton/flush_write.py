@@ -34,11 +34,11 @@ from dsv4.kernels.triton.compressor import (
     CSA_ROWS,
     GROUP_ROWS,
     GROUPS,
-    group_ends,
     pool_csa_chunk,
     pool_csa_decode,
     pool_csa_edge,
     pool_hca,
+    sum_group_decode,
     sum_groups,
 )
 from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters
@@ -177,7 +177,7 @@ def keep_last_sums(compressor, tail_ptr, token, place, count, column, mask, SPEC
         is_kept = mask & (group < end) & (group % GROUPS != GROUPS - 1)  # [GROUPS, CHANNELS]
         last = group * GROUP_ROWS + GROUP_ROWS - 1
         sums = sum_groups(compressor, tail_ptr, token + last - place.position, last, place.before,
-                          column, is_kept, SPEC, False)  # fmt: skip
+                          column, is_kept, SPEC)  # fmt: skip
         store_sums(sums, tail_ptr, group, column, is_kept, SPEC)
 
 
@@ -248,19 +248,22 @@ def compress_hca_token(
     kv, gate = load_row(compressor, token, position, column, mask, SPEC)
     tail_ptr = slot_tail(compressor, slot, SPEC)
     if (slot >= 0) & (position % GROUP_ROWS == GROUP_ROWS - 1):
-        sums = sum_groups(compressor, tail_ptr, token, position, place.before, column, mask, SPEC,
-                          IS_DECODE)  # fmt: skip
+        if IS_DECODE:
+            sums = sum_group_decode(kv, gate, tail_ptr, position, column, mask, SPEC)
+        else:
+            sums = sum_groups(compressor, tail_ptr, token, position, place.before, column, mask,
+                              SPEC)  # fmt: skip
         if position % HCA_RATIO != HCA_RATIO - 1:
             store_sums(sums, tail_ptr, position // GROUP_ROWS, column, mask, SPEC)
         elif can_write(position, slot, pages, SPEC):
             # The row of `pooled`: another one for every closing window.
             request = token if IS_DECODE else tl.load(tokens.request_ids_ptr + token)
-            ends = group_ends()
+            ends = (tl.arange(0, GROUPS)[:, None] - (GROUPS - 1)) * GROUP_ROWS
             if IS_DECODE or SPEC.SUM_RING == GROUPS:  # a step closes at most one group
                 new = sums
             else:
                 new = sum_groups(compressor, tail_ptr, token + ends, position + ends, place.before,
-                                 column, mask, SPEC, False)  # fmt: skip
+                                 column, mask, SPEC)  # fmt: skip
             pooled = pool_hca(new, tail_ptr, position + ends, place.before, column, mask, CHANNELS,
                               SPEC)  # fmt: skip
             finish_hca_window(pooled, split, request + token // HCA_RATIO, position, slot,
@@ -298,9 +301,9 @@ def compress_hca_segment(
             is_closing = can_write(position + ahead, place.slot, pages, SPEC)
         if is_closing:
             window = tl.load(tokens.request_ids_ptr + token) + (token + ahead) // HCA_RATIO
-            ends = ahead + group_ends()
+            ends = ahead + (tl.arange(0, GROUPS)[:, None] - (GROUPS - 1)) * GROUP_ROWS
             sums = sum_groups(compressor, tail_ptr, token + ends, position + ends, before, column,
-                              mask, SPEC, False)  # fmt: skip
+                              mask, SPEC)  # fmt: skip
             pooled = pool_hca(sums, tail_ptr, position + ends, before, column, mask, CHANNELS,
                               SPEC)  # fmt: skip
             finish_hca_window(pooled, split, window, position + ahead, place.slot, pooled_ptr,

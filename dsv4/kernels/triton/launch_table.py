@@ -25,7 +25,10 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
             {"up_to": None, "num_warps": 4},
         ],
         "hca step": [{"up_to": None, "num_warps": 4}],
-        "hca chunk": [{"up_to": None, "num_warps": 4, "channels": 32, "window_rows": 4}],
+        "hca chunk": [
+            {"up_to": 512, "num_warps": 4, "channels": 32, "window_rows": 4},
+            {"up_to": None, "num_warps": 4, "window_rows": 4},
+        ],
         "gather": [{"up_to": None, "tile": 8, "num_warps": 4}],
         "index query": [{"up_to": None, "heads": 16, "num_warps": 4}],
         "score mxfp4": [

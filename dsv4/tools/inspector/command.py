@@ -106,11 +106,10 @@ def _sentences(report: dict[str, Any]) -> list[str]:
             f"ring of {window['ring_rows']} rows; the next token takes row {window['next_row']}."
         )
     for tail in report["tails"]:
-        sums = f" and {tail['sums']} of {tail['sum_rows']} sums" if tail["sum_rows"] else ""
         lines.append(
             f"{tail['type']} tails: {tail['open_tokens']} tokens of the open window, "
-            f"{tail['rows']} of {tail['tail_rows']} rows{sums} in use; "
-            f"{tail['closed_entries']:,} entries closed."
+            f"{tail['rows']} of {tail['tail_rows']} rows in use; {tail['closed_entries']:,} "
+            "entries closed."
         )
     return lines
 

@@ -10,7 +10,6 @@ import numpy as np
 from dsv4.cache.memory.schema import build_schemas
 from dsv4.cache.saved_request import (
     SavedRequest,
-    closed_groups,
     first_tail_position,
     first_window_position,
     read_any,
@@ -145,8 +144,6 @@ def _tails(config: CacheConfig, saved: SavedRequest) -> list[dict[str, Any]]:
             "open_tokens": saved.length % schema.ratio,
             "rows": saved.length - first_tail_position(schema, saved.length),
             "tail_rows": schema.tail_rows,
-            "sums": len(closed_groups(saved.length)) if schema.sum_rows else 0,
-            "sum_rows": schema.sum_rows,
             "closed_entries": saved.length // schema.ratio,
         }
         for name, schema in sorted(kinds.items())
