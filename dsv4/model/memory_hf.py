@@ -61,6 +61,11 @@ GEOMETRY = {
         "beta_fast": 32, "beta_slow": 1,
     },
 }  # fmt: skip
+# V4-Flash's attention, for which the GPU kernels are made; only the first head looks things up.
+FLASH_WIDTHS = {
+    "num_attention_heads": 64, "head_dim": 512, "o_groups": 8, "index_n_heads": 64,
+    "index_topk": 512,
+}  # fmt: skip
 
 
 def memory_hf_model(*, margin: float = 1.0, **overrides: Any) -> Any:
@@ -69,7 +74,7 @@ def memory_hf_model(*, margin: float = 1.0, **overrides: Any) -> Any:
     Args:
         margin: Share of an entry and of an index key that is code, above 0. The rest of it is the
             same in all rows: what is left to tell them apart is small beside what is stored.
-        **overrides: Other values of the config, such as `head_dim`.
+        **overrides: Other values of the config, such as `FLASH_WIDTHS`.
     """
     try:
         from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
@@ -245,5 +250,5 @@ def _write_line(attention: Any) -> None:
 
 
 def _write_output(attention: Any, channels: slice, target: slice, gain: float | Tensor) -> None:
-    attention.o_a_proj.weight[:, channels] = torch.eye(CODE)
-    attention.o_b_proj.weight[target] = gain * torch.eye(CODE)
+    attention.o_a_proj.weight[:CODE, channels] = torch.eye(CODE)
+    attention.o_b_proj.weight[target, :CODE] = gain * torch.eye(CODE)

@@ -18,8 +18,9 @@ from dsv4.model.memory_book import (
     text_of,
     write_book,
 )
-from dsv4.model.memory_hf import codes, memory_hf_model
+from dsv4.model.memory_hf import FLASH_WIDTHS, codes, memory_hf_model
 from dsv4.tools.demo.ask import ask, is_right, open_cache, read_book
+from dsv4.tools.demo.memory_run import make_model
 
 
 class Story(NamedTuple):
@@ -31,7 +32,7 @@ class Story(NamedTuple):
 
     @property
     def model(self) -> Any:
-        return memory_hf_model().to(self.device)
+        return make_model(self.device)
 
 
 STORIES = [
@@ -79,6 +80,13 @@ def test_every_format_answers(kv, index):
         assert wrong(model, cache, book, 60) == []
 
 
+def test_the_widths_of_flash_answer():
+    model, book = memory_hf_model(**FLASH_WIDTHS).bfloat16(), write_book(256)
+    with open_cache(model, len(book.ids), "fp8", "mxfp4") as cache:
+        read_book(model, cache, book.ids)
+        assert wrong(model, cache, book, 40) == []
+
+
 def test_the_margin_of_an_answer():
     """The next logit, that of `unknown`, is half of the answer's; other words' are a quarter."""
     model, book = memory_hf_model(), write_book(640)
@@ -119,9 +127,7 @@ def test_eight_books(story):
     books = [write_book(story.num_tokens, seed=seed) for seed in range(8)]
     model, longest = story.model, len(books[0].ids)
     with open_cache(model, longest, "fp8", "mxfp4", num_books=8) as cache:
-        ids = torch.stack([book.ids for book in books]).to(story.device)
-        with torch.inference_mode():
-            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        read_book(model, cache, torch.stack([book.ids for book in books]))
         for book in books:
             slots = cache._slots
             cache._slots, cache._columns = slots[:1], Columns(1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4.integrations.transformers import PagedCache, attach
 from dsv4.model.memory_book import END, Question
 
-OWN_CHUNK = 512  # tokens of a forward with transformers' cache
+CHUNK, OWN_CHUNK = 8192, 512  # tokens of a forward; with transformers' cache
 BLOCK = 256
 ROWS = 48  # questions of a batch
 DRAFTS = 8
@@ -31,9 +31,10 @@ def open_cache(
 
 @torch.inference_mode()
 def read_book(model: Any, cache: Any, ids: Tensor) -> None:
-    """Run the model over a text, for its cache; transformers' own takes it in chunks."""
-    chunk = len(ids) if isinstance(cache, PagedCache) else OWN_CHUNK
-    for part in ids[None].to(model.device).split(chunk, dim=1):
+    """Run the model over a text, or over several of one length, chunk by chunk."""
+    rows = ids.reshape(-1, ids.shape[-1]).to(model.device)
+    chunk = CHUNK // len(rows) if isinstance(cache, PagedCache) else OWN_CHUNK
+    for part in rows.split(chunk, dim=1):
         model(input_ids=part, past_key_values=cache, logits_to_keep=1)
 
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from dsv4.integrations.transformers import PagedCache
 from dsv4.model.memory_book import IDS, TODAY, VOCABULARY, Book, Question, text_of, write_book
-from dsv4.model.memory_hf import memory_hf_model
+from dsv4.model.memory_hf import FLASH_WIDTHS, memory_hf_model
 from dsv4.tools.bench.timing import wait_for
 from dsv4.tools.demo.ask import Answer, ask, count_right, open_cache, read_book
 from dsv4.tools.transformers_cache import transformers_cache_bytes
@@ -24,16 +24,19 @@ def run_memory(
 ) -> dict[str, Any]:
     """Ask the same questions through transformers' cache and this one, with two kinds of rows.
 
-    Above 32K tokens this cache is asked alone.
+    Above 32K tokens this cache is asked alone, with one kind. On a GPU the model is as wide as
+    V4-Flash, in BF16.
     """
-    model, book = memory_hf_model().to(device), write_book(num_tokens)
+    model, book = make_model(device), write_book(num_tokens)
     questions = book.choose(num_questions)
     runs: dict[str, Any] = {}
-    if num_tokens <= MAX_OWN_TOKENS:
+    is_short = num_tokens <= MAX_OWN_TOKENS
+    if is_short:
         own = DynamicCache(config=model.config)
         answers, runs["transformers' own"] = _run(model, own, book, questions)
     every = [answers] if runs else []
-    for formats in dict.fromkeys((("fp32", "fp32"), (kv_format, index_format))):
+    exact = [("fp32", "fp32")] if is_short else []
+    for formats in dict.fromkeys((*exact, (kv_format, index_format))):
         with open_cache(model, len(book.ids), *formats) as cache:
             answers, runs[f"this cache, {' + '.join(formats)}"] = _run(
                 model, cache, book, questions
@@ -45,6 +48,13 @@ def run_memory(
         {name: count_right(questions, each) for name, each in moved.items()},
         device=device, is_same=all(each == answers for each in every),
     )  # fmt: skip
+
+
+def make_model(device: str) -> Any:
+    """Make the memory model, on a GPU in the widths and the dtype that its kernels are made for."""
+    if torch.device(device).type == "cpu":
+        return memory_hf_model()
+    return memory_hf_model(**FLASH_WIDTHS).to(device, torch.bfloat16)
 
 
 def describe(
