@@ -13,6 +13,9 @@ import torch
 
 BACKENDS = ("reference", "triton")
 EXTERNAL = ("flashmla", "deepgemm")  # each replaces one function: attend, select_entries
+OLDEST = (8, 0)  # compute capability: products of BF16
+COMPILED = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))  # ahead of time, in tests
+RUN = ((9, 0),)  # what the GPU tests have run on
 
 
 def default_backend(device: torch.device) -> str:
@@ -34,6 +37,12 @@ def check_backend(name: str, device: torch.device) -> None:
                 f"cuda:{torch.cuda.current_device()}, got {device} "
                 f"(torch.cuda.set_device({device.index}) makes it the current one)"
             )
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST:
+            raise ValueError(
+                f"Invalid device of backend 'triton': expected compute capability {_text(OLDEST)} "
+                f"or later, got {_text(capability)} ({torch.cuda.get_device_name(device)})"
+            )
         return
     from triton import knobs
 
@@ -42,6 +51,18 @@ def check_backend(name: str, device: torch.device) -> None:
             f"Invalid device of backend 'triton': expected cuda, got {device} "
             "(TRITON_INTERPRET=1 runs it on the CPU, slowly)"
         )
+
+
+def experience(capability: tuple[int, int]) -> str:
+    """Say what the kernels have shown on GPUs of that compute capability."""
+    if capability in RUN:
+        return "all GPU tests were run"
+    seen = "compiled in tests" if capability in COMPILED else "never compiled in tests"
+    return f"{seen}, never run on such a GPU" if capability >= OLDEST else "refused"
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 @cache

@@ -175,7 +175,7 @@ def _print_info(result: dict[str, Any]) -> None:
     devices = [
         (each["device"], each["name"],
          "" if each["memory_bytes"] is None else format_bytes(each["memory_bytes"]),
-         each["capability"] or "")
+         each["capability"] or "", each["kernels"] or "")
         for each in result["devices"]
     ]  # fmt: skip
     backends = [
@@ -185,7 +185,9 @@ def _print_info(result: dict[str, Any]) -> None:
     kernels = "Backends, and other projects' kernels"
     make_console().print(
         make_table("Versions", ("package", "version"), versions, num_left=2),
-        make_table("Devices", ("device", "name", "memory", "capability"), devices, num_left=4),
+        make_table(
+            "Devices", ("device", "name", "memory", "capability", "kernels"), devices, num_left=5
+        ),
         make_table(kernels, ("name", "available", "why not"), backends, num_left=3),
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dsv4.kernels.backends import BACKENDS, check_backend
+from dsv4.kernels.backends import BACKENDS, check_backend, experience
 from dsv4.kernels.external.find import load_deep_gemm, load_flash_mla
 from dsv4.kernels.external.limits import external_problem
 from dsv4.tools.bench.external.sglang import load_sglang
@@ -18,11 +18,14 @@ def collect_info() -> dict[str, Any]:
     """Collect everything that the command prints; the version of a missing package is None."""
     # Benches alone call SGLang's kernels.
     external = {"flashmla": load_flash_mla, "deepgemm": load_deep_gemm, "sglang": load_sglang}
-    cpu = {"device": "cpu", "name": platform.machine(), "memory_bytes": None, "capability": None}
+    cpu = dict.fromkeys(("memory_bytes", "capability", "kernels"))
     return {
         "versions": {"python": platform.python_version(), **{n: _version(n) for n in PACKAGES}},
         "cuda": torch.version.cuda,
-        "devices": [cpu, *(_gpu(idx) for idx in range(torch.cuda.device_count()))],
+        "devices": [
+            {"device": "cpu", "name": platform.machine(), **cpu},
+            *(_gpu(idx) for idx in range(torch.cuda.device_count())),
+        ],
         "backends": {name: _availability(_backend_problem(name)) for name in BACKENDS},
         "peers": {
             name: _availability(external_problem(name, load)) for name, load in external.items()
@@ -48,6 +51,7 @@ def _gpu(idx: int) -> dict[str, Any]:
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "capability": f"{properties.major}.{properties.minor}",
+        "kernels": experience((properties.major, properties.minor)),
     }
 
 

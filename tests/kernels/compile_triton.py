@@ -1,6 +1,6 @@
 """Compile every kernel ahead of time for an architecture; print registers and spills as JSON.
 
-Run as a script, without the interpreter: `python -m tests.kernels.compile_triton 90`.
+Run as a script, without the interpreter: `python -m tests.kernels.compile_triton 90 1`.
 """
 
 import itertools
@@ -29,6 +29,7 @@ from dsv4.kernels.triton import (
     flush_write,
     gather,
     indexer,
+    primitives,
     topk,
 )
 from dsv4.kernels.triton import launch as launch_module
@@ -207,7 +208,8 @@ def resources(compiled, arch: int) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
         file.write(compiled.asm["ptx"].encode())
         file.flush()
-        command = [ptxas, "-v", f"-arch=sm_{arch}a", file.name, "-o", "/dev/null"]
+        name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+        command = [ptxas, "-v", f"-arch={name}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     (registers,) = re.findall(r"Used (\d+) registers", report)
     (stores,) = re.findall(r"(\d+) bytes spill stores", report)
@@ -218,19 +220,23 @@ def resources(compiled, arch: int) -> dict:
 def pretend(arch: int) -> None:
     """Look launches up as if every device were of that architecture."""
     launch_module.architecture = lambda device: f"sm_{arch}"
+    primitives.current_target = lambda: GPUTarget("cuda", arch, 32)
+    primitives.current_target.__triton_builtin__ = True
     launch_module.work_steps.cache_clear()
 
 
-def main(arch: int) -> None:
+def main(arch: int, step: int) -> None:
+    """Compile every kernel; of cases that share one, each step-th."""
     pretend(arch)
     steps = architecture_steps(f"sm_{arch}")
     for ratio, kind in itertools.product((0, 4, 128), KINDS):
-        for launch in dict.fromkeys(step.launch for step in steps[work_name(ratio, kind)]):
+        launches = list(dict.fromkeys(s.launch for s in steps[work_name(ratio, kind)]))
+        for launch in launches[::step]:
             for kernel, arguments in record(ratio, kind, launch):
                 used = resources(compile_launch(kernel, arguments, arch), arch)
                 work = f"{work_name(ratio, kind)} {launch}"
                 print(json.dumps({"kernel": kernel.__name__, "kind": work, **used}))
-    for kv_format in KV_FORMATS:
+    for kv_format in KV_FORMATS[::step]:
         for kernel, arguments in record_gathers(kv_format):
             used = resources(compile_launch(kernel, arguments, arch), arch)
             chunks = " chunk" if arguments["HAS_CHUNKS"] else ""
@@ -246,7 +252,7 @@ def main(arch: int) -> None:
         report(list(first.values()), f"{index_format} chunk", arch)
     for length in (2**14, 2**18):  # of one part, and of several
         report(record_index("fp8", length=length)[2:], f"{length} tokens", arch)
-    for case in ATTENTION:
+    for case in ATTENTION[::step]:
         report(record_attention(case), str(tuple(case)), arch)
 
 
@@ -258,4 +264,4 @@ def report(launches: list, kind: str, arch: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

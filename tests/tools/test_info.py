@@ -4,10 +4,12 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dsv4.kernels.backends import check_backend
 from dsv4.kernels.external import find
 from dsv4.tools import info
 from dsv4.tools.cli import main
@@ -27,6 +29,33 @@ def test_json(capsys):
     assert result["backends"]["reference"] == {"available": True, "problem": None}
     assert result["devices"][0]["device"] == "cpu"
     assert len(result["devices"]) == 1 + torch.cuda.device_count()
+
+
+@pytest.mark.parametrize(
+    ("capability", "said"),
+    [
+        ((7, 5), "refused"),
+        ((8, 6), "never compiled in tests, never run on such a GPU"),
+        ((9, 0), "all GPU tests were run"),
+        ((12, 0), "compiled in tests, never run on such a GPU"),
+    ],
+)
+def test_what_kernels_have_shown(monkeypatch, capability, said):
+    properties = SimpleNamespace(
+        name="a GPU", total_memory=1 << 30, major=capability[0], minor=capability[1]
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda idx: properties)
+    assert info.collect_info()["devices"][1]["kernels"] == said
+    assert main(["info"]) == 0
+
+
+def test_an_old_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    message = r"expected compute capability 8.0 or later, got 7.5 \(Tesla T4\)"
+    with pytest.raises(ValueError, match=message):
+        check_backend("triton", torch.device("cuda"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,13 +1,13 @@
 """Device helpers that read stored rows: bytes to values, as `kernels.reference.codec` decodes them.
 
 A GPU converts codes by its own instructions. The interpreter's conversions from E4M3 and to BF16
-are wrong, so integer operations on the bits replace them there.
+are wrong, so integer operations on the bits replace them there, and for E4M3 before sm_89.
 """
 
 import triton
 import triton.language as tl
 
-from dsv4.kernels.triton.primitives import INTERPRETED, bf16_value, padded
+from dsv4.kernels.triton.primitives import bf16_value, has_instructions_of, padded
 
 GROUP = tl.constexpr(64)  # channels that share a scale in fp8 rows, side by side in a tile
 
@@ -15,7 +15,7 @@ GROUP = tl.constexpr(64)  # channels that share a scale in fp8 rows, side by sid
 @triton.jit
 def e4m3_values(code):
     """fp32 values of E4M3 codes, uint8; 0x7F and 0xFF are NaN."""
-    if INTERPRETED:
+    if not has_instructions_of(89):
         wide = code.to(tl.int32)
         # Exponent and mantissa move to fp32's bits, where they mean a value 2^120 times smaller.
         shifted = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)

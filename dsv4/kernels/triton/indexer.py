@@ -67,6 +67,7 @@ from dsv4.kernels.triton.primitives import (
     bf16_value,
     encode_rows,
     hadamard,
+    has_instructions_of,
     load_global_scale,
     load_rope,
     loop_bound,
@@ -157,7 +158,13 @@ def _query_kernel(
 @triton.jit
 def fp8_operand(code):
     """E4M3 codes as an operand of a product."""
-    return e4m3_values(code) if INTERPRETED else code.to(tl.float8e4nv, bitcast=True)
+    if has_instructions_of(89):
+        operand = code.to(tl.float8e4nv, bitcast=True)
+    elif INTERPRETED:
+        operand = e4m3_values(code)
+    else:
+        operand = e4m3_values(code).to(tl.bfloat16)
+    return operand
 
 
 @triton.jit
@@ -199,11 +206,11 @@ def load_keys(key_ptr, FORMAT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.conste
         keys = load_row_parts(key_ptr.to(tl.pointer_type(tl.float32)), DIM, BLOCK)
     elif FORMAT == "index_bf16":
         keys = bf16_operand(load_row_parts(key_ptr.to(tl.pointer_type(tl.uint16)), DIM, BLOCK))
-    elif INTERPRETED:
-        keys = fp8_operand(load_row_parts(key_ptr, DIM, BLOCK))
-    else:
+    elif has_instructions_of(89):
         # Loaded as numbers, keys go from memory to the product without passing registers.
         keys = load_row_parts(key_ptr.to(tl.pointer_type(tl.float8e4nv)), DIM, BLOCK)
+    else:
+        keys = fp8_operand(load_row_parts(key_ptr, DIM, BLOCK))
     return keys
 
 

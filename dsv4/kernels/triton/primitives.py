@@ -5,13 +5,14 @@ round alike on a GPU, under Triton's interpreter and in PyTorch, if `enable_fp_f
 A tile is `[ROWS, BLOCK]`: rows with their channels, padded to a power of two with zeros.
 
 A GPU converts to BF16 and E4M3 by its own instructions. The interpreter's conversions are wrong,
-so integer operations on the bits replace them there.
+so integer operations on the bits replace them there, and for E4M3 on GPUs before sm_89.
 """
 
 import triton
 import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import current_target
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 EXPONENT_FLOOR = tl.constexpr(-125.0)
@@ -30,6 +31,12 @@ def padded(count):
     return 1 << (count - 1).bit_length()
 
 
+@triton.constexpr_function
+def has_instructions_of(arch):
+    """Whether kernels are compiled for that architecture or a later one, such as 90 for sm_90."""
+    return not INTERPRETED and current_target().arch >= arch
+
+
 @triton.jit
 def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
     """Wait for the launch before, which may still run beside this one.
@@ -38,7 +45,7 @@ def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
     beside a copy. It may read nothing that a kernel writes. STARTS_NEXT lets the next launch
     begin beside this one.
     """
-    if not INTERPRETED:
+    if has_instructions_of(90):
         if STARTS_NEXT:
             gdc_launch_dependents()
         gdc_wait()
@@ -246,7 +253,7 @@ def hadamard(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG_DIM: tl.constexpr):
 @triton.jit
 def e4m3_code(x):
     """E4M3 codes of fp32, as uint8: nearest even, saturating; NaN is 0x7F."""
-    if INTERPRETED:
+    if not has_instructions_of(89):
         bits = x.to(tl.int32, bitcast=True)
         magnitude = tl.minimum(tl.abs(x), E4M3_MAX)
         wide = magnitude.to(tl.int32, bitcast=True)
