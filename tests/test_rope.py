@@ -1,4 +1,4 @@
-"""The RoPE table against transformers' rotary embedding."""
+"""RoPE rows against transformers' rotary embedding and the machine's own sine and cosine."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4.config import CacheConfig, YarnScaling
-from dsv4.rope import build_rope_table, inverse_frequencies
+from dsv4.rope import base_frequencies, build_rope_table, inverse_frequencies, rope_at, sin_cos
 
 CPU = torch.device("cpu")
 # Eight rotated channels keep a table of 2^20 positions small.
@@ -47,12 +47,6 @@ def hf_rotary(config: CacheConfig):
     return modeling.DeepseekV4RotaryEmbedding(model_config)
 
 
-def frequencies(config: CacheConfig, base: str) -> torch.Tensor:
-    if base == "main":
-        return inverse_frequencies(config.rope_theta, config.rope_dim, None)
-    return inverse_frequencies(config.compress_rope_theta, config.rope_dim, config.yarn)
-
-
 def ulps_apart(a: torch.Tensor, b: torch.Tensor) -> float:
     spacing = torch.from_numpy(np.spacing(torch.maximum(a.abs(), b.abs()).numpy()))
     return float(((a.double() - b.double()).abs() / spacing.double()).max())
@@ -63,7 +57,7 @@ def ulps_apart(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_inverse_frequencies_bit_equal_to_transformers(name, base):
     config = CONFIGS[name]
     expected = getattr(hf_rotary(config), f"{base}_inv_freq")
-    actual = frequencies(config, base)
+    actual = base_frequencies(config, base)
     assert actual.dtype is torch.float32 and actual.shape == (config.rope_dim // 2,)
     assert torch.equal(actual.view(torch.int32), expected.view(torch.int32))
 
@@ -113,7 +107,7 @@ def test_table_against_transformers(name, positions, base):
 def test_table_is_the_rounded_fp64_value_of_the_fp32_angle(base):
     config = CacheConfig.v4_flash()
     table = build_rope_table(config, base, num_positions=66000, device=CPU)
-    freqs = frequencies(config, base).numpy()
+    freqs = base_frequencies(config, base).numpy()
     for position in (0, 1, 3, 1000, 65535, 65536, 65999):
         angles = [float(np.float32(position) * freq) for freq in freqs]
         cos = torch.tensor([math.cos(angle) for angle in angles], dtype=torch.float32)
@@ -133,6 +127,32 @@ def test_table_does_not_depend_on_its_length(base, num_positions):
     assert torch.equal(short.sin, long.sin[:num_positions])
 
 
-def test_table_bytes():
-    table = build_rope_table(CacheConfig.v4_flash(), "main", num_positions=10, device=CPU)
-    assert table.num_bytes == 10 * 64 * 4
+@pytest.mark.parametrize("base", ["main", "compress"])
+@pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
+def test_rows_are_correctly_rounded_at_every_position(step, base):
+    """No value lies within 4 units of the last fp64 place of a middle between two fp32 numbers.
+
+    So any sine and cosine that are exact to such a unit are rounded to the same fp32 number.
+    """
+    frequencies = base_frequencies(CacheConfig.v4_flash(), base)
+    for positions in torch.arange(0, 1 << 20, step).split(1 << 15):
+        angles = (positions.float()[:, None] * frequencies).double()
+        rows = rope_at(positions, frequencies)
+        for value, row, expected in zip(
+            sin_cos(angles), (rows.sin, rows.cos), (angles.sin(), angles.cos()), strict=True
+        ):
+            assert torch.equal(row.view(torch.int32), expected.float().view(torch.int32))
+            from_middle = value.view(torch.int64) % (1 << 29) - (1 << 28)
+            assert int(from_middle.abs().min()) > 4
+            assert float((value - expected).abs().max()) < 2.0**-52
+
+
+def test_angles_near_multiples_of_a_quarter_turn():
+    multiples = torch.arange(1, 1 << 24, 997, dtype=torch.float64) * (math.pi / 2)
+    near = multiples[multiples < 2.0**24].float()
+    angles = torch.cat([torch.nextafter(near, near + way) for way in (-1.0, 1.0)]).double()
+    sin, cos = sin_cos(angles)
+    for idx in range(0, len(angles), 7):
+        angle = float(angles[idx])
+        assert abs(float(sin[idx]) - math.sin(angle)) <= 2 * math.ulp(math.sin(angle))
+        assert abs(float(cos[idx]) - math.cos(angle)) <= 2 * math.ulp(math.cos(angle))

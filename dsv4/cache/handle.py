@@ -28,7 +28,7 @@ from dsv4.kernels.contracts import (
 )
 from dsv4.kernels.layer_memory import LayerMemory, WindowRows
 from dsv4.layer_schedule import LayerSpec
-from dsv4.rope import RopeTable
+from dsv4.rope import RopeRows
 
 
 class SWAView(NamedTuple):
@@ -193,9 +193,10 @@ class LayerCacheHandle:
         return torch.where(positions >= 0, positions, -1)
 
     @property
-    def rope(self) -> RopeTable:
-        """The RoPE table of this layer."""
-        return self.memory.rope
+    def rope(self) -> RopeRows:
+        """cos and sin at each token, in the base of this layer."""
+        rows = self.memory.rope_rows[int(self.layer.ratio > 0), :, : len(self.positions)]
+        return RopeRows(*rows)
 
     @property
     def window(self) -> WindowRows:

@@ -152,7 +152,7 @@ class KVCacheManager(NotCopyable):
         )  # fmt: skip
         self._forward = CurrentForward(self.capacity, self.device_memory, self._books)
         self._planner = ForwardPlanner(
-            self.capacity, self.device_memory, self._books, self._forward
+            self.capacity, self.device_memory, self._books, self._forward, self.backend
         )
         self.block_table = self.device_memory.block_table
         self.paged, self.state = self.device_memory.paged, self.device_memory.state

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import IndexFormatName, KVFormatName, PagedRows, RowFormat, index_row, kv_row
-from dsv4.rope import RopeTable
+from dsv4.rope import ROW_STEPS, RopeRows
 
 _Part = TypeVar("_Part")
 
@@ -159,7 +159,8 @@ class LayerStorages(NamedTuple):
         partials: `[num_partials, heads × (head_dim + 2)]` fp32. A row is one split of a token:
             accumulators, then largest logits and sums.
         global_scale: `[]` fp32, NVFP4's; None for other formats.
-        cos, sin: `[num_positions, rope_dim / 2]` fp32, the layer's RoPE table.
+        frequencies: `[4, rope_dim / 2]` fp32, those of a token's rows, see `rope.ROW_STEPS`.
+        rope_rows: `[4, 2, max_tokens, rope_dim / 2]` fp32, cos and sin of the forward's tokens.
         layout: Offsets, counts, formats and constants of the layer.
     """
 
@@ -171,8 +172,8 @@ class LayerStorages(NamedTuple):
     index_scratch: Tensor
     partials: Tensor
     global_scale: Tensor | None
-    cos: Tensor
-    sin: Tensor
+    frequencies: Tensor
+    rope_rows: Tensor
     layout: LayerLayout
 
 
@@ -209,10 +210,15 @@ class LayerMemory(LayerStorages):
         """Tail of the indexer, of `index_head_dim`; None unless CSA."""
         return self.layout.cut_index_tail(self.slots)
 
-    @property
-    def rope(self) -> RopeTable:
-        """The layer's RoPE table."""
-        return RopeTable(self.cos, self.sin)
+    @cached_property
+    def rope(self) -> RopeRows:
+        """cos and sin at the forward's tokens, row i for token i."""
+        return RopeRows(*self.rope_rows[int(self.layout.ratio > 0)])
+
+    @cached_property
+    def entry_rope(self) -> RopeRows:
+        """cos and sin of entries, row i for the one that token i closes; for SWA of no use."""
+        return RopeRows(*self.rope_rows[ROW_STEPS.index(self.layout.ratio or 1)])
 
     @cached_property
     def cut_partials(self) -> tuple[Tensor, Tensor]:

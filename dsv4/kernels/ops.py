@@ -32,7 +32,7 @@ from dsv4.kernels.layer_memory import LayerLayout, LayerMemory
 _READ = (
     "Tensor slots, Tensor blocks, Tensor workspace, Tensor pooled, Tensor arrivals, "
     "Tensor index_scratch, Tensor partials, Tensor? global_scale, "
-    "Tensor cos, Tensor sin, str layout"
+    "Tensor frequencies, Tensor rope_rows, str layout"
 )
 _ATTENDED = _READ.replace("Tensor partials", "Tensor(a!) partials").replace(
     "Tensor index_scratch", "Tensor(b!) index_scratch"
@@ -40,13 +40,19 @@ _ATTENDED = _READ.replace("Tensor partials", "Tensor(a!) partials").replace(
 _WRITTEN = (
     "Tensor(a!) slots, Tensor(b!) blocks, Tensor(c!) workspace, Tensor(d!) pooled, "
     "Tensor(e!) arrivals, Tensor index_scratch, Tensor partials, Tensor? global_scale, "
-    "Tensor cos, Tensor sin, str layout"
+    "Tensor frequencies, Tensor rope_rows, str layout"
 )
 _INDEXED = _READ.replace("Tensor index_scratch", "Tensor(a!) index_scratch")
+_ROTATED = _READ.replace("Tensor rope_rows", "Tensor(a!) rope_rows")
 _CHECKPOINTS = "Tensor points, Tensor(a!) checkpoints"
 _TOKENS = "Tensor[] tokens, SymInt max_step"
 
 _library = torch.library.Library("dsv4", "DEF")
+
+
+def make_rope(memory: LayerMemory, positions: Tensor, *, backend: str) -> None:
+    """Compute cos and sin of a forward's tokens, `[num_tokens]` int32, once for all layers."""
+    _run("make_rope", backend, memory=memory, positions=positions)
 
 
 def write_layer(
@@ -247,6 +253,7 @@ def _register(
     torch.library.register_fake(f"dsv4::{name}", run_fake, lib=_library)
 
 
+_register("make_rope", f"{_ROTATED}, Tensor positions")
 _register("write_layer", f"{_WRITTEN}, {_TOKENS}, Tensor?[] writes")
 _register(
     "select_entries",

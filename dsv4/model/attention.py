@@ -23,7 +23,7 @@ from dsv4.kernels.contracts import (
     LayerWeights,
 )
 from dsv4.layer_schedule import AttentionType, LayerSpec
-from dsv4.rope import RopeTable
+from dsv4.rope import RopeRows
 
 # The parts of a module that every type of layer has.
 PARTS = ("q_a_proj", "q_a_norm", "q_b_proj", "kv_proj", "kv_norm", "sinks", "o_a_proj", "o_b_proj",
@@ -95,7 +95,7 @@ class AttentionSubBlock:
             `[num_tokens, hidden_size]`; rows of padding tokens are 0.
         """
         self._check(hidden, handle)
-        rotation = rotation_at(handle.rope, handle.positions)
+        rotation = rotation_of(handle.rope)
         return attend(self.module, hidden, handle, learned_weights(self.module), rotation)
 
     def _check(self, hidden: Tensor, handle: LayerCacheHandle) -> None:
@@ -125,9 +125,9 @@ def learned_weights(module: Any) -> LayerWeights:
     )
 
 
-def rotation_at(table: RopeTable, positions: Tensor) -> Rotation:
-    """Return the rotation of the queries at `positions` `[num_tokens]`."""
-    return torch.complex(table.cos[positions], table.sin[positions])[:, None]
+def rotation_of(rope: RopeRows) -> Rotation:
+    """Return the rotation of the queries at each token."""
+    return torch.complex(rope.cos, rope.sin)[:, None]
 
 
 def attend(

@@ -23,6 +23,7 @@ from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels.backends import load_backend
 from dsv4.kernels.reference.dense import dense_layer
+from dsv4.rope import build_rope_table
 from dsv4.testing import (
     Row,
     forward_inputs,
@@ -97,7 +98,10 @@ class World:
 
     def _oracle_of(self, tokens):
         config, manager = self.config, self.fresh
-        ropes = manager.device_memory.rope_tables
+        ropes = {
+            base: build_rope_table(config, base, num_positions=len(tokens), device=self.device)
+            for base in ("main", "compress")
+        }
         layers = [
             dense_layer(
                 layer.attention_type, inputs, weights, ropes[layer.rope_base], config

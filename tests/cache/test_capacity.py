@@ -19,7 +19,7 @@ COMPONENTS = [
     "csa_entries", "index_keys", "hca_entries", "block_padding",
     "window", "csa_tails", "index_tails", "hca_tails", "slot_padding", "undo_slots",
     "block_table", "plan_buffers", "pooling_scratch", "index_scratch", "attention_partials",
-    "window_workspace", "rope_tables", "index_global_scale", "checkpoints",
+    "window_workspace", "rope_rows", "index_global_scale", "checkpoints",
 ]  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def test_fixed_part_scales_with_requests_and_blocks_do_not(preset):
     three = capacity_of(PRESETS[preset](), max_requests=3).memory()
     for name in ("window", "csa_tails", "index_tails", "hca_tails", "slot_padding"):
         assert three[name] == tuple(3 * size for size in one[name])
-    for name in (*COMPRESSED, "block_padding", "rope_tables"):
+    for name in (*COMPRESSED, "block_padding", "rope_rows"):
         assert three[name] == one[name]
 
 
@@ -149,7 +149,7 @@ def test_shared_components():
     assert memory["block_table"].allocated == 3 * 4 * 4
     assert capacity.max_table_updates == 3 + 0 + 1
     assert memory["plan_buffers"].allocated == (11 * 3 + 5 + 2 * 200 + 3 * 4) * 4
-    assert memory["rope_tables"].allocated == 2 * 1000 * 64 * 4
+    assert memory["rope_rows"].allocated == 4 * (200 * 64 + 32) * 4
     assert memory["index_global_scale"].allocated == 4
     assert capacity.pooling_windows == 3 + 200 // 128
     assert memory["pooling_scratch"].allocated == 4 * (512 * 4 + 4)
@@ -220,15 +220,10 @@ def test_no_dense_rows_that_no_kernel_makes(choices, tokens):
     assert capacity.dense_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("ratios", "bases"),
-    [((0, 0), ("main",)), ((4, 128), ("compress",)), ((4, 0), ("compress", "main"))],
-    ids=["swa", "compressed", "both"],
-)
-def test_rope_tables_of_the_bases_in_use(ratios, bases):
-    capacity = capacity_of(CacheConfig(compress_ratios=ratios))
-    assert capacity.rope_bases == bases
-    assert capacity.memory()["rope_tables"].payload == len(bases) * 1024 * 64 * 4
+def test_shared_bytes_of_decoding_at_1m_tokens():
+    capacity = capacity_of(CacheConfig.v4_flash(), max_request_tokens=1 << 20)
+    shared = COMPONENTS[COMPONENTS.index("undo_slots") :]
+    assert sum(capacity.memory()[name].allocated for name in shared) <= 110 * MIB
 
 
 @pytest.mark.parametrize(
@@ -355,8 +350,8 @@ def test_allocated_bytes_are_those_of_the_tensors(seed):
     ):  # fmt: skip
         assert tensors[name].nbytes == allocated(name)
     assert tensors["partials"].nbytes == allocated("attention_partials")
-    rope = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("rope_"))
-    assert rope == allocated("rope_tables")
+    rope = tensors["frequencies"].nbytes + tensors["rope_rows"].nbytes
+    assert rope == allocated("rope_rows")
 
 
 def test_a_checkpoint_of_flash():

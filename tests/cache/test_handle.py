@@ -13,6 +13,7 @@ from dsv4 import AttentionType, CacheConfig, KVCacheManager, prepare_forward
 from dsv4.kernels.contracts import CompressorWeights, Selection
 from dsv4.kernels.reference.codec import decode
 from dsv4.kernels.reference.dense import dense_layer
+from dsv4.rope import build_rope_table
 from dsv4.testing import (
     POISON_BYTE,
     Row,
@@ -590,7 +591,10 @@ def first_forward(name):
             oracle = [
                 dense_layer(
                     layer.attention_type, layers[layer.layer_idx], weights[layer.layer_idx],
-                    manager.device_memory.rope_tables[layer.rope_base], config,
+                    build_rope_table(
+                        config, layer.rope_base, num_positions=after, device=manager.device
+                    ),
+                    config,
                 )
                 for layer in manager.schedule[:LAST]
             ]  # fmt: skip

@@ -10,6 +10,7 @@ from dsv4.formats import INDEX_FORMATS, KV_FORMATS, PagedRows
 from dsv4.kernels import reference
 from dsv4.kernels.reference.codec import EncodedRows, read_rows
 from dsv4.kernels.reference.dense import DenseLayer, dense_layer
+from dsv4.rope import build_rope_table
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 
 LENGTHS = (389, 260, 131, 5, 1)
@@ -21,11 +22,14 @@ def oracle(manager: KVCacheManager, weights, sequence) -> list[DenseLayer]:
             layer.attention_type,
             sequence[layer.layer_idx],
             weights[layer.layer_idx],
-            manager.device_memory.rope_tables[layer.rope_base],
+            build_rope_table(
+                manager.config, layer.rope_base, num_positions=len(sequence[0].kv),
+                device=manager.device,
+            ),
             manager.config,
         )
         for layer in manager.schedule
-    ]
+    ]  # fmt: skip
 
 
 def assert_rows_equal(pages: PagedRows, rows: torch.Tensor, expected: EncodedRows, what: str):

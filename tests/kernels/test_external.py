@@ -73,11 +73,8 @@ def attend(handle, inputs):
 def flashmla_bound(handle, inputs, expected):
     """Bound the error: our own kernel's, and one more rounding to BF16 before the rotation."""
     bound = attention_tests.error_bound(handle, inputs, expected)
-    positions = handle.positions.long()
-    turned = attention_tests.reference.attention.rotate(
-        expected.output, handle.rope.cos[positions][:, None].double(),
-        handle.rope.sin[positions][:, None].double(),
-    )  # fmt: skip
+    cos, sin = (rows[:, None].double() for rows in handle.rope)
+    turned = attention_tests.reference.attention.rotate(expected.output, cos, sin)
     rounded = attention_tests.BF16_ROUNDOFF * (turned.abs() + 2 * bound.output)
     more = attention_tests.rotate_magnitude(rounded, handle)
     more[..., : -handle.config.rope_dim] = 0

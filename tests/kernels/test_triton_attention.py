@@ -188,8 +188,7 @@ def attend_dense_magnitude(query, values, is_present, sinks) -> AttentionResult:
 
 
 def rotate_magnitude(error: Tensor, handle) -> Tensor:
-    positions = handle.positions.long()
-    cos, sin = (table[positions][:, None].abs() for table in (handle.rope.cos, handle.rope.sin))
+    cos, sin = (rows[:, None].abs() for rows in handle.rope)
     rope_dim = 2 * cos.shape[-1]
     even, odd = error[..., -rope_dim:].unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * cos + odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
@@ -225,8 +224,7 @@ def same_precision(handle, inputs: Inputs) -> Tensor:
     weights = torch.exp(logits - logits.amax(-1, keepdim=True))
     total = weights.sum(-1) + torch.exp(inputs.sinks - logits.amax(-1))
     output = torch.einsum("thn,tnd->thd", weights.bfloat16().float(), values.float())
-    positions = handle.positions.long()
-    return reference.attention.unrotate(output / total[..., None], positions, handle.rope)
+    return reference.attention.unrotate(output / total[..., None], handle.rope)
 
 
 @pytest.mark.parametrize("ratios", [SWA, CSA, HCA], ids=list(TYPES))

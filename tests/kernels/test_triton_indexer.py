@@ -125,7 +125,7 @@ def visible_counts(handle) -> torch.Tensor:
 
 def reference_query(handle, query):
     return index_query(
-        query, handle.memory.index_keys.format, handle.positions.long(), handle.rope,
+        query, handle.memory.index_keys.format, handle.rope,
         has_hadamard=handle.config.index_hadamard, global_scale=handle.memory.global_scale,
     )  # fmt: skip
 

@@ -84,7 +84,7 @@ MISTAKES = [
             replace(attention, "attend_dense",
                     lambda original: lambda q, v, mask, sinks: original(q, v, mask, None))),
     Mistake("output not rotated back", "SWA CSA HCA",
-            replace(attention, "unrotate", lambda _: lambda output, positions, rope: output)),
+            replace(attention, "unrotate", lambda _: lambda output, rope: output)),
     Mistake("window one token too long", "SWA CSA HCA",
             replace(addressing, "window_positions", window_of(1))),
     Mistake("window one token too short", "SWA CSA HCA",

@@ -73,7 +73,7 @@ def test_demo_json_is_one_object(capsys):
 def test_demo_fails_on_a_mismatch(capsys, monkeypatch):
     from dsv4.kernels.reference import attention
 
-    monkeypatch.setattr(attention, "unrotate", lambda output, positions, rope: output)
+    monkeypatch.setattr(attention, "unrotate", lambda output, rope: output)
     assert main([*RANDOM, "--new-tokens", "2"]) == 1
     assert "MISMATCH" in capsys.readouterr().out
 

@@ -19,6 +19,7 @@ from dsv4.kernels.index_scratch import (
     index_scratch_bytes,
 )
 from dsv4.layer_schedule import AttentionType
+from dsv4.rope import ROW_STEPS
 
 INT32_BYTES = 4
 FP32_BYTES = 4
@@ -185,11 +186,6 @@ class Capacity:
         return self.config.num_query_heads * (self.config.head_dim + 2)
 
     @property
-    def rope_bases(self) -> tuple[str, ...]:
-        """The RoPE tables that the schedule uses."""
-        return tuple(sorted({layer.rope_base for layer in self.config.schedule}))
-
-    @property
     def max_table_updates(self) -> int:
         """The most elements of the block table that one upload of a plan brings."""
         return self.max_requests + self.max_forward_tokens // self.config.block_tokens + 1
@@ -231,7 +227,7 @@ class Capacity:
         rings = ((s.ring_rows * row.row_bytes, s.ring_bytes) for s in schemas)
         workspace = row.page_bytes(self.workspace_rows, align=BYTE_ALIGN)
         pooled = config.head_dim * FP32_BYTES + INT32_BYTES
-        rope = self.max_request_tokens * config.rope_dim * FP32_BYTES
+        rope_row, num_tokens = config.rope_dim * FP32_BYTES, self.max_forward_tokens
         partials = self.attention_partials * self.partial_elements * FP32_BYTES
         return {
             "csa_entries": entries(csa),
@@ -250,7 +246,7 @@ class Capacity:
             "index_scratch": exact(1, [self.index_scratch_bytes]),
             "attention_partials": exact(1, [partials]),
             "window_workspace": ComponentBytes(self.workspace_rows * row.row_bytes, workspace),
-            "rope_tables": exact(len(self.rope_bases), [rope]),
+            "rope_rows": exact(len(ROW_STEPS), [num_tokens * rope_row, rope_row // 2]),
             "index_global_scale": exact(1, [FP32_BYTES]),
             "checkpoints": self._checkpoints(schemas),
         }

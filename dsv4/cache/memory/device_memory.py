@@ -14,7 +14,7 @@ from dsv4.cache.memory.staging import staging_for
 from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.formats import BYTE_ALIGN
 from dsv4.kernels.layer_memory import LayerMemory
-from dsv4.rope import build_rope_table
+from dsv4.rope import ROW_STEPS, row_frequencies
 
 
 class DeviceMemory:
@@ -35,7 +35,7 @@ class DeviceMemory:
         plan_buffers: The arrays of the current plan.
         workspace: `[1, bytes]` uint8, window rows of chunks.
         pooled, arrivals, index_scratch, partials: Scratch of kernels, see `LayerStorages`.
-        rope_tables: The RoPE tables in use, by the name of their base.
+        frequencies, rope_rows: RoPE of the current plan's tokens, see `LayerStorages`.
         memories: One `LayerMemory` per layer.
     """
 
@@ -90,23 +90,17 @@ class DeviceMemory:
         self.index_scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
         partials_shape = (capacity.attention_partials, capacity.partial_elements)
         self.partials = torch.zeros(partials_shape, device=device)
-        self.rope_tables = {
-            base: build_rope_table(
-                config, base, num_positions=capacity.max_request_tokens, device=device
-            )
-            for base in capacity.rope_bases
-        }
+        self.frequencies = row_frequencies(config).to(device)
+        rope_shape = (len(ROW_STEPS), 2, capacity.max_forward_tokens, config.rope_dim // 2)
+        self.rope_rows = torch.zeros(rope_shape, device=device)
         has_scale = config.index_global_scale is not None
         storages = (
             self.state.storage, self.paged.storage, self.workspace, self.pooled,
             self.arrivals, self.index_scratch, self.partials,
-            self.paged.indexer_global_scale if has_scale else None,
+            self.paged.indexer_global_scale if has_scale else None, self.frequencies,
+            self.rope_rows,
         )  # fmt: skip
-        ropes = [self.rope_tables[layer.rope_base] for layer in config.schedule]
-        self.memories = tuple(
-            LayerMemory(*storages, rope.cos, rope.sin, layout)
-            for rope, layout in zip(ropes, self.layout.layers, strict=True)
-        )
+        self.memories = tuple(LayerMemory(*storages, layout) for layout in self.layout.layers)
 
     @property
     def _pools(self) -> dict[str, torch.Tensor]:
@@ -136,11 +130,6 @@ class DeviceMemory:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""
-        rope = {
-            f"rope_{base}_{name}": getattr(table, name)
-            for base, table in self.rope_tables.items()
-            for name in ("cos", "sin")
-        }
         return {
             "blocks": self.paged.storage,
             "slots": self.state.storage,
@@ -154,5 +143,6 @@ class DeviceMemory:
             "partials": self.partials,
             "window_workspace": self.workspace,
             "checkpoints": self.checkpoints,
-            **rope,
+            "frequencies": self.frequencies,
+            "rope_rows": self.rope_rows,
         }

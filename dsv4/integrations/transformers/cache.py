@@ -31,7 +31,7 @@ from dsv4.integrations.transformers.padding import (
     read_mask,
     token_index,
 )
-from dsv4.model.attention import Rotation, attend, learned_weights, rotation_at
+from dsv4.model.attention import Rotation, attend, learned_weights, rotation_of
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class PagedCache(AttachedCache):
         handle = self.manager.acquire(layer_idx, forward.plan)
         base = handle.layer.rope_base
         if base not in forward.rotations:
-            forward.rotations[base] = rotation_at(handle.rope, handle.positions)
+            forward.rotations[base] = rotation_of(handle.rope)
         rotation = forward.rotations[base]
         output = attend(module, tokens, handle, learned_weights(module), rotation)
         if index is None:

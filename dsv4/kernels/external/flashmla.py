@@ -103,7 +103,7 @@ def _list_kernel(
 )
 def _finish_kernel(
     output_ptr, lse_ptr, decoded_ptr, decoded_lse_ptr, lse_stride, lse_head_stride, first_token,
-    cos_ptr, sin_ptr, positions_ptr, request_ids_ptr, request_slots_ptr, workspace_starts_ptr,
+    cos_ptr, sin_ptr, request_ids_ptr, request_slots_ptr, workspace_starts_ptr,
     IS_WORKSPACE: tl.constexpr, NUM_HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr,
     DIM: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -117,9 +117,8 @@ def _finish_kernel(
         channel = tl.arange(0, DIM)[None, :]
         at = (line * PADDED_HEADS + head)[:, None] * DIM + channel
         x = tl.load(decoded_ptr + at, mask=is_head[:, None] & is_token, other=0.0).to(tl.float32)
-        position = tl.load(positions_ptr + token) + tl.zeros((ROWS,), tl.int32)
-        cos, sin = load_rope((cos_ptr, sin_ptr), position, is_head & (position >= 0), DIM, ROPE,
-                             DIM)  # fmt: skip
+        rows = token + tl.zeros((ROWS,), tl.int32)
+        cos, sin = load_rope((cos_ptr, sin_ptr), rows, is_head, DIM, ROPE, DIM)
         x = rotate_tail(x, cos, -sin, ROWS, DIM, ROPE, DIM)
         out_row = token.to(tl.int64) * NUM_HEADS + head
         tl.store(output_ptr.to(tl.pointer_type(tl.uint16)) + (out_row[:, None] * DIM + channel),
@@ -243,8 +242,8 @@ def finish(
         output_ptr=result.output, lse_ptr=result.lse, decoded_ptr=decoded.output,
         decoded_lse_ptr=decoded.lse, lse_stride=decoded.lse.stride(0),
         lse_head_stride=decoded.lse.stride(1), first_token=first_token,
-        cos_ptr=memory.cos, sin_ptr=memory.sin, positions_ptr=tokens.positions,
-        request_ids_ptr=tokens.request_ids, request_slots_ptr=tokens.request_slots,
+        cos_ptr=memory.rope.cos, sin_ptr=memory.rope.sin, request_ids_ptr=tokens.request_ids,
+        request_slots_ptr=tokens.request_slots,
         workspace_starts_ptr=tokens.workspace_starts, IS_WORKSPACE=is_workspace,
         NUM_HEADS=num_heads, PADDED_HEADS=padded_heads, DIM=dim, ROPE=memory.layout.rope_dim,
         ROWS=FINISHED_HEADS, num_warps=4, enable_fp_fusion=False,

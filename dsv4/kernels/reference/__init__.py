@@ -11,6 +11,7 @@ from dsv4.kernels.reference.gather import (
     gather_swa_kv,
 )
 from dsv4.kernels.reference.indexer import select_entries
+from dsv4.kernels.reference.rope import make_rope
 
 __all__ = [
     "append_swa",
@@ -24,6 +25,7 @@ __all__ = [
     "gather_compressed_kv",
     "gather_swa_kv",
     "hca_compress_tail",
+    "make_rope",
     "select_entries",
     "write_layer",
 ]

@@ -32,8 +32,8 @@ def window_positions(positions: Tensor, window: int) -> Tensor:
 
 
 def entry_rope_position(positions: Tensor, ratio: int) -> Tensor:
-    """Position at which the entry closed at `positions` is rotated: its window's first token."""
-    return positions + 1 - ratio
+    """Position at which the entry of each token's window is rotated: the window's first token."""
+    return positions // ratio * ratio
 
 
 def visible_entries(positions: Tensor, ratio: int) -> Tensor:

@@ -10,7 +10,7 @@ from dsv4.kernels.layer_memory import WindowRows
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.arithmetic import rms_norm, rotate, round_to
 from dsv4.kernels.reference.codec import EncodedRows, encode, read_rows, write_rows
-from dsv4.rope import RopeTable
+from dsv4.rope import RopeRows
 
 
 class TailRows(NamedTuple):
@@ -25,7 +25,7 @@ def append_swa(
     norm_weight: Tensor,
     tokens: TokenMap,
     window: WindowRows,
-    rope: RopeTable,
+    rope: RopeRows,
     *,
     eps: float,
 ) -> None:
@@ -40,7 +40,7 @@ def append_swa(
     """
     slots, positions = addressing.token_slots(tokens), tokens.positions.long()
     normed = rms_norm(kv.float(), norm_weight, eps)
-    values = rotate(normed, rope.cos[positions], rope.sin[positions])
+    values = rotate(normed, *rope.take(slice(len(kv))))
     encoded = encode(window.ring.format, values)
     _fill_workspace(encoded, tokens, window)
     rows = addressing.ring_rows(slots, positions, window.ring.rows_per_page)

@@ -12,7 +12,7 @@ from dsv4.kernels.reference.gather import (
     visible_entry_rows,
     window_values_of,
 )
-from dsv4.rope import RopeTable
+from dsv4.rope import RopeRows
 
 _SLICE_ELEMENTS = 1 << 23  # KV elements attended at once, to bound the temporaries
 
@@ -47,7 +47,7 @@ def attend(
     step = max(1, _SLICE_ELEMENTS // (num_rows * query.shape[-1]))
     outputs, lses = [], []
     for start in range(0, query.shape[0], step):
-        part = slice(start, start + step)
+        part = slice(start, min(start + step, query.shape[0]))
         values, is_present = window_values_of(window, tokens, part)
         if entries is not None:
             if selected_rows is None:
@@ -58,11 +58,10 @@ def attend(
                 rows = rows_in(entries, selected_rows[part])
             values = torch.cat((values, gather_rows(entries, rows)), dim=1)
             is_present = torch.cat((is_present, rows >= 0), dim=1)
-        positions = tokens.positions.long()[part]
         output, lse = attend_dense(
             query[part].to(compute_dtype), values.to(compute_dtype), is_present, sinks
         )
-        outputs.append(unrotate(output, positions, memory.rope).to(query.dtype))
+        outputs.append(unrotate(output, memory.rope.take(part)).to(query.dtype))
         lses.append(lse.float())
     if not outputs:
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
@@ -97,8 +96,7 @@ def attend_dense(
     return AttentionResult(output, (total.log() + largest).squeeze(-1))
 
 
-def unrotate(output: Tensor, positions: Tensor, rope: RopeTable) -> Tensor:
+def unrotate(output: Tensor, rope: RopeRows) -> Tensor:
     """Undo the rotation that the values carry, at the query's position."""
-    cos = rope.cos[positions][:, None].to(output.dtype)
-    sin = rope.sin[positions][:, None].to(output.dtype)
+    cos, sin = (each[:, None].to(output.dtype) for each in rope)
     return rotate(output, cos, -sin)

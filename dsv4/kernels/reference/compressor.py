@@ -17,7 +17,7 @@ from dsv4.kernels.reference.arithmetic import (
     sum_groups,
 )
 from dsv4.layer_schedule import GROUP_ROWS, HCA_GROUPS, AttentionType
-from dsv4.rope import RopeTable
+from dsv4.rope import RopeRows
 
 
 class ClosedWindows(NamedTuple):
@@ -28,7 +28,7 @@ class ClosedWindows(NamedTuple):
 
 
 def csa_compress_tail(
-    rows: TailRows, tail: Tensor, norm_weight: Tensor, tokens: TokenMap, rope: RopeTable,
+    rows: TailRows, tail: Tensor, norm_weight: Tensor, tokens: TokenMap, rope: RopeRows,
     *, eps: float,
 ) -> ClosedWindows:  # fmt: skip
     """Pool the 2m rows of each closing CSA window: series b of the previous window, a of its own.
@@ -46,12 +46,12 @@ def csa_compress_tail(
         for back, columns in ((1, slice(0, dim)), (0, slice(dim, 2 * dim)))
     ]
     pooled = pool_rows(*(torch.cat(parts, dim=1) for parts in zip(*windows, strict=True)))
-    return _close_windows(pooled, closing, norm_weight, tokens, rope, ratio, eps)
+    return _close_windows(pooled, closing, norm_weight, rope, eps)
 
 
 def hca_compress_tail(
     rows: TailRows, tail: Tensor, sums: Tensor, norm_weight: Tensor, tokens: TokenMap,
-    rope: RopeTable, *, eps: float,
+    rope: RopeRows, *, eps: float,
 ) -> ClosedWindows:  # fmt: skip
     """Pool the groups of each closing HCA window; arguments as for CSA, with one series.
 
@@ -73,7 +73,7 @@ def hca_compress_tail(
     is_kept = is_last & ((group + 1) % HCA_GROUPS != 0)
     sums[slots[ending][is_kept], group[is_kept] % ring] = new[is_kept]
     pooled = combine_groups(windows)
-    return _close_windows(pooled, closing, norm_weight, tokens, rope, ratio, eps)
+    return _close_windows(pooled, closing, norm_weight, rope, eps)
 
 
 def _closing_tokens(tokens: TokenMap, ratio: int) -> Tensor:
@@ -83,12 +83,10 @@ def _closing_tokens(tokens: TokenMap, ratio: int) -> Tensor:
 
 
 def _close_windows(
-    pooled: Tensor, closing: Tensor, norm_weight: Tensor, tokens: TokenMap, rope: RopeTable,
-    ratio: int, eps: float,
-) -> ClosedWindows:  # fmt: skip
-    positions = addressing.entry_rope_position(tokens.positions.long()[closing], ratio)
+    pooled: Tensor, closing: Tensor, norm_weight: Tensor, rope: RopeRows, eps: float
+) -> ClosedWindows:
     normed = rms_norm(pooled, norm_weight, eps)
-    return ClosedWindows(closing, rotate(normed, rope.cos[positions], rope.sin[positions]))
+    return ClosedWindows(closing, rotate(normed, *rope.take(closing)))
 
 
 def _window_rows(

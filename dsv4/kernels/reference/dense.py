@@ -22,7 +22,7 @@ from dsv4.kernels.reference.arithmetic import hadamard, pool_rows, rms_norm, rot
 from dsv4.kernels.reference.codec import EncodedRows, decode, encode
 from dsv4.kernels.reference.indexer import index_query, score_entries, select_topk
 from dsv4.layer_schedule import AttentionType
-from dsv4.rope import RopeTable
+from dsv4.rope import RopeRows
 
 
 class DenseLayer(NamedTuple):
@@ -50,7 +50,7 @@ def dense_layer(
     attention_type: AttentionType,
     inputs: LayerProjections,
     weights: LayerWeights,
-    rope: RopeTable,
+    rope: RopeRows,
     config: CacheConfig,
 ) -> DenseLayer:
     """Run one layer over one sequence that starts at position 0."""
@@ -78,7 +78,7 @@ class _Layer(NamedTuple):
 
     inputs: LayerProjections
     weights: LayerWeights
-    rope: RopeTable
+    rope: RopeRows
     ratio: int
     config: CacheConfig
 
@@ -87,7 +87,7 @@ class _Layer(NamedTuple):
         return torch.arange(len(self.inputs.kv), device=self.inputs.kv.device)
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        return rotate(x, self.rope.cos[positions], self.rope.sin[positions])
+        return rotate(x, *self.rope.take(positions))
 
     def compress(
         self, inputs: CompressorInputs, weights: CompressorWeights
@@ -118,7 +118,7 @@ class _Layer(NamedTuple):
         config, positions = self.config, self.positions
         keys = decode(config.index_row, index_keys, global_scale=scale)
         query = index_query(
-            index.query, config.index_row, positions, self.rope,
+            index.query, config.index_row, self.rope.take(positions),
             has_hadamard=config.index_hadamard, global_scale=scale,
         )  # fmt: skip
         scores = score_entries(query, index.head_weights, keys.expand(len(positions), *keys.shape))
@@ -150,7 +150,7 @@ class _Layer(NamedTuple):
             logits = torch.cat((logits, sinks), dim=-1)
         probabilities = logits.softmax(dim=-1)[:, :, : len(values)]
         output = torch.einsum("nhr,rd->nhd", probabilities, values)
-        cos, sin = (table[positions][:, None].double() for table in (self.rope.cos, self.rope.sin))
+        cos, sin = (rows[:, None].double() for rows in self.rope.take(positions))
         return rotate(output, cos, -sin).to(query.dtype)
 
 

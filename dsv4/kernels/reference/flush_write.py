@@ -33,7 +33,7 @@ def write_layer(writes: LayerWrites, memory: LayerMemory, tokens: TokenMap) -> N
 def _write_csa(
     main: EntryInputs, index: EntryInputs, memory: LayerMemory, tokens: TokenMap
 ) -> None:
-    rope, eps = memory.rope, memory.layout.rms_norm_eps
+    rope, eps = memory.entry_rope, memory.layout.rms_norm_eps
     inputs, tails = (main, index), (existing(memory.tail), existing(memory.index_tail))
     rows = [_tail_rows(*part, tokens) for part in zip(inputs, tails, strict=True)]
     closed, closed_keys = (
@@ -53,7 +53,7 @@ def _write_hca(main: EntryInputs, memory: LayerMemory, tokens: TokenMap) -> None
     sums = existing(memory.layout.cut_sums(memory.slots))
     rows = _tail_rows(main, tail, tokens)
     closed = hca_compress_tail(
-        rows, tail, sums, weight, tokens, memory.rope, eps=memory.layout.rms_norm_eps
+        rows, tail, sums, weight, tokens, memory.entry_rope, eps=memory.layout.rms_norm_eps
     )
     flush_write_hca(closed, existing(memory.entries), tokens)
     append_tail(rows, tail, tokens)

@@ -10,7 +10,7 @@ from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.arithmetic import hadamard, rotate
 from dsv4.kernels.reference.codec import decode, encode
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
-from dsv4.rope import RopeTable
+from dsv4.rope import RopeRows
 
 _SLICE_ELEMENTS = 1 << 23  # key elements scored at once, to bound the temporaries
 
@@ -40,7 +40,7 @@ def select_entries(
         entry_idx = torch.where(entry_idx < counts[:, None], entry_idx, -1)
     else:
         quantised = index_query(
-            query, keys.format, positions, memory.rope,
+            query, keys.format, memory.rope.take(slice(len(query))),
             has_hadamard=memory.layout.has_hadamard, global_scale=global_scale,
         )  # fmt: skip
         step = max(1, _SLICE_ELEMENTS // (max_entries * keys.format.dim))
@@ -61,8 +61,7 @@ def select_entries(
 def index_query(
     query: Tensor,
     fmt: RowFormat,
-    positions: Tensor,
-    rope: RopeTable,
+    rope: RopeRows,
     *,
     has_hadamard: bool,
     global_scale: Tensor | None,
@@ -72,7 +71,7 @@ def index_query(
     Returns:
         `[num_tokens, index_heads, index_head_dim]` fp32, on the grid of the key format.
     """
-    rotated = rotate(query.float(), rope.cos[positions][:, None], rope.sin[positions][:, None])
+    rotated = rotate(query.float(), rope.cos[:, None], rope.sin[:, None])
     values = (hadamard(rotated) if has_hadamard else rotated).flatten(0, 1)
     stored = encode(fmt, values, global_scale=global_scale)
     return decode(fmt, stored, global_scale=global_scale).view_as(rotated)

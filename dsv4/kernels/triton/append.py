@@ -220,7 +220,7 @@ def write_window_rows(
     position = place.position + row  # [ROWS]
     is_real = (row < count) & (place.slot >= 0)
     rows_ptr = window.kv_ptr + (token + row).to(tl.int64) * window.stride
-    pairs = load_pairs(rows_ptr, window.norm_ptr, rope, position, is_real, ROW)
+    pairs = load_pairs(rows_ptr, window.norm_ptr, rope, token + row, is_real, ROW)
     factor = reciprocal_root(mean_of_squares(values, ROW.DIM) + eps)
     even, odd = rotate_pairs(pairs, factor)  # [ROWS, ROPE / 2]
     normed = (values * factor[:, None]) * weight

@@ -71,14 +71,13 @@ class SoftmaxState(NamedTuple):
 
 
 class OutputPtrs(NamedTuple):
-    """Pointers of the output, and of the sinks, tables and positions that it depends on."""
+    """Pointers of the output, and of the sinks and the RoPE rows that it depends on."""
 
     output_ptr: tl.tensor
     lse_ptr: tl.tensor
     sinks_ptr: tl.tensor
     cos_ptr: tl.tensor
     sin_ptr: tl.tensor
-    positions_ptr: tl.tensor
 
 
 @triton.jit
@@ -179,9 +178,9 @@ def store_channels(acc, factor, out, token, head, FIRST: tl.constexpr, NUM_HEADS
     WIDTH: tl.constexpr = acc.shape[1]
     output = acc * factor[:, None]
     if FIRST + WIDTH > DIM - ROPE:
-        position = tl.load(out.positions_ptr + token + tl.zeros((1,), tl.int32))
+        row = token + tl.zeros((1,), tl.int32)
         LEFT: tl.constexpr = DIM - FIRST
-        cos, sin = load_rope((out.cos_ptr, out.sin_ptr), position, position >= 0, LEFT, ROPE, WIDTH)
+        cos, sin = load_rope((out.cos_ptr, out.sin_ptr), row, row >= 0, LEFT, ROPE, WIDTH)
         output = rotate_tail(output, cos, -sin, ROWS, LEFT, ROPE, WIDTH)
     channel = FIRST + tl.arange(0, WIDTH)[None, :]  # [1, WIDTH]
     at = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * DIM + channel  # [HEADS, WIDTH]
@@ -208,7 +207,7 @@ def _attend_kernel(
     wait_for_launch_before(STARTS_NEXT=False)
     ring = RowSource(ring_ptr, ring_scales_ptr, ring_stride)
     entries = RowSource(entries_ptr, entries_scales_ptr, entries_stride)
-    out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr, positions_ptr)
+    out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
     BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     nth = tl.program_id(0) // BLOCKS  # of this launch's tokens
     token = first_token + nth
@@ -287,11 +286,11 @@ def _attend_kernel(
 
 @triton.jit(
     do_not_specialize=["first_token", "num_splits"],
-    do_not_specialize_on_alignment=["sinks_ptr", "positions_ptr"],
+    do_not_specialize_on_alignment=["sinks_ptr"],
 )
 def _combine_kernel(
-    sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, positions_ptr,
-    first_token, num_splits,
+    sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, first_token,
+    num_splits,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -322,7 +321,7 @@ def _combine_kernel(
         acc = acc * shrink[:, None] + tl.sum(split_acc * grow[:, None], axis=0)[None, :]
         largest = new_largest
     token, head = first_token + nth, head + tl.zeros((1,), tl.int32)
-    out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr, positions_ptr)
+    out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
     store_lse(lse_ptr, token, head, largest, total, NUM_HEADS)
     factor = output_factor(sinks_ptr, head, largest, total, NUM_HEADS)
     store_channels(acc, factor, out, token, head, 0, NUM_HEADS, DIM, ROPE)
@@ -359,8 +358,9 @@ def attend(
         splits = invariant_splits(num_tiles, most_tiles, launch, memory)
     else:
         splits = choose_splits(num_tokens, num_heads, num_tiles, launch, memory)
-    results = {"sinks_ptr": sinks, "output_ptr": output, "lse_ptr": lse, "cos_ptr": memory.cos,
-               "sin_ptr": memory.sin}  # fmt: skip
+    cos, sin = memory.rope
+    results = {"sinks_ptr": sinks, "output_ptr": output, "lse_ptr": lse, "cos_ptr": cos,
+               "sin_ptr": sin}  # fmt: skip
     rows = _row_arguments(memory, selected_rows, tokens, max_entries)
     if splits is None:
         whole, left = Splits(1, 0, 1, num_tiles), None
@@ -381,7 +381,7 @@ def attend(
     for first in range(0, num_tokens, step):
         count = min(step, num_tokens - first)
         _launch(query, memory, launch, splits, first, count, **results, **rows, IS_SPLIT=True)
-        _combine(memory, splits, tokens, first, count, **results)
+        _combine(memory, splits, first, count, **results)
     return AttentionResult(output, lse)
 
 
@@ -546,7 +546,6 @@ def _launch_on_hopper(
 def _combine(
     memory: LayerMemory,
     splits: Splits,
-    tokens: TokenMap,
     first_token: int,
     num_tokens: int,
     **results: Any,
@@ -555,8 +554,8 @@ def _combine(
     partials, stats = memory.cut_partials
     launch = combine_launch(partials.device)
     _combine_kernel[(num_tokens * num_heads,)](
-        **results, partials_ptr=partials, stats_ptr=stats, positions_ptr=tokens.positions,
-        first_token=first_token, num_splits=splits.num_splits, NUM_HEADS=num_heads, DIM=row.dim,
-        ROPE=row.rope_dim, BLOCK=next_power_of_two(row.dim), SPLITS=launch.splits,
-        num_warps=launch.num_warps, launch_pdl=True, enable_fp_fusion=False,
+        **results, partials_ptr=partials, stats_ptr=stats, first_token=first_token,
+        num_splits=splits.num_splits, NUM_HEADS=num_heads, DIM=row.dim, ROPE=row.rope_dim,
+        BLOCK=next_power_of_two(row.dim), SPLITS=launch.splits, num_warps=launch.num_warps,
+        launch_pdl=True, enable_fp_fusion=False,
     )  # fmt: skip

@@ -73,10 +73,10 @@ from dsv4.layer_schedule import AttentionType
 
 @triton.jit
 def flush_rows(
-    pooled, position, slot, is_closing, norm_ptr, rope, pages, eps, global_scale,
+    pooled, token, position, slot, is_closing, norm_ptr, rope, pages, eps, global_scale,
     ROWS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store the entries of the windows that close at `position` `[ROWS]`.
+    """Norm, rotate and store the entries of the windows that tokens `[ROWS]` at `position` close.
 
     Only where is_closing. pooled is `[ROWS, BLOCK]`.
     """
@@ -85,8 +85,7 @@ def flush_rows(
     id_ptr = pages.block_table_ptr + slot * pages.table_stride + table_column
     block = tl.load(id_ptr, mask=is_closing, other=-1).to(tl.int64)  # [ROWS]
     weight = load_norm(norm_ptr, ROWS, ROW.DIM, ROW.BLOCK)
-    first_position = position + 1 - SPEC.RATIO
-    cos, sin = load_rope(rope, first_position, is_closing, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
+    cos, sin = load_rope(rope, token, is_closing, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
     pooled = tl.where(tl.arange(0, ROW.BLOCK)[None, :] < ROW.DIM, pooled, 0.0)
     factor = reciprocal_root(mean_of_squares(pooled, ROW.DIM) + eps)  # [ROWS]
     normed = (pooled * factor[:, None]) * weight
@@ -143,8 +142,8 @@ def compress_csa_token(
                 pooled = pool_csa_decode(kv, gate, tail_ptr, position, column, mask, SPEC)
             else:
                 pooled = pool_csa_edge(compressor, tail_ptr, token, place, column, mask, SPEC)
-            flush_rows(pooled, as_row(position), slot, as_row(slot) >= 0, compressor.norm_ptr,
-                       rope, pages, eps, global_scale, 1, SPEC)  # fmt: skip
+            flush_rows(pooled, as_row(token), as_row(position), slot, as_row(slot) >= 0,
+                       compressor.norm_ptr, rope, pages, eps, global_scale, 1, SPEC)  # fmt: skip
     mask = mask & is_kept
     store_tail(next_kv, next_gate, tail_ptr, position, column, mask, SPEC)
     store_tail(kv, gate, tail_ptr, position, column + DIM, mask, SPEC)
@@ -200,8 +199,8 @@ def compress_csa_segment(
         is_closing = (ahead < count) & (position + ahead - (CSA_ROWS - 1) >= place.before)
         is_closing &= can_write(position + ahead, place.slot, pages, SPEC)
         pooled = pool_csa_chunk(compressor, token + ahead, is_closing, ROWS, SPEC)
-        flush_rows(pooled, position + ahead, place.slot, is_closing, compressor.norm_ptr, rope,
-                   pages, eps, global_scale, ROWS, SPEC)  # fmt: skip
+        flush_rows(pooled, token + ahead, position + ahead, place.slot, is_closing,
+                   compressor.norm_ptr, rope, pages, eps, global_scale, ROWS, SPEC)  # fmt: skip
         if position == place.before:
             tail_ptr = slot_tail(compressor, place.slot, SPEC)
             for series in tl.static_range(2):
@@ -211,8 +210,8 @@ def compress_csa_segment(
 
 @triton.jit
 def finish_hca_window(
-    pooled, split, window, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, pages, eps,
-    CHANNELS: tl.constexpr, SPEC: tl.constexpr,
+    pooled, split, window, token, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, pages,
+    eps, CHANNELS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Store pooled CHANNELS of an HCA window; the last of its programs to arrive flushes its entry.
 
@@ -227,8 +226,8 @@ def finish_hca_window(
         column = tl.arange(0, SPEC.ROW.BLOCK)[None, :]
         whole = tl.load(pooled_ptr + window * DIM + column, mask=column < DIM, other=0.0,
                         cache_modifier=".cg")  # fmt: skip
-        flush_rows(whole, as_row(position), slot, as_row(slot) >= 0, norm_ptr, rope, pages, eps,
-                   1.0, 1, SPEC)  # fmt: skip
+        flush_rows(whole, as_row(token), as_row(position), slot, as_row(slot) >= 0, norm_ptr, rope,
+                   pages, eps, 1.0, 1, SPEC)  # fmt: skip
 
 
 @triton.jit
@@ -266,7 +265,7 @@ def compress_hca_token(
                                  column, mask, SPEC)  # fmt: skip
             pooled = pool_hca(new, tail_ptr, position + ends, place.before, column, mask, CHANNELS,
                               SPEC)  # fmt: skip
-            finish_hca_window(pooled, split, request + token // HCA_RATIO, position, slot,
+            finish_hca_window(pooled, split, request + token // HCA_RATIO, token, position, slot,
                               pooled_ptr, arrivals_ptr, compressor.norm_ptr, rope, pages, eps,
                               CHANNELS, SPEC)  # fmt: skip
     store_tail(kv, gate, tail_ptr, position, column, mask & (slot >= 0), SPEC)
@@ -306,9 +305,9 @@ def compress_hca_segment(
                               mask, SPEC)  # fmt: skip
             pooled = pool_hca(sums, tail_ptr, position + ends, before, column, mask, CHANNELS,
                               SPEC)  # fmt: skip
-            finish_hca_window(pooled, split, window, position + ahead, place.slot, pooled_ptr,
-                              arrivals_ptr, compressor.norm_ptr, rope, pages, eps, CHANNELS,
-                              SPEC)  # fmt: skip
+            finish_hca_window(pooled, split, window, token + ahead, position + ahead, place.slot,
+                              pooled_ptr, arrivals_ptr, compressor.norm_ptr, rope, pages, eps,
+                              CHANNELS, SPEC)  # fmt: skip
         if num_kept > 0:
             tl.debug_barrier()  # the tail's old sums are read before they are overwritten
             keep_last_sums(compressor, tail_ptr, token, place, num_kept, column, mask, SPEC)
@@ -323,7 +322,8 @@ COUNTS = ["num_tokens", "num_segments", "num_index_segments", "workspace_rows"]
 def _write_kernel(
     positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr, workspace_starts_ptr,
     token_starts_ptr, block_table_ptr, table_stride, num_read_only_ptr, num_tokens, num_segments,
-    num_index_segments, cos_ptr, sin_ptr, eps, slots_ptr, slot_bytes, blocks_ptr, block_bytes,
+    num_index_segments, window_cos_ptr, window_sin_ptr, cos_ptr, sin_ptr, eps, slots_ptr,
+    slot_bytes, blocks_ptr, block_bytes,
     window_kv_ptr, window_stride, window_norm_ptr, ring_offset, workspace_ptr, workspace_rows,
     kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, tail_offset, page_offset,
     index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr, index_norm_ptr, index_tail_offset,
@@ -394,8 +394,9 @@ def _write_kernel(
                 window = WindowPtrs(window_kv_ptr, window_stride, window_norm_ptr, slots_ptr,
                                     slot_bytes, ring_offset, workspace_ptr,
                                     workspace_rows)  # fmt: skip
-                write_window_rows(token, count, place, num_tokens, window, rope, eps, WINDOW_ROWS,
-                                  WINDOW, HAS_CHUNKS)  # fmt: skip
+                write_window_rows(token, count, place, num_tokens, window,
+                                  (window_cos_ptr, window_sin_ptr), eps, WINDOW_ROWS, WINDOW,
+                                  HAS_CHUNKS)  # fmt: skip
 
 
 @triton.jit
@@ -518,6 +519,7 @@ def _arguments(
     """Arguments that `_edge_kernel` and `_write_kernel` share."""
     layout = memory.layout
     scale = memory.global_scale
+    cos, sin = memory.entry_rope
     main = CompressorSpec(
         ROW=row_spec("kv", layout.kv_row, layout.rope_dim),
         RATIO=ratio or 1,  # kernels divide by it, also those of an SWA layer
@@ -537,7 +539,7 @@ def _arguments(
     return {
         **token_arguments(tokens), "token_starts_ptr": tokens.token_starts,
         "num_read_only_ptr": tokens.num_read_only,
-        "cos_ptr": memory.cos, "sin_ptr": memory.sin, "eps": layout.rms_norm_eps,
+        "cos_ptr": cos, "sin_ptr": sin, "eps": layout.rms_norm_eps,
         "slots_ptr": memory.slots, "slot_bytes": memory.slots.shape[1],
         "blocks_ptr": memory.blocks, "block_bytes": memory.blocks.shape[1],
         **_entry_arguments("", writes.entries, tokens),
@@ -559,6 +561,7 @@ def _window_arguments(
     layout = memory.layout
     row = row_spec("kv", layout.kv_row, layout.rope_dim)
     return {
+        "window_cos_ptr": memory.rope.cos, "window_sin_ptr": memory.rope.sin,
         "window_kv_ptr": kv, "window_stride": _row_stride(kv), "window_norm_ptr": norm_weight,
         "ring_offset": layout.ring_offset, "workspace_ptr": memory.workspace,
         "workspace_rows": layout.workspace_rows,

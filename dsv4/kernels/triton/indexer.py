@@ -129,8 +129,8 @@ def _query_kernel(
         x = tl.load(query_ptr + token * token_stride + head[:, None] * KEY.DIM + channel,
                     mask=is_head[:, None] & (channel < KEY.DIM),
                     other=0.0).to(tl.float32)  # [ROWS, BLOCK]  # fmt: skip
-        position = tl.load(positions_ptr + token) + tl.zeros((ROWS,), tl.int32)
-        cos, sin = load_rope((cos_ptr, sin_ptr), position, is_head, KEY.DIM, KEY.ROTATED, KEY.BLOCK)
+        rows = token + tl.zeros((ROWS,), tl.int32)
+        cos, sin = load_rope((cos_ptr, sin_ptr), rows, is_head, KEY.DIM, KEY.ROTATED, KEY.BLOCK)
         x = rotate_tail(x, cos, sin, ROWS, KEY.DIM, KEY.ROTATED, KEY.BLOCK)
         if HAS_HADAMARD:
             x = hadamard(x, ROWS, KEY.DIM, LOG_DIM)
@@ -437,7 +437,7 @@ def prepare_queries(
     _query_kernel[(len(part), block_heads // launch.heads)](
         query_ptr=query, token_stride=query.stride(0) if len(query) > 1 else num_heads * dim,
         weights_ptr=head_weights, weights_stride=head_weights.stride(0),
-        cos_ptr=memory.cos, sin_ptr=memory.sin,
+        cos_ptr=memory.rope.cos, sin_ptr=memory.rope.sin,
         global_scale_ptr=scratch.weights if scale is None else scale,
         HEADS=num_heads, BLOCK_HEADS=block_heads, LOG_DIM=dim.bit_length() - 1,
         HAS_HADAMARD=memory.layout.has_hadamard, HAS_GLOBAL_SCALE=scale is not None,

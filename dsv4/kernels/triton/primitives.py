@@ -168,19 +168,19 @@ def load_norm(norm_ptr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def load_rope(rope, position, is_wanted, DIM: tl.constexpr, ROPE: tl.constexpr,
+def load_rope(rope, row, is_wanted, DIM: tl.constexpr, ROPE: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
-    """Load cos, sin `[ROWS, BLOCK / 2]` of positions `[ROWS]`; 1, 0 where a pair isn't rotated."""
+    """Load cos, sin `[ROWS, BLOCK / 2]` of RoPE rows; 1, 0 where a pair isn't rotated."""
     cos_ptr, sin_ptr = rope
     pair = tl.arange(0, BLOCK // 2)[None, :] - (DIM - ROPE) // 2
     mask = (pair >= 0) & (pair < ROPE // 2) & is_wanted[:, None]
-    address = position.to(tl.int64)[:, None] * (ROPE // 2) + pair
+    address = row.to(tl.int64)[:, None] * (ROPE // 2) + pair
     cos = tl.load(cos_ptr + address, mask=mask, other=1.0)
     return cos, tl.load(sin_ptr + address, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_pairs(x_ptr, norm_ptr, rope, position, is_wanted, ROW: tl.constexpr):
+def load_pairs(x_ptr, norm_ptr, rope, row, is_wanted, ROW: tl.constexpr):
     """Load the operands of `rotate_pairs` for rows at x_ptr `[ROWS]`, each `[ROWS, ROPE / 2]`.
 
     They are the even and the odd ones of the trailing ROPE channels, their norm weights, cos and
@@ -194,7 +194,7 @@ def load_pairs(x_ptr, norm_ptr, rope, position, is_wanted, ROW: tl.constexpr):
     odd = tl.load(x_ptr[:, None] + channel + 1, mask=mask, other=0.0).to(tl.float32)
     even_weight = tl.load(norm_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     odd_weight = tl.load(norm_ptr + channel + 1, mask=mask, other=0.0).to(tl.float32)
-    address = position.to(tl.int64)[:, None] * (ROW.ROPE // 2) + pair
+    address = row.to(tl.int64)[:, None] * (ROW.ROPE // 2) + pair
     cos = tl.load(cos_ptr + address, mask=mask, other=1.0)
     sin = tl.load(sin_ptr + address, mask=mask, other=0.0)
     return even, odd, even_weight, odd_weight, cos, sin

@@ -288,7 +288,7 @@ def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> No
     newest = slice(count - 1024, count)
     rows = visible_entry_rows(keys, handle.tokens, first, ratio=RATIO, max_entries=count)[:, newest]
     ready = reference.index_query(
-        case.query[first], keys.format, handle.positions[first].long(), handle.rope,
+        case.query[first], keys.format, handle.rope.take(first),
         has_hadamard=handle.config.index_hadamard, global_scale=None,
     )  # fmt: skip
     want = reference.score_entries(ready, case.head_weights[first], gather_rows(keys, rows))

@@ -75,7 +75,7 @@ def _step_row(
     }
     if sglang is not None:
         case = _step_case(kind, batch, is_closing, num_layers=NUM_LAYERS)
-        frequencies = complex_frequencies(case.handles[0].rope)
+        frequencies = complex_frequencies(case.handles[0])
         layers = [SGLangLayer(sglang, *layer, frequencies) for layer in zip(*case, strict=True)]
         time = timing.time_rotating(lambda layer_idx: layers[layer_idx].run(), NUM_LAYERS)
         row |= {"sglang_us": time, "ratio": row["rotating_us"] / time}

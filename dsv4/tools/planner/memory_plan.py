@@ -23,7 +23,7 @@ REQUEST_COMPONENTS = (*SLOT_COMPONENTS, "block_table")
 LABELS = {
     "csa_entries": "CSA entries", "hca_entries": "HCA entries", "csa_tails": "CSA tails",
     "hca_tails": "HCA tails", "attention_partials": "attention parts",
-    "rope_tables": "RoPE tables", "index_global_scale": "index scale",
+    "rope_rows": "RoPE rows", "index_global_scale": "index scale",
 }  # fmt: skip
 MAX_BYTES = 2**53 - 1  # exact in the page's JavaScript too
 # The least and the most of each number of a plan.

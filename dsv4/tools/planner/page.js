@@ -112,7 +112,7 @@ function sharedBytes(model, choice, blocks) {
     pooling_scratch: windows * (model.headDim * 4 + 4),
     index_scratch: Math.max(indexScratch(model, choice).bytes, denseRows(model, choice, blocks)),
     attention_partials: partials * model.heads * (model.headDim + 2) * 4,
-    rope_tables: choice.layers.ropeTables * choice.context * model.ropeDim * 4,
+    rope_rows: 4 * (chunk * model.ropeDim + model.ropeDim / 2) * 4,
     index_global_scale: 4,
   };
   const sizes = Object.fromEntries(Object.entries(plain).map(([name, size]) => [name, [size, size]]));

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dsv4.cache.memory.capacity import HEAD_BLOCK, SPLIT_PROGRAMS, Capacity
+from dsv4.cache.memory.capacity import HEAD_BLOCK, SPLIT_PROGRAMS
 from dsv4.config import MAX_DRAFTS, TAIL_DTYPES, CacheConfig
 from dsv4.formats import BYTE_ALIGN, KV_FORMATS
 from dsv4.kernels import index_scratch
@@ -117,9 +117,7 @@ def _model(config: CacheConfig) -> dict[str, Any]:
 
 def _layers(config: CacheConfig) -> dict[str, int]:
     counts = Counter(layer.attention_type.name for layer in config.schedule)
-    capacity = Capacity(config, 1, 0, 1, 1)
-    kinds = {name.lower(): counts[name] for name in ("SWA", "CSA", "HCA")}
-    return {**kinds, "ropeTables": len(capacity.rope_bases)}
+    return {name.lower(): counts[name] for name in ("SWA", "CSA", "HCA")}
 
 
 def _choice(plan: MemoryPlan, *, model: str, gpu: str) -> dict[str, Any]:

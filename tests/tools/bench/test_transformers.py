@@ -38,7 +38,7 @@ def test_the_tables(model):
 def test_the_gate_refuses(model, monkeypatch):
     from dsv4.kernels.reference import attention
 
-    monkeypatch.setattr(attention, "unrotate", lambda output, positions, rope: output)
+    monkeypatch.setattr(attention, "unrotate", lambda output, rope: output)
     with pytest.raises(RuntimeError, match="nothing is timed"):
         bench.check_attention(model)
     assert "forward" not in vars(model.model)

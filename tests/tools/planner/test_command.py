@@ -30,7 +30,7 @@ def test_tables(capsys):
     assert main([*FLASH, "--requests", "8"]) == 0
     out = words(capsys.readouterr().out)
     for part in ("3,514.25", "3,564.00", "CSA entries", "index keys", "HCA entries", "window",
-                 "HCA tails", "block table", "RoPE tables", "window workspace"):  # fmt: skip
+                 "HCA tails", "block table", "RoPE rows", "window workspace"):  # fmt: skip
         assert part in out
     assert "One request: 3.439 GiB of payload, 3.487 GiB allocated" in out
     assert "It fits: 8 requests of 1,048,576 tokens" in out

@@ -268,7 +268,7 @@ def store_output(acc, largest, total, nth_work, output_desc, results, shared, ou
         for nth in gl.static_range(2):
             values, at = both[nth], SIDE * HALF + half * 2 * PIECE + nth * PIECE
             if SIDE * HALF + half * 2 * PIECE + nth * PIECE == DIM - PIECE:
-                values = rotate_back(values, cos_ptr, sin_ptr, out_loc.position)
+                values = rotate_back(values, cos_ptr, sin_ptr, out_loc.token_idx)
             tma.store_wait(0)
             gl.thread_barrier()
             piece.store(values.to(gl.bfloat16))

@@ -177,7 +177,7 @@ def merge_sides(quarters, num_tiles, exchange, results, out_loc, NUM_HEADS: gl.c
             gl.store(results.partials_ptr + part_row * DIM + at, values, mask=mask)
         else:
             if quarter == CHANNEL_QUARTERS - 1:
-                values = rotate_back(values, results.cos_ptr, results.sin_ptr, out_loc.position)
+                values = rotate_back(values, results.cos_ptr, results.sin_ptr, out_loc.token_idx)
                 values = gl.convert_layout(values, DENSE)
             out = values.to(gl.bfloat16)
             gl.store(results.output_ptr + row * DIM + at, out, mask=is_head[:, None])

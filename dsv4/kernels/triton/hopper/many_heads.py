@@ -157,7 +157,7 @@ def store_many(acc, largest, total, query, results, out_loc, has_rows, NUM_HEADS
         for nth in gl.static_range(SIDE_QUARTERS):
             values = acc[nth] * factor[:, None]  # [HEADS, CHANNEL_QUARTER]
             if SIDE * SIDE_QUARTERS + nth == CHANNEL_QUARTERS - 1:
-                values = rotate_back(values, results.cos_ptr, results.sin_ptr, out_loc.position)
+                values = rotate_back(values, results.cos_ptr, results.sin_ptr, out_loc.token_idx)
             query[SIDE * SIDE_QUARTERS + nth].index(0).store(values.to(gl.bfloat16))
         gl.thread_barrier()
         for nth in gl.static_range(SIDE_QUARTERS):

@@ -57,7 +57,7 @@ class EntryPtrs(NamedTuple):
 
 
 class ResultPtrs(NamedTuple):
-    """Memory of the results, and of the sinks and tables that they depend on."""
+    """Memory of the results, and of the sinks and RoPE rows that they depend on."""
 
     sinks_ptr: gl.tensor
     output_ptr: gl.tensor
@@ -84,7 +84,7 @@ class OutLoc(NamedTuple):
     row is the first head's row in the output, part_row the one in the partials.
     """
 
-    position: gl.tensor
+    token_idx: gl.tensor
     first_head: gl.tensor
     row: gl.tensor
     part_row: gl.tensor
@@ -141,7 +141,7 @@ def find_work(work, tokens, splits, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr
     part_row = (nth_token.to(gl.int64) * splits.num_splits + split) * NUM_HEADS + first_head
     tiles = Tiles(first, end, splits.tile_step)
     token = Token(token_idx, request, slot, position, num_rows)
-    return tiles, token, OutLoc(position, first_head, row, part_row)
+    return tiles, token, OutLoc(token_idx, first_head, row, part_row)
 
 
 @gluon.jit

@@ -55,13 +55,13 @@ def log_sum_exp(largest, total):
 
 
 @gluon.jit
-def rotate_back(values, cos_ptr, sin_ptr, position):
+def rotate_back(values, cos_ptr, sin_ptr, token_idx):
     """Rotate the trailing channels of a row's last ones, `[HEADS, WIDTH]`, back."""
     HEADS: gl.constexpr = values.shape[0]
     PAIRS: gl.constexpr = values.shape[1] // 2
     even, odd = gl.split(gl.reshape(values, (HEADS, PAIRS, 2)))  # [HEADS, PAIRS]
     pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, even.type.layout)) - (PAIRS - ROPE // 2)
-    offset = position.to(gl.int64) * (ROPE // 2) + pair
+    offset = token_idx.to(gl.int64) * (ROPE // 2) + pair
     cos = gl.load(cos_ptr + offset, mask=pair >= 0, other=1.0)[None, :]
     sin = gl.load(sin_ptr + offset, mask=pair >= 0, other=0.0)[None, :]
     turned = gl.join(even * cos + odd * sin, odd * cos - even * sin)

@@ -11,7 +11,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.kernels.layer_memory import existing
 from dsv4.kernels.reference.addressing import entry_rows
 from dsv4.kernels.reference.indexer import index_query, select_topk
-from dsv4.rope import RopeTable
+from dsv4.rope import build_rope_table
 from dsv4.tools.bench.external.sglang import SGLangKernels
 
 ROUNDED_TWICE = 2.0**-3  # of a row's norm: both results are rounded to E4M3, by 2^-4 each
@@ -71,7 +71,7 @@ class SGLangQuery:
         self._kernels, self._handle = kernels, handle
         self._query, self._head_weights = query, head_weights
         self._factor = query.shape[2] ** -0.5 * query.shape[1] ** -0.5
-        self._frequencies = complex_frequencies(handle.rope)
+        self._frequencies = complex_frequencies(handle)
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Return codes `[batch, heads, dim]`, and head weights that include every scale."""
@@ -85,7 +85,7 @@ class SGLangQuery:
         keys = existing(self._handle.memory.index_keys)
         codes, weights = self.run()
         ready = index_query(
-            self._query, keys.format, self._handle.positions.long(), self._handle.rope,
+            self._query, keys.format, self._handle.rope,
             has_hadamard=self._handle.config.index_hadamard, global_scale=None,
         )  # fmt: skip
         want = ready * (self._head_weights.float() * self._factor)[:, :, None]
@@ -93,8 +93,12 @@ class SGLangQuery:
             raise RuntimeError("SGLang's queries differ from the reference's; nothing is timed")
 
 
-def complex_frequencies(rope: RopeTable) -> Tensor:
-    """Convert a RoPE table to `[positions, rope_dim / 2]` complex64."""
+def complex_frequencies(handle: LayerCacheHandle) -> Tensor:
+    """Make the RoPE table of a layer, `[positions, rope_dim / 2]` complex64."""
+    rope = build_rope_table(
+        handle.config, handle.layer.rope_base, num_positions=handle.plan.longest,
+        device=handle.positions.device,
+    )  # fmt: skip
     return torch.complex(rope.cos, rope.sin)
 
 

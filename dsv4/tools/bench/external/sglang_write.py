@@ -123,7 +123,7 @@ def check_sglang(kernels: SGLangKernels, config: CacheConfig, *, device: str = "
     ]
     handle = _write_reference(config, requests, weights, device=device)
     inputs = join_rows([take_rows(request, slice(-1, None)) for request in requests])
-    layer = SGLangLayer(kernels, handle, inputs, weights, complex_frequencies(handle.rope))
+    layer = SGLangLayer(kernels, handle, inputs, weights, complex_frequencies(handle))
     for idx, request in enumerate(requests):
         layer.remember(idx, take_rows(request, slice(0, -1)))
     layer.run()
