@@ -19,6 +19,7 @@ from dsv4.kernels.ops import (
     gather_all_compressed_kv,
     gather_compressed_kv,
     gather_swa_kv,
+    make_rope,
     select_entries,
     write_layer,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "gather_swa_kv",
     "layer_memories",
     "layout_of",
+    "make_rope",
     "select_entries",
     "write_layer",
 ]
@@ -52,8 +54,8 @@ def layout_of(capacity: Capacity) -> CacheLayout:
 def layer_memories(capacity: Capacity, *, blocks: Tensor, slots: Tensor) -> tuple[LayerMemory, ...]:
     """Return the memory of each layer, on the caller's blocks and slots.
 
-    Workspaces and RoPE tables are allocated on the same device, once for all layers. Layers that
-    share them must run one after the other.
+    Workspaces and RoPE rows are allocated on the same device, once for all layers. Layers that
+    share them must run one after the other, `make_rope` before them.
 
     Args:
         capacity: The sizes; its checkpoints, host memory and undo slots are not used.

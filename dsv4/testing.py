@@ -40,6 +40,7 @@ def poison(manager: KVCacheManager) -> None:
     manager.state.storage.fill_(POISON_BYTE)
     manager.device_memory.workspace.fill_(POISON_BYTE)
     manager.device_memory.partials.fill_(torch.nan)
+    manager.device_memory.rope_rows.fill_(torch.nan)
 
 
 def random_weights(

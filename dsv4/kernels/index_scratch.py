@@ -14,6 +14,9 @@ from dsv4.formats import BYTE_ALIGN, next_power_of_two, round_up
 SCRATCH_LIMIT = 192 << 20  # bytes; a token that needs more is taken alone
 DENSE_LIMIT = 288 << 20  # bytes of dense rows
 DENSE_HEADS = 64  # query heads of a work item of attention over dense rows
+DENSE_WORKS = (
+    128  # work items of a forward that has room for dense rows; fewer fill no Hopper twice
+)
 WHOLE_ENTRIES = 8192  # the most entries that one program of the top-k takes without groups
 NARROW_ENTRIES = 4096  # the fewest scores of a program that starts from groups
 GROUP = 8  # neighbours that their largest score stands for

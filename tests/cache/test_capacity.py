@@ -213,15 +213,17 @@ def test_scratch_of_a_million_tokens_has_a_limit():
 
 @pytest.mark.parametrize(
     ("choices", "tokens"),
-    [({"kv_format": "bf16"}, 8192), ({"num_query_heads": 32}, 8192), ({}, 1)],
+    [({"kv_format": "bf16"}, 8192), ({"num_query_heads": 32}, 8192), ({}, 1), ({}, 127)],
 )
 def test_no_dense_rows_that_no_kernel_makes(choices, tokens):
     capacity = capacity_of(CacheConfig.v4_flash(**choices), max_forward_tokens=tokens)
     assert capacity.dense_bytes == 0
 
 
-def test_shared_bytes_of_decoding_at_1m_tokens():
-    capacity = capacity_of(CacheConfig.v4_flash(), max_request_tokens=1 << 20)
+@pytest.mark.parametrize("batch", [1, 32])
+def test_shared_bytes_of_decoding_at_1m_tokens(batch):
+    sizes = {"max_requests": batch, "max_forward_tokens": batch, "max_request_tokens": 2**20}
+    capacity = capacity_of(CacheConfig.v4_flash(), **sizes)
     shared = COMPONENTS[COMPONENTS.index("undo_slots") :]
     assert sum(capacity.memory()[name].allocated for name in shared) <= 110 * MIB
 

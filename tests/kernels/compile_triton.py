@@ -30,6 +30,7 @@ from dsv4.kernels.triton import (
     gather,
     indexer,
     primitives,
+    rope,
     topk,
 )
 from dsv4.kernels.triton import launch as launch_module
@@ -92,6 +93,17 @@ def record(ratio: int, kind: str, launch: Launch) -> list:
     flush_write.write_layer(writes, handle.memory, handle.tokens, launch=launch)
     for name, kernel in kernels.items():
         setattr(flush_write, name, kernel)
+    return launches
+
+
+def record_rope() -> list:
+    """Record the launch that makes a token's RoPE rows, at V4-Flash's width."""
+    launches: list = []
+    kernel = rope._rope_kernel
+    rope._rope_kernel = Recorder(kernel, launches)
+    manager = KVCacheManager(CacheConfig.v4_flash(), max_requests=1, num_blocks=1)
+    rope.make_rope(manager.device_memory.memories[0], torch.zeros(1, dtype=torch.int32))
+    rope._rope_kernel = kernel
     return launches
 
 
@@ -236,6 +248,7 @@ def main(arch: int, step: int) -> None:
                 used = resources(compile_launch(kernel, arguments, arch), arch)
                 work = f"{work_name(ratio, kind)} {launch}"
                 print(json.dumps({"kernel": kernel.__name__, "kind": work, **used}))
+    report(record_rope(), "rope", arch)
     for kv_format in KV_FORMATS[::step]:
         for kernel, arguments in record_gathers(kv_format):
             used = resources(compile_launch(kernel, arguments, arch), arch)

@@ -19,6 +19,7 @@ from dsv4.kernels.triton import (
     flush_write,
     gather,
     indexer,
+    rope,
     topk,
 )
 from dsv4.kernels.triton.hopper import attention as hopper
@@ -57,7 +58,7 @@ def record_kernels() -> dict[str, dict]:
     keys: dict[str, dict] = {}
     for module in (
         attention, chunk_scores, dense_attention, dense_rows, flush_write, gather, hopper,
-        index_scores, indexer, topk,
+        index_scores, indexer, rope, topk,
     ):  # fmt: skip
         kernels = {n: k for n, k in vars(module).items() if isinstance(k, JITFunction)}
         for name, kernel in kernels.items():
@@ -81,6 +82,7 @@ def new_keys(keys: dict[str, dict], warmed: set[str]) -> list[dict]:
 def use_triton(manager: KVCacheManager) -> None:
     """Let a manager of the CPU use Triton, which it refuses; nothing is launched here."""
     manager.backend = manager.attention_backend = manager.index_backend = "triton"
+    manager._planner._backend = "triton"
     manager._layers = [manager._layer_parts(idx) for idx in range(len(manager.schedule))]
 
 

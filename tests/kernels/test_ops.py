@@ -103,7 +103,8 @@ def in_parts(handle, inputs, weights):
 def assert_same(got, expected):
     for name, tensor in expected[0].tensors().items():
         if name not in ("pooled", "index_scratch", "partials"):
-            assert torch.equal(got[0].tensors()[name], tensor), f"{name} differs"
+            pair = [x.reshape(-1).view(torch.uint8) for x in (got[0].tensors()[name], tensor)]
+            assert torch.equal(*pair), f"{name} differs"
     assert len(got[1]) == len(expected[1])
     for mine, theirs in zip(got[1], expected[1], strict=True):
         assert mine.dtype == theirs.dtype
@@ -123,7 +124,7 @@ class SeenOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-FORWARD_OPS = {"write_layer", "select_entries", "attend"}
+FORWARD_OPS = {"make_rope", "write_layer", "select_entries", "attend"}
 GATHER_OPS = {"gather_swa_kv", "gather_compressed_kv", "gather_all_compressed_kv"}
 
 
@@ -301,6 +302,7 @@ def op_arguments():
     checkpoints = torch.zeros(1, checkpoint_bytes(manager.schemas), dtype=torch.uint8)
     boundaries = (torch.tensor([[0, 8, 0]], dtype=torch.int32), checkpoints)
     return {
+        "make_rope": (*memory, handle.positions),
         "write_layer": (*memory, *tokens, writes),
         "checkpoint_window": (*boundaries, *memory, *tokens),
         "checkpoint_tails": (*boundaries, *memory, *tokens, writes),
@@ -319,7 +321,8 @@ def test_schema_and_fake(name):
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
     mutated = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
     storages = ["slots", "blocks", "workspace", "pooled", "arrivals"]
-    expected = {"write_layer": storages, "select_entries": ["index_scratch"],
+    expected = {"make_rope": ["rope_rows"], "write_layer": storages,
+                "select_entries": ["index_scratch"],
                 "attend": ["index_scratch", "partials"],
                     "checkpoint_window": ["checkpoints"],
                 "checkpoint_tails": ["checkpoints"]}  # fmt: skip

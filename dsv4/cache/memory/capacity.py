@@ -13,7 +13,9 @@ from dsv4.checks import check_int
 from dsv4.config import CacheConfig
 from dsv4.formats import BYTE_ALIGN
 from dsv4.kernels.index_scratch import (
+    DENSE_HEADS,
     DENSE_LIMIT,
+    DENSE_WORKS,
     dense_sizes,
     has_dense_rows,
     index_scratch_bytes,
@@ -150,7 +152,8 @@ class Capacity:
             config.kv_format, head_dim=config.head_dim, rope_dim=config.rope_dim,
             num_heads=config.num_query_heads,
         )  # fmt: skip
-        if not is_made or not self.workspace_rows:
+        num_works = self.max_forward_tokens * config.num_query_heads // DENSE_HEADS
+        if not is_made or not self.workspace_rows or num_works < DENSE_WORKS:
             return 0
         entries = self.max_request_tokens // min(ratios) if ratios else 0
         return dense_sizes(

@@ -31,12 +31,13 @@ function indexScratch(model, choice) {
 }
 
 function denseRows(model, choice, blocks) {
-  const { denseLimit, denseHeads, byteAlign } = data.constants;
+  const { denseLimit, denseHeads, denseWorks, byteAlign } = data.constants;
   const { csa, hca } = choice.layers, ratio = csa ? 4 : 128;
   if (!model.denseFormats.includes(choice.kv) || choice.chunk <= choice.drafts + 1) return 0;
   const entries = csa + hca ? Math.floor(choice.context / ratio) : 0;
   const rows = choice.chunk + model.window - 1 + roundUp(entries, choice.block / ratio);
   const works = Math.floor((choice.chunk * model.heads) / denseHeads);
+  if (works < denseWorks) return 0;
   return Math.min(denseLimit, rows * model.headDim * 2
     + roundUp((entries ? blocks : 0) * 4, byteAlign) + roundUp((1 + works) * 4, byteAlign));
 }

@@ -52,6 +52,7 @@ def write_page(
             "scratchLimit": index_scratch.SCRATCH_LIMIT,
             "denseLimit": index_scratch.DENSE_LIMIT,
             "denseHeads": index_scratch.DENSE_HEADS,
+            "denseWorks": index_scratch.DENSE_WORKS,
             "wholeEntries": index_scratch.WHOLE_ENTRIES,
             "narrowEntries": index_scratch.NARROW_ENTRIES,
             "group": index_scratch.GROUP,
