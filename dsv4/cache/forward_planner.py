@@ -19,7 +19,6 @@ from dsv4.cache.memory.capacity import Capacity, blocks_for
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.plan import ForwardPlan, Survival
 from dsv4.checks import check_ints
-from dsv4.kernels import ops
 from dsv4.kernels.contracts import CheckpointPoints
 
 Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
@@ -63,14 +62,8 @@ class ForwardPlanner:
     """Plans the forwards of one manager."""
 
     def __init__(
-        self,
-        capacity: Capacity,
-        memory: DeviceMemory,
-        books: CacheBooks,
-        forward: CurrentForward,
-        backend: str,
+        self, capacity: Capacity, memory: DeviceMemory, books: CacheBooks, forward: CurrentForward
     ) -> None:
-        self._backend = backend
         self._capacity, self._config = capacity, capacity.config
         self._memory, self._books, self._forward = memory, books, forward
         self._nothing = read_only(np.full(capacity.max_requests, -1, dtype=np.int64))
@@ -107,9 +100,6 @@ class ForwardPlanner:
             buffers, max_step = self._memory.plan_buffers, int(rows.counts.max(initial=0))
             buffers.upload(
                 self._books.requests.changed_blocks, sources, targets, (batch, num_tokens)
-            )
-            ops.make_rope(
-                self._memory.memories[0], buffers.positions(num_tokens), backend=self._backend
             )
             self._books.requests.forget_changes()
             host = buffers.host

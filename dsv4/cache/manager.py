@@ -31,6 +31,7 @@ from dsv4.cache.stats import CacheStats, collect_stats
 from dsv4.cache.swap import SwappedRequest
 from dsv4.checks import NotCopyable, check_bool, check_int, check_ints, check_one_or_more
 from dsv4.config import CacheConfig
+from dsv4.kernels import ops
 from dsv4.kernels.backends import check_backend, default_backend
 from dsv4.kernels.external.limits import check_attention_backend, check_index_backend
 
@@ -152,7 +153,7 @@ class KVCacheManager(NotCopyable):
         )  # fmt: skip
         self._forward = CurrentForward(self.capacity, self.device_memory, self._books)
         self._planner = ForwardPlanner(
-            self.capacity, self.device_memory, self._books, self._forward, self.backend
+            self.capacity, self.device_memory, self._books, self._forward
         )
         self.block_table = self.device_memory.block_table
         self.paged, self.state = self.device_memory.paged, self.device_memory.state
@@ -628,7 +629,16 @@ class KVCacheManager(NotCopyable):
         if type(layer_idx) is not int or not 0 <= layer_idx < len(self._layers):
             last = len(self._layers) - 1
             layer_idx = check_int("layer_idx", layer_idx, at_least=0, at_most=last)
+        self.make_rope(plan)
         return LayerCacheHandle(self._layers[layer_idx], plan, plan.layer(layer_idx))
+
+    def make_rope(self, plan: ForwardPlan) -> None:
+        """Make the RoPE rows of a plan's tokens, once for all layers."""
+        if not plan.has_rope:
+            ops.make_rope(
+                self.device_memory.memories[0], plan.tokens.positions, backend=self.backend
+            )
+            plan.has_rope = True
 
     def check_plan(self, plan: ForwardPlan) -> None:
         """Refuse a plan of another manager, and one that is over."""

@@ -57,6 +57,7 @@ class ForwardPlan:
         num_layer_writes: Writes of a whole forward, see `CacheConfig.num_layer_writes`.
         boundaries: Block boundaries inside chunks that the layers checkpoint; None for none.
         survival: What `cancel` leaves; None for a plan of padding alone.
+        has_rope: The device has the RoPE rows of its tokens.
     """
 
     owner: Callable[[], PlanOwner | None]
@@ -73,6 +74,7 @@ class ForwardPlan:
     survival: Survival | None = None
     is_cancelled: bool = False
     is_retired: bool = False
+    has_rope: bool = False
     _num_written: int = 0
     _has_begun: bool = False
     _is_declared_complete: bool = False

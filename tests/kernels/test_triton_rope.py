@@ -71,19 +71,24 @@ def test_a_plan_has_the_rows_of_its_tokens_and_of_their_windows(backend):
                 assert torch.equal(mine[: len(positions)].cpu()[is_closing], expected[is_closing])
 
 
-def test_padding_of_a_captured_graph_has_the_rows_of_position_0():
-    manager = make_manager(CONFIGS["flash"])
-    manager.device_memory.plan_buffers.reserve(8)
-    slot = manager.open_request()
-    prepare_forward(manager, [slot], [0], [20]).complete()
-    prepare_forward(manager, [slot], [20], [21]).complete()
-    cos, sin = manager.device_memory.memories[0].rope.take(slice(1, 8))
-    assert (cos == 1).all() and (sin == 0).all()
+def test_rows_are_made_once_for_all_layers(monkeypatch):
+    calls = []
+    monkeypatch.setattr(ops, "make_rope", lambda *arguments, **_: calls.append(arguments))
+    manager = make_manager(CONFIGS["flash"], "reference")
+    plan = prepare_forward(manager, [manager.open_request()], [0], [1])
+    assert not calls and not plan.has_rope
+    for layer_idx in (0, 1, 2, 0):
+        manager.acquire(layer_idx, plan)
+    assert len(calls) == 1 and plan.has_rope
 
 
-def test_a_stale_plan_has_no_rows():
+def test_a_stale_plan_makes_and_has_no_rows():
     manager = make_manager(CONFIGS["flash"], "reference")
     handle = manager.acquire(0, prepare_forward(manager, [], [], []))
     prepare_forward(manager, [], [], [])
+    manager.device_memory.rope_rows.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="Stale plan"):
+        manager.acquire(0, handle.plan)
     with pytest.raises(RuntimeError, match="Stale plan"):
         _ = handle.rope
+    assert manager.device_memory.rope_rows.isnan().all()

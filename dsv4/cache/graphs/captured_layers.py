@@ -54,6 +54,7 @@ class CapturedLayers:
                 f"{self.max_length} long, as captured, got {plan.num_tokens} tokens of "
                 f"{plan.num_requests} requests up to {plan.longest} long"
             )
+        self.manager.make_rope(plan)
         has_entries = self.manager.schedule[layer_idx].ratio > 0
         layer = plan.layer(layer_idx)
         plan.begin_write(layer, window=True, entries=has_entries)
@@ -68,6 +69,7 @@ class CapturedLayers:
     def _run(self, step: LayerStep, layer_idx: int) -> Any:
         """Run a layer's step over the buffers as they are, through a plan that only it sees."""
         plan = self.manager.padding_plan(self.batch, self.batch, 0, 1, max_length=self.max_length)
+        plan.has_rope = True  # `replay` makes the rows, once for all layers
         try:
             return step(self.manager.acquire(layer_idx, plan))
         finally:

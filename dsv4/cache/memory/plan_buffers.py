@@ -76,7 +76,7 @@ class PlanBuffers:
         self._copies = self.device.pop("copy_rows").view(torch.int64).view(2, max_requests)
         self._host_points = self.host.pop("checkpoint_points").reshape(max_checkpoints, 3)
         self._points = self.device.pop("checkpoint_points").view(max_checkpoints, 3)
-        self._padded_to = self._reserved = 0
+        self._padded_to = 0
         self._padded_sizes = (-1, -1)
         self._pad(0, 0)
         self._token_map: TokenMap | None = None
@@ -100,13 +100,8 @@ class PlanBuffers:
 
     def reserve(self, num_tokens: int) -> None:
         """Pad at least that many tokens in every later plan: a captured graph reads them."""
-        self._reserved = max(self._reserved, num_tokens)
         self._padded_to = max(self._padded_to, num_tokens)
         self._padded_sizes = (-1, -1)
-
-    def positions(self, num_tokens: int) -> torch.Tensor:
-        """Return a plan's positions on the device, with the padding that captured graphs read."""
-        return self.device["positions"][: max(num_tokens, self._reserved, 1)]
 
     def start(self, batch: int, num_tokens: int) -> dict[str, IntArray]:
         """Return the host's arrays for a plan of this size, with padding where it uses none.
