@@ -308,8 +308,9 @@ def test_some_tokens_of_a_chunk(always_dense):
     tokens = handle.tokens._replace(
         positions=handle.tokens.positions[some], request_ids=handle.tokens.request_ids[some]
     )
+    memory = handle.memory._replace(rope_rows=handle.memory.rope_rows[:, :, some])
     got = triton().attend(
-        inputs.query[some], inputs.sinks, handle.memory, None, tokens,
+        inputs.query[some], inputs.sinks, memory, None, tokens,
         max_entries=handle.plan.max_entries(128),
     )  # fmt: skip
     sizes, left = always_dense[-1]

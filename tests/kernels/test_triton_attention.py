@@ -370,8 +370,9 @@ def attend_alone(handle, inputs: Inputs, token: int) -> AttentionResult:
     tokens = handle.tokens._replace(
         positions=handle.tokens.positions[only], request_ids=handle.tokens.request_ids[only]
     )
+    memory = handle.memory._replace(rope_rows=handle.memory.rope_rows[:, :, only])
     return triton().attend(
-        inputs.query[only], inputs.sinks, handle.memory,
+        inputs.query[only], inputs.sinks, memory,
         None if inputs.rows is None else inputs.rows[only], tokens,
         max_entries=handle.plan.max_entries(handle.layer.ratio), batch_invariant=True,
     )  # fmt: skip

@@ -71,14 +71,15 @@ def attend(
 ) -> AttentionResult:
     """Run the attention of a layer, for all queries or for those at the indices `queries`."""
     handle, rows = case.handles[layer_idx], case.rows[layer_idx]
-    query, tokens = case.query, handle.tokens
+    query, tokens, memory = case.query, handle.tokens, handle.memory
     if queries is not None:
+        memory = memory._replace(rope_rows=memory.rope_rows[:, :, queries])
         query, rows = query[queries], None if rows is None else rows[queries]
         tokens = tokens._replace(
             positions=tokens.positions[queries], request_ids=tokens.request_ids[queries]
         )
     return ops.attend(
-        query, case.sinks, handle.memory, rows, tokens,
+        query, case.sinks, memory, rows, tokens,
         max_entries=max(case.num_entries, handle.plan.max_entries(handle.layer.ratio)),
         batch_invariant=batch_invariant, backend=backend,
     )  # fmt: skip
