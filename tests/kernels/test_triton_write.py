@@ -197,7 +197,8 @@ def assert_same_bytes(got: KVCacheManager, expected: KVCacheManager) -> None:
         if name in ("pooled", "index_scratch", "partials", "plan_buffers"):
             continue
         same = got.tensors()[name].to(tensor.device)
-        assert torch.equal(same, tensor), f"{name} differs"
+        pair = [x.reshape(-1).view(torch.uint8) for x in (same, tensor)]
+        assert torch.equal(*pair), f"{name} differs"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
