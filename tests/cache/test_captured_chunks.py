@@ -17,6 +17,7 @@ __all__ = ["eager_graph"]
 
 TINY = CacheConfig.tiny()
 VERIFY = CacheConfig.tiny(drafts_per_step=3)
+FEW = CacheConfig.tiny(drafts_per_step=3, compress_ratios=(4, 128))
 FLASH = CacheConfig.v4_flash(compress_ratios=(0, 4, 128))
 CHUNKS = (2, 5, 61, 127, 128, 129, 200)
 
@@ -151,12 +152,12 @@ def drive(twins, *, num_steps, seed, check_every=1, compare=compare_outputs, lon
 @pytest.mark.parametrize("config", [TINY, VERIFY], ids=["decode", "verify"])
 def test_mixed_steps_are_the_eager_ones(eager_graph, config):
     twins = Twins(config, [(5, 300, 3), (5, 140, 2), (3, 40, 1)])
-    assert drive(twins, num_steps=40, seed=0) == {0, 1, 2, 3}
+    assert drive(twins, num_steps=25, seed=0) == {0, 1, 2, 3}
 
 
 def test_triton_s_kernels_skip_the_padding(eager_graph):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    twins = Twins(VERIFY, [(4, 24, 2)], device=device, backend="triton")
+    twins = Twins(FEW, [(4, 24, 2)], device=device, backend="triton")
     slots = [twins.open() for _ in range(3)]
     for manager in (twins.captured, twins.eager):
         prepare_forward(manager, slots, [0] * 3, [3, 120, 0]).complete()
