@@ -18,7 +18,7 @@ __all__ = ["eager_graph"]
 TINY = CacheConfig.tiny()
 VERIFY = CacheConfig.tiny(drafts_per_step=3)
 FEW = CacheConfig.tiny(drafts_per_step=3, compress_ratios=(4, 128))
-FLASH = CacheConfig.v4_flash(compress_ratios=(0, 4, 128))
+FLASH = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), index_topk=64)
 CHUNKS = (2, 5, 61, 127, 128, 129, 200)
 
 
