@@ -274,7 +274,7 @@ def test_v4_flash_s_kernels_in_mixed_steps(batch_invariant):
             torch.testing.assert_close(got[:num_tokens], want, rtol=2e-2, atol=2e-2)
 
     twins = Twins(
-        FLASH, [(7, 600, 1), (7, 200, 3)], device="cuda", dtype=torch.bfloat16, backend="triton",
+        FLASH, [(7, 500, 1), (7, 200, 3)], device="cuda", dtype=torch.bfloat16, backend="triton",
         pool=GraphPool("cuda"), batch_invariant=batch_invariant,
     )  # fmt: skip
     compare = compare_outputs if batch_invariant else close
