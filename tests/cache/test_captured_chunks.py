@@ -259,9 +259,10 @@ def test_replays_of_several_sizes_in_one_pool(config):
     twins = Twins(config, sizes, device="cuda", backend="triton", pool=pool)
     chunks = drive(twins, num_steps=300, seed=1, check_every=25)
     assert chunks >= {0, 1, 2, 3}
-    largest = GraphPool("cuda")
-    twins.capture(*sizes[0], largest)
-    assert 0 < pool.num_bytes <= 1.5 * largest.num_bytes
+    alone = [GraphPool("cuda") for _ in sizes]
+    kept = [twins.capture(*size, each) for size, each in zip(sizes, alone, strict=True)]
+    assert 0 < pool.num_bytes < sum(each.num_bytes for each in alone)
+    assert len(kept) == 3
 
 
 @pytest.mark.gpu

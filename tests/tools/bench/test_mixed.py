@@ -37,7 +37,7 @@ def test_replays_are_checked(small, monkeypatch):
     def wrong(case, chunks, mode):
         results = right(case, chunks, mode)
         if mode == "captured":
-            results[-1].output[-1] *= -1
+            results[-1].output[0] *= -1
         return results
 
     monkeypatch.setattr(mixed, "run_mixed", wrong)
@@ -46,7 +46,7 @@ def test_replays_are_checked(small, monkeypatch):
     monkeypatch.setattr(mixed, "run_mixed", right)
     case = mixed.mixed_case(TINY, 300)
     results = mixed.run_mixed(case, (30, 5), "captured")
-    assert [result.output.shape[0] for result in results] == [37] * 4
+    assert [result.output.shape[0] for result in results] == [40] * 4
     assert case.manager.lengths[case.slots].tolist() == [121, 122, 152, 128]
     assert case.graphs[12].num_tokens == 12 and case.pool.num_bytes == 7
-    assert not any(torch.isnan(result.output).any() for result in results)
+    assert not any(result.output[:37].isnan().any() for result in results)
