@@ -1,6 +1,6 @@
 """dsv4: the KV-cache runtime of DeepSeek-V4's hybrid attention."""
 
-from dsv4.cache.graphs.captured_forward import CapturedForward
+from dsv4.cache.graphs.captured_forward import CapturedForward, GraphPool
 from dsv4.cache.graphs.warm_up import warm_up
 from dsv4.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, SWAView
 from dsv4.cache.manager import KVCacheManager
@@ -56,6 +56,7 @@ __all__ = [
     "CompressorWeights",
     "ForwardPlan",
     "Gathered",
+    "GraphPool",
     "IndexInputs",
     "IndexerView",
     "IntegrityError",

@@ -342,6 +342,7 @@ class ForwardPlanner:
             widths = counts[chunks] + (self._config.sliding_window - 1)
             host["workspace_starts"][chunks] = np.cumsum(widths) - widths
             host["chunk_ids"][:num_chunks] = chunks
+        host["chunk_ids"][num_chunks:] = batch  # the first padding row
         ids = np.arange(batch)
         if num_tokens == batch == np.count_nonzero(counts):  # plain decode: one token each
             host["request_ids"][:batch] = host["token_starts"][:batch] = ids

@@ -32,8 +32,8 @@ from dsv4.errors import OutOfBlocksError
 class RaggedModel(Protocol):
     """A model over a manager's requests.
 
-    If it has a method `before_plan`, that is called before each plan with the most requests, tokens
-    of a request and tokens of all that it will have; see `PackedModel.before_plan`.
+    If it has a method `before_plan`, that is called before each plan with the most requests, new
+    tokens of one, tokens of one, and new tokens of all; see `PackedModel.before_plan`.
     """
 
     def __call__(self, ids: Tensor, plan: ForwardPlan, rows: Tensor) -> Tensor:
@@ -231,10 +231,11 @@ class Engine:
         while rows := self.scheduler.choose_rows():
             try:
                 if self._before_plan is not None:
-                    num_tokens = max(row.num_known + len(row.drafts) for row in rows)
+                    counts = [row.num_known + len(row.drafts) for row in rows]
+                    most, longest = max(counts), max(row.after for row in rows)
                     if any(row.drafts for row in rows):
-                        num_tokens = max(num_tokens, 1 + self.scheduler.num_drafts)
-                    self._before_plan(len(rows), num_tokens, max(row.after for row in rows))
+                        most = max(most, 1 + self.scheduler.num_drafts)
+                    self._before_plan(len(rows), most, longest, sum(counts))
                 return rows, self.scheduler.plan(rows)
             except OutOfBlocksError as error:
                 # Requests that have ended may leave room; others are preempted with all tokens.

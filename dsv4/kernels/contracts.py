@@ -18,7 +18,8 @@ class TokenMap(NamedTuple):
         positions, request_ids: `[num_tokens]`, position of a token and its row of the batch.
         workspace_starts: `[batch]`, first window-workspace row of a chunk; -1 for other requests.
             A chunk is a request's tokens in this forward, if they are more than a step's.
-        chunk_ids: `[num_chunks]`, the rows of the batch that are chunks.
+        chunk_ids: `[num_chunks]`, the rows of the batch that are chunks; a padding row for none,
+            which come last.
         block_table: `[max_requests, max_blocks]`, by slot; -1 where there is no block.
         num_read_only: `[max_requests]`, by slot; its first blocks, which are not written.
         max_step: Largest number of tokens of one request, known on the host.

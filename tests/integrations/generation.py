@@ -61,7 +61,7 @@ def share_of_scale(mine: Tensor, theirs: Tensor) -> float:
 class RepeatedRun:
     """Repeat the work of a CUDA graph over the captured buffers, into the same output."""
 
-    def __init__(self, device):
+    def __init__(self, device, pool=None):
         self.output = None
 
     def capture(self, run):

@@ -93,10 +93,11 @@ class Twins:
         self.step.ids.copy_(ids)
         mine = self.step.run(plan)[:num_tokens]
         assert plan.is_complete
-        rows, padding = [*slots, *[-1] * (size - num_tokens)], [0] * (size - num_tokens)
-        plan = prepare_forward(
-            self.eager.manager, rows, before + padding, after + [1] * len(padding)
-        )
+        padding = [1] * (size - num_tokens)
+        if self.step.max_chunks and padding:
+            padding = [sum(padding)]  # one row, since there may be more tokens than requests
+        rows, starts = [*slots, *[-1] * len(padding)], [*before, *[0] * len(padding)]
+        plan = prepare_forward(self.eager.manager, rows, starts, after + padding)
         theirs = run_eagerly(self.model, self.eager, ids, plan)[:num_tokens]
         self.lengths.update(zip(slots, after, strict=True))
         return mine, theirs
@@ -139,6 +140,18 @@ def test_verification_steps_equal_eager_ones(model):
         check_equal(*twins.advance(slots, counts))
         for slot, count in zip(slots, counts, strict=True):  # some drafts are rejected
             twins.truncate(slot, twins.lengths[slot] - choose.randint(0, count - 1))
+    twins.close()
+
+
+@EVERY_MODEL
+def test_steps_with_chunks_equal_eager_ones(model):
+    twins, choose = Twins(model, batch=4, max_chunks=2, num_tokens=48), random.Random(1)
+    for length in (3, 100, 126, 250):
+        twins.open(length)
+    for _ in range(6):
+        slots = choose.sample(sorted(twins.lengths), choose.randint(1, 4))
+        counts = [choose.randint(1, 4) if idx > 1 else choose.randint(1, 20) for idx in slots]
+        check_equal(*twins.advance(slots, counts))
     twins.close()
 
 

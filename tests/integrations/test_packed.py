@@ -34,15 +34,15 @@ def generate(model, prompt):
     )[0, len(prompt) :].tolist()  # fmt: skip
 
 
-@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("cuda_graphs, mixed_tokens", [(False, None), (True, None), (True, 64)])
 @pytest.mark.parametrize("overlap, num_drafts", [(False, 0), (True, 0), (False, 3)])
-def test_answers_are_those_of_generate(model, overlap, num_drafts, cuda_graphs):
+def test_answers_are_those_of_generate(model, overlap, num_drafts, cuda_graphs, mixed_tokens):
     cache = attach(
         model, max_requests=3, num_blocks=4, kv_format="fp32", index_format="fp32",
         max_forward_tokens=64, drafts_per_step=3,
     )  # fmt: skip
     answers = {}
-    packed = PackedModel(model, cache, cuda_graphs=cuda_graphs)
+    packed = PackedModel(model, cache, cuda_graphs=cuda_graphs, mixed_tokens=mixed_tokens)
     engine = Engine(packed, cache.manager, overlap=overlap, num_drafts=num_drafts)
     for number, prompt in enumerate(PROMPTS):
         answers[str(number)] = []
@@ -58,6 +58,7 @@ def test_answers_are_those_of_generate(model, overlap, num_drafts, cuda_graphs):
     cache.manager.check_integrity()
     sizes = {tokens for _, tokens in packed.captured_sizes}
     assert sizes == (({1, 1 + num_drafts}) if cuda_graphs else set())
+    assert {tokens for _, tokens in packed.mixed_sizes} == ({64} if mixed_tokens else set())
 
 
 def test_another_models_cache_is_refused(model):

@@ -32,25 +32,32 @@ from tests.kernels.test_triton_gather import DEVICE, filled, written_projections
 BOTH = [SWA, CSA, HCA]
 
 
-def sizes_of(handle, *, max_entries: int, num_tokens: int):
+def sizes_of(handle, *, max_entries: int, num_tokens: int, num_chunks: int = 2):
     layout = handle.memory.layout
     return dense_sizes(
-        num_tokens=num_tokens, num_chunks=len(handle.tokens.chunk_ids), window=layout.window,
+        num_tokens=num_tokens, num_chunks=num_chunks, window=layout.window,
         max_entries=max_entries, entries_per_block=layout.entries_per_block,
         num_blocks=handle.memory.blocks.shape[0], num_heads=64, dim=layout.head_dim,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("ratios", BOTH, ids=list(TYPES))
-@pytest.mark.parametrize("kv_format", ["fp8", "bf16"])
-def test_rows_become_dense(ratios, kv_format):
-    """Window rows of the workspace, then the entries of each chunk; nothing else is written."""
+@pytest.mark.parametrize("kv_format, num_padding", [("fp8", 0), ("fp8", 2), ("bf16", 0)])
+def test_rows_become_dense(ratios, kv_format, num_padding):
+    """Window rows of the workspace, then the entries of each chunk; nothing else is written.
+
+    A captured forward has chunks of padding behind its own.
+    """
     config = CacheConfig.tiny(compress_ratios=ratios, kv_format=kv_format)
     handle = filled(config, [40, 300, 99], [290, 301, 117])
     memory, tokens, layout = handle.memory, handle.tokens, handle.memory.layout
-    assert tokens.chunk_ids.tolist() == [0, 3]
+    assert tokens.chunk_ids.tolist() == [0, 3] and tokens.request_slots[1] == -1
+    padding = tokens.chunk_ids.new_full((num_padding,), 1)
+    tokens = tokens._replace(chunk_ids=torch.cat((tokens.chunk_ids, padding)))
     num_entries = [290 // ratios[0], 117 // ratios[0]] if ratios[0] else [0, 0]
-    sizes = sizes_of(handle, max_entries=max(num_entries), num_tokens=handle.plan.num_tokens)
+    num_entries += [0] * num_padding
+    sizes = sizes_of(handle, max_entries=max(num_entries), num_tokens=handle.plan.num_tokens,
+                     num_chunks=len(num_entries))  # fmt: skip
     storage = torch.full((sizes.num_bytes,), POISON_BYTE, dtype=torch.uint8, device=DEVICE)
     dense = cut_dense_rows(storage, sizes, dim=layout.head_dim)
     make_dense_rows(dense, memory, tokens)

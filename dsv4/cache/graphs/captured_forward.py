@@ -12,6 +12,7 @@ import torch
 
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.memory.capacity import Capacity
 from dsv4.cache.plan import ForwardPlan
 from dsv4.checks import check_int
 from dsv4.errors import LiveForwardError
@@ -36,8 +37,34 @@ def fill_with_padding(manager: KVCacheManager, num_tokens: int) -> None:
     manager.prepare_forward([], [], []).complete()
 
 
+class GraphPool:
+    """Memory that graphs share, and the stream that they are captured on.
+
+    They run one after the other: the outputs of one last until the replay of any other. Capture the
+    largest first; smaller ones then find their memory.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        device = torch.device(device)
+        check_graph_device(device)
+        with torch.cuda.device(device):
+            self._memory = torch.cuda.MemPool()  # keeps it, whichever graphs come and go
+            self.stream = torch.cuda.Stream()
+
+    @property
+    def handle(self) -> Any:
+        """The pool's name at PyTorch's allocator."""
+        return self._memory.id
+
+    @property
+    def num_bytes(self) -> int:
+        """GPU memory of its graphs."""
+        segments = self._memory.snapshot(include_traces=False)
+        return sum(segment["total_size"] for segment in segments)
+
+
 class CapturedForward:
-    """A CUDA graph of a step: decode, or the verification of drafts.
+    """A CUDA graph of a step: decode, the verification of drafts, or either beside chunks.
 
     The step reads its inputs from the caller's tensors, `num_tokens` rows each, whose addresses
     never change. Token i of a plan is row i of the inputs; the rows after the plan's last token may
@@ -49,15 +76,20 @@ class CapturedForward:
         step: Called with one handle per layer. It writes every layer, does not wait for the
             device, and returns tensors that each replay fills again.
         batch: The most requests of a replay.
-        tokens_per_request: The most tokens of one request. With 1, each row of a plan must
-            have exactly one; with more, any number up to that.
+        tokens_per_request: The most tokens of one request, unless it is a chunk. With 1 and no
+            chunks, each row of a plan must have exactly one; else any number up to that.
+        max_chunks: The most chunks of a replay: requests with more tokens than a step. Sizes of
+            their workspaces follow from it.
+        num_tokens: The most tokens of a replay, by default batch × tokens_per_request, and with
+            chunks the manager's most.
         max_length: The longest request of a replay, by default the manager's longest. Sizes
             that follow from `plan.max_entries` are captured for it.
+        pool: Memory that this graph shares with others.
 
     Attributes:
-        num_tokens: Rows that the step's inputs must have: batch × tokens_per_request.
-        num_rows: Rows of the plan that the step sees. With several tokens per request there is
-            one more than `batch`, to which unused tokens belong.
+        num_tokens: Rows that the step's inputs must have.
+        num_rows: Rows of the plan that the step sees. Unless each has exactly one token there is
+            one more than `batch`, to which unused tokens and chunks belong.
         outputs: The result of the step.
     """
 
@@ -68,43 +100,58 @@ class CapturedForward:
         *,
         batch: int,
         tokens_per_request: int = 1,
+        max_chunks: int = 0,
+        num_tokens: int | None = None,
         max_length: int | None = None,
+        pool: GraphPool | None = None,
     ) -> None:
         capacity = manager.capacity
         if max_length is None:
             max_length = capacity.max_request_tokens
-        batch = check_int(
+        self.batch = check_int(
             "batch", batch, at_least=1, at_most=capacity.max_requests, limit="max_requests"
         )
-        tokens_per_request = check_int(
+        self.tokens_per_request = check_int(
             "tokens_per_request", tokens_per_request,
             at_least=1, at_most=capacity.max_step_tokens, limit="drafts_per_step + 1",
         )  # fmt: skip
-        max_length = check_int(
+        self.max_length = check_int(
             "max_length", max_length,
             at_least=1, at_most=capacity.max_request_tokens, limit="max_request_tokens",
         )  # fmt: skip
-        self.num_tokens = batch * tokens_per_request
-        if self.num_tokens > capacity.max_forward_tokens:
-            raise ValueError(
-                "Invalid batch × tokens_per_request: expected at most "
-                f"{capacity.max_forward_tokens} (max_forward_tokens), got {self.num_tokens}"
-            )
+        check_int("max_chunks", max_chunks, at_least=0, at_most=self.batch, limit="batch")
+        self.num_tokens = self._choose_tokens(num_tokens, capacity, has_chunks=max_chunks > 0)
+        # A chunk has more tokens than a step; the workspace has rows for no more chunks than that.
+        self.max_chunks = min(max_chunks, self.num_tokens // (capacity.max_step_tokens + 1))
         self.manager = manager
-        self.batch = batch
-        self.tokens_per_request = tokens_per_request
-        self.max_length = max_length
-        self.num_rows = batch if tokens_per_request == 1 else batch + 1
-        self._graph = new_graph(manager.device)
+        is_even = self.num_tokens == self.batch and self.tokens_per_request == 1
+        self._is_decode = is_even and not max_chunks
+        self.num_rows = self.batch + (not self._is_decode)
+        self._graph = new_graph(manager.device, pool)
         check_complete(manager, "capture")
         fill_with_padding(manager, self.num_tokens)
         self.outputs = self._graph.capture(partial(self._run, step))
 
+    def _choose_tokens(self, wanted: int | None, capacity: Capacity, *, has_chunks: bool) -> int:
+        """Return the most tokens of a replay."""
+        limit = capacity.max_forward_tokens
+        if wanted is not None or has_chunks:
+            least = capacity.max_step_tokens + 1 if has_chunks else 1
+            return check_int(
+                "num_tokens", limit if wanted is None else wanted,
+                at_least=least, at_most=limit, limit="max_forward_tokens",
+            )  # fmt: skip
+        num_tokens = self.batch * self.tokens_per_request
+        if num_tokens > limit:
+            raise ValueError(
+                "Invalid batch × tokens_per_request: expected at most "
+                f"{limit} (max_forward_tokens), got {num_tokens}"
+            )
+        return num_tokens
+
     def fits(self, plan: ForwardPlan) -> bool:
         """Tell whether the sizes of a plan are as captured."""
-        is_decode = self.tokens_per_request > 1 or plan.num_tokens == plan.num_requests
-        sizes = self._sizes(plan)
-        return is_decode and not plan.has_workspace and all(v <= limit for _, v, limit in sizes)
+        return self._find_misfit(plan) is None
 
     def replay(self, plan: ForwardPlan) -> Any:
         """Run the captured step for a plan, and complete it. Returns the step's outputs.
@@ -124,9 +171,10 @@ class CapturedForward:
 
     def _run(self, step: Step) -> Any:
         """Run the step over the buffers as they are, through a plan that only it sees."""
-        plan = self.manager.padding_plan(self.num_rows, self.num_tokens, 0, self.tokens_per_request,
-            max_length=self.max_length,
-        )  # fmt: skip
+        most = self.num_tokens if self.max_chunks else self.tokens_per_request
+        plan = self.manager.padding_plan(
+            self.num_rows, self.num_tokens, self.max_chunks, most, max_length=self.max_length
+        )
         try:
             outputs = step(
                 [self.manager.acquire(idx, plan) for idx in range(len(self.manager.schedule))]
@@ -143,53 +191,59 @@ class CapturedForward:
         self.manager.check_plan(plan)
         if plan.has_started:
             raise RuntimeError("Invalid plan: expected one not yet written, got one begun or run")
-        if plan.has_workspace:
-            raise ValueError(
-                f"Invalid plan: expected at most {self.tokens_per_request} tokens in a row, as "
-                f"captured, got a chunk of {plan.tokens.max_step}, which needs the workspace"
-            )
-        for name, value, limit in self._sizes(plan):
-            if value > limit:
-                raise ValueError(
-                    f"Invalid plan: expected at most {limit} {name}, as captured, got {value}"
-                )
-        if self.tokens_per_request == 1 and plan.num_tokens != plan.num_requests:
-            raise ValueError(
-                "Invalid plan: expected one token in each row, as captured, "
-                f"got {plan.num_tokens} in {plan.num_requests} rows"
-            )
+        misfit = self._find_misfit(plan)
+        if misfit is not None:
+            raise ValueError(f"Invalid plan: expected {misfit}")
 
-    def _sizes(self, plan: ForwardPlan) -> list[tuple[str, int, int]]:
-        """List name, value and limit of a plan's sizes."""
-        return [
+    def _find_misfit(self, plan: ForwardPlan) -> str | None:
+        """Return what of a plan was not captured: as expected, and as it is."""
+        num_chunks, max_step = len(plan.tokens.chunk_ids), plan.tokens.max_step
+        if num_chunks and not self.max_chunks:
+            return (
+                f"at most {self.tokens_per_request} tokens in a row, as "
+                f"captured, got a chunk of {max_step}, which needs the workspace"
+            )
+        if plan.boundaries is not None:
+            count = len(plan.boundaries.points)
+            return f"no checkpoint inside a chunk, as captured, got {count}"
+        for name, value, limit in (
             ("rows", plan.num_requests, self.batch),
-            ("tokens in a row", plan.tokens.max_step, self.tokens_per_request),
+            ("chunks", num_chunks, self.max_chunks),
+            ("tokens in a row", 0 if self.max_chunks else max_step, self.tokens_per_request),
             ("tokens", plan.num_tokens, self.num_tokens),
             ("tokens in a request", plan.longest, self.max_length),
-        ]
+        ):
+            if value > limit:
+                return f"at most {limit} {name}, as captured, got {value}"
+        if self._is_decode and plan.num_tokens != plan.num_requests:
+            return (
+                "one token in each row, as captured, "
+                f"got {plan.num_tokens} in {plan.num_requests} rows"
+            )
+        return None
 
 
 class CudaGraph:
-    """A recorded run that can be repeated; with a pool and a stream it shares its memory."""
+    """A recorded run that can be repeated; with a pool it shares its memory."""
 
-    def __init__(
-        self, device: torch.device, *, pool: Any = None, stream: torch.cuda.Stream | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, pool: GraphPool | None = None) -> None:
         self._device = device
         self._pool = pool
-        self._stream = stream
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, run: Callable[[], Any]) -> Any:
         """Warm up, record one call of `run`, and return its result."""
+        pool = self._pool
         with torch.cuda.device(self._device):
-            current, side = torch.cuda.current_stream(), self._stream or torch.cuda.Stream()
+            current = torch.cuda.current_stream()
+            side = torch.cuda.Stream() if pool is None else pool.stream
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 for _ in range(NUM_WARMUP_RUNS):
                     run()
             current.wait_stream(side)
-            with torch.cuda.graph(self._graph, pool=self._pool, stream=side):
+            handle = None if pool is None else pool.handle
+            with torch.cuda.graph(self._graph, pool=handle, stream=side):
                 return run()
 
     def replay(self) -> None:
@@ -197,17 +251,16 @@ class CudaGraph:
         self._graph.replay()
 
 
-def new_graph(device: torch.device) -> CudaGraph:
+def new_graph(device: torch.device, pool: GraphPool | None = None) -> CudaGraph:
     """Return an empty graph for that device."""
     check_graph_device(device)
-    return CudaGraph(device)
+    return CudaGraph(device, pool)
 
 
 def new_graphs(device: torch.device, count: int) -> list[CudaGraph]:
     """Return graphs that share their memory; they must be replayed in the order of capture."""
-    check_graph_device(device)
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-    return [CudaGraph(device, pool=pool, stream=stream) for _ in range(count)]
+    pool = GraphPool(device)
+    return [CudaGraph(device, pool) for _ in range(count)]
 
 
 def check_graph_device(device: torch.device) -> None:

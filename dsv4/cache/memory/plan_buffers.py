@@ -15,7 +15,7 @@ class PlanBuffers:
 
     Rows and tokens that a plan does not use read as padding, so a graph captured with a larger
     batch can run it. Padding rows have slot -1 and no tokens; padding tokens belong to the first
-    such row. One row more than a plan can use is always padding.
+    such row, and padding chunks are it. One row more than a plan can use is always padding.
 
     On the CPU, host and device are the same memory. Elsewhere the changed elements of the block
     table travel with the plan, as pairs of flat index and value.

@@ -1,4 +1,4 @@
-"""`CapturedStep`: a whole step of an attached model as one CUDA graph, decode or verification.
+"""`CapturedStep`: a whole step of an attached model as one CUDA graph: decode, drafts, chunks.
 
 A replay costs the host some ten microseconds; the launches of a step cost tens of milliseconds.
 Replays read the weights at their addresses during capture. Hooks run at capture alone.
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dsv4.cache.graphs.captured_forward import CapturedForward
+from dsv4.cache.graphs.captured_forward import CapturedForward, GraphPool
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.plan import ForwardPlan
 from dsv4.integrations.transformers.captured_attention import room_for
@@ -30,7 +30,7 @@ class CapturedStep:
     Args:
         model: The attached `DeepseekV4ForCausalLM`, or its base model, which has no head.
         cache: The model's cache, between two forwards.
-        batch, tokens_per_request, max_length: See `CapturedForward`.
+        batch, tokens_per_request, max_chunks, num_tokens, max_length, pool: See `CapturedForward`.
         finish: Called with the logits `[num_tokens, vocab_size]`, or with the last hidden states
             of a base model. Its result is the output; it does not wait for the device.
 
@@ -45,15 +45,21 @@ class CapturedStep:
         *,
         batch: int,
         tokens_per_request: int = 1,
+        max_chunks: int = 0,
+        num_tokens: int | None = None,
         max_length: int | None = None,
+        pool: GraphPool | None = None,
         finish: Callable[[Tensor], Any] | None = None,
     ) -> None:
         check_experts(model)
         base, head, device = model.base_model, getattr(model, "lm_head", None), model.device
         cache.check_owner(base)
         self._addresses = WeightAddresses([model])
+        if num_tokens is None:
+            most = cache.manager.capacity.max_forward_tokens
+            num_tokens = most if max_chunks else batch * tokens_per_request
         with torch.inference_mode(False):
-            self.ids = torch.zeros(batch * tokens_per_request, dtype=torch.int64, device=device)
+            self.ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
 
         def step(handles: Sequence[LayerCacheHandle]) -> Any:
             output = run_packed(base, cache, self.ids, handles[0].plan)
@@ -63,10 +69,11 @@ class CapturedStep:
 
         with torch.inference_mode(False), torch.no_grad():
             self._forward = CapturedForward(
-                cache.manager, step,
-                batch=batch, tokens_per_request=tokens_per_request, max_length=max_length,
+                cache.manager, step, batch=batch, tokens_per_request=tokens_per_request,
+                max_chunks=max_chunks, num_tokens=num_tokens, max_length=max_length, pool=pool,
             )  # fmt: skip
         self.batch = self._forward.batch
+        self.max_chunks = self._forward.max_chunks
         self.max_length = self._forward.max_length
 
     def is_current(self) -> bool:
@@ -93,8 +100,7 @@ def find_step(
     cache: "PagedCache",
     *,
     longest: int,
-    batch: int,
-    tokens_per_request: int = 1,
+    **sizes: Any,
 ) -> CapturedStep | None:
     """Return the step of a key; it is captured if there is none, or none that still serves.
 
@@ -103,7 +109,7 @@ def find_step(
     Args:
         steps: All that were captured.
         longest: Tokens of the longest request after the step.
-        batch, tokens_per_request: Sizes of a new one.
+        sizes: Those of a new one.
 
     Returns:
         None if it would have to be captured while a forward is live.
@@ -115,10 +121,7 @@ def find_step(
         return None
     step = None
     steps.pop(key, None)  # its memory goes before the next one's comes
-    steps[key] = CapturedStep(
-        model, cache, batch=batch, tokens_per_request=tokens_per_request,
-        max_length=room_for(longest, cache.manager),
-    )  # fmt: skip
+    steps[key] = CapturedStep(model, cache, max_length=room_for(longest, cache.manager), **sizes)
     return steps[key]
 
 

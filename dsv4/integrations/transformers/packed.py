@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.cache.graphs.captured_forward import GraphPool
 from dsv4.cache.plan import ForwardPlan
 from dsv4.formats import next_power_of_two
 from dsv4.integrations.transformers.cache import PagedCache
@@ -16,46 +17,83 @@ from dsv4.integrations.transformers.captured_step import (
     run_packed,
 )
 
+MIXED_TOKENS = (64, 512)  # longer steps keep a GPU busy while the host launches them
+MIXED_CHUNKS = 4
+
 
 class PackedModel:
     """Runs the tokens of a plan of `cache.manager` in one row, without padding.
 
-    With graphs, steps of few tokens a request are captured by size: batches and lengths are
-    rounded up to powers of two.
+    With graphs, steps are captured by size: batches, lengths, and tokens of steps with chunks are
+    rounded up to powers of two. The graphs share their memory.
 
     Args:
         model: The attached model.
         cache: The cache that `attach` returned; only its manager's requests are used.
         cuda_graphs: Capture steps; by default on a GPU, if the model's experts can be captured.
+        mixed_tokens: The most tokens of a captured step that has chunks; 0 captures none. By
+            default 512 with `grouped_mm` experts; `batched_mm` copies weights for every token.
     """
 
-    def __init__(self, model: Any, cache: PagedCache, *, cuda_graphs: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: PagedCache,
+        *,
+        cuda_graphs: bool | None = None,
+        mixed_tokens: int | None = None,
+    ) -> None:
         cache.check_owner(model.model)
         if cuda_graphs:
             check_experts(model)
         elif cuda_graphs is None:
             cuda_graphs = model.device.type == "cuda" and can_capture(model)
+        if mixed_tokens is None:
+            is_grouped = model.config._experts_implementation == "grouped_mm"
+            mixed_tokens = MIXED_TOKENS[1] if is_grouped else 0
         self._model, self._cache, self._has_graphs = model, cache, cuda_graphs
+        self._mixed_tokens = mixed_tokens
+        has_pool = cuda_graphs and model.device.type == "cuda"
+        self._pool = GraphPool(model.device) if has_pool else None
         self._steps: dict[tuple[int, int], CapturedStep] = {}  # by batch and tokens of a request
+        self._mixed: dict[tuple[int, int], CapturedStep] = {}  # by batch and tokens of all
         self._next: CapturedStep | None = None
 
     @property
     def captured_sizes(self) -> list[tuple[int, int]]:
-        """Batch and tokens of a request of every graph."""
+        """Batch and tokens of a request of every graph without chunks."""
         return list(self._steps)
 
-    def before_plan(self, num_requests: int, tokens_per_request: int, longest: int) -> None:
-        """Capture the next step, if it is no chunk and no graph of its size is there.
+    @property
+    def mixed_sizes(self) -> list[tuple[int, int]]:
+        """Batch and tokens of every graph with chunks."""
+        return list(self._mixed)
+
+    def before_plan(
+        self, num_requests: int, tokens_per_request: int, longest: int, num_tokens: int
+    ) -> None:
+        """Capture the next step, if no graph of its size is there.
 
         Args:
-            num_requests, tokens_per_request, longest: The most of the next plan.
+            num_requests, tokens_per_request, longest, num_tokens: The most of the next plan.
         """
         self._next, capacity = None, self._cache.manager.capacity
-        if self._has_graphs and tokens_per_request <= capacity.max_step_tokens:
-            batch = min(next_power_of_two(num_requests), capacity.max_requests)
+        if not self._has_graphs:
+            return
+        batch = min(next_power_of_two(num_requests), capacity.max_requests)
+        if tokens_per_request <= capacity.max_step_tokens:
             self._next = find_step(
                 self._steps, (batch, tokens_per_request), self._model, self._cache,
-                longest=longest, batch=batch, tokens_per_request=tokens_per_request,
+                longest=longest, pool=self._pool, batch=batch,
+                tokens_per_request=tokens_per_request,
+            )  # fmt: skip
+        elif num_tokens <= self._mixed_tokens:
+            room = max(MIXED_TOKENS[0], next_power_of_two(num_tokens))
+            room = min(room, capacity.max_forward_tokens)
+            self._next = find_step(  # without the head, which few of the tokens need
+                self._mixed, (batch, room), self._model.model, self._cache,
+                longest=longest, pool=self._pool, batch=batch, num_tokens=room,
+                max_chunks=min(batch, MIXED_CHUNKS),
             )  # fmt: skip
 
     @torch.no_grad()
@@ -65,7 +103,10 @@ class PackedModel:
         if step is not None and step.fits(plan):
             step.ids[: len(ids)].copy_(ids)
             outputs: Tensor = step.run(plan)
-            return outputs[rows]
-        hidden = run_packed(self._model.model, self._cache, ids, plan)
+            if not step.max_chunks:
+                return outputs[rows]
+            hidden = outputs
+        else:
+            hidden = run_packed(self._model.model, self._cache, ids, plan)
         logits: Tensor = self._model.lm_head(hidden[rows])
         return logits

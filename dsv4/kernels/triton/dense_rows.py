@@ -64,8 +64,13 @@ def _dense_rows_kernel(
     is_window = program < num_window_tiles
     chunk = tl.where(is_window, num_chunks - 1, nth // tl.maximum(num_tiles, 1))
     request = tl.load(chunk_ids_ptr + chunk)
-    # The workspace ends with the last chunk's rows.
-    end = tl.load(workspace_starts_ptr + request) + tl.load(after_ptr + request)
+    start = tl.load(workspace_starts_ptr + request)
+    # The workspace ends with the last chunk's rows. Chunks of padding, which have none, come last.
+    while is_window & (start < 0) & (chunk > 0):
+        chunk -= 1
+        request = tl.load(chunk_ids_ptr + chunk)
+        start = tl.load(workspace_starts_ptr + request)
+    end = start + tl.load(after_ptr + request)
     end = tl.minimum(end + WINDOW - 1 - tl.load(before_ptr + request), window_rows)
     num_entries = tl.minimum(tl.load(after_ptr + request) // RATIO, chunk_stride)
     end = tl.where(is_window, end, num_entries)

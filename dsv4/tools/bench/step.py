@@ -1,4 +1,4 @@
-"""`dsv4 bench step`: host time of a captured decode step and its plan, and the GPU's time."""
+"""`dsv4 bench step`: host time of captured steps and their plans, and the GPU's time."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +16,7 @@ from dsv4.kernels.contracts import LayerProjections
 from dsv4.testing import model_weights, move_to, take_rows
 from dsv4.tools.bench.decode import bench_decode, decode_inputs
 from dsv4.tools.bench.environment import require_cuda
+from dsv4.tools.bench.mixed import bench_mixed
 from dsv4.tools.bench.requests import acquire_layers, extend, manager_for
 from dsv4.tools.bench.timing import summarize, time_call
 from dsv4.tools.console import working
@@ -30,7 +31,8 @@ def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
     """Time `prepare_forward` and `replay` of V4-Flash's writes, 43 layers, one token a request.
 
     The host waits for the device between steps, never inside one, so that the queue stays short.
-    `bench_decode` then times whole steps on the GPU, at long contexts.
+    `bench_decode` then times whole steps on the GPU, at long contexts, and `bench_mixed` those with
+    chunks, eager and captured.
     """
     require_cuda("step")
     with working("host time"):
@@ -43,6 +45,7 @@ def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, An
         **host,
         "target_us": TARGET_US,
         "decode": bench_decode(),
+        **bench_mixed(),
     }
 
 

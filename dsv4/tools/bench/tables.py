@@ -96,6 +96,12 @@ LISTINGS = (
         ("write", "{write_us:.0f}"), ("index", "{index_us:.0f}"),
         ("attention", "{attention_us:.0f}"),
     ), rows="decode"),
+    Listing("step", "Mixed steps of V4-Flash's attention layers, microseconds; graphs of "
+            "{pool_bytes:,} bytes", (
+        ("decode rows", "{decode}"), ("chunks", "{chunks}"), ("host, eager", "{eager_us:,.0f}"),
+        ("host, captured", "{captured_us:,.0f}"), ("step, eager", "{eager_step_us:,.0f}"),
+        ("step, captured", "{captured_step_us:,.0f}"),
+    ), rows="mixed"),
     Listing("gather", "One layer's gathers of V4-Flash's fp8 rows", (
         ("gather", "{gather}"), ("rows", "{num_rows:,}"), ("warm us", "{warm_us:.2f}"),
         ("rotating us, 8 layers", "{rotating_us:.2f}"), ("TB/s", "{tb_per_s:.2f}"),

@@ -94,9 +94,13 @@ def test_step(clock, monkeypatch, capsys):
     times = {f"{part}_us": 10.0 for part in ("total", "write", "index", "attention")}
     decode = [{"tokens": 32768, "batch": 32, "has_own_blocks": False, **times}]
     monkeypatch.setattr(step, "bench_decode", lambda: decode)
+    mixed = {"decode": 31, "chunks": "240 + 240", "eager_us": 4321.0, "captured_us": 234.0}
+    mixed |= {"eager_step_us": 4400.0, "captured_step_us": 1500.0}
+    monkeypatch.setattr(step, "bench_mixed", lambda: {"mixed": [mixed], "pool_bytes": 1 << 20})
     table, result = run(capsys, "step", "--requests", "3", "--steps", "4")
     assert (result["num_requests"], result["num_steps"], result["num_layers"]) == (3, 4, 43)
     assert set(result["median_us"]) == {"prepare_forward", "replay", "both"}
     assert result["median_us"]["both"] > result["median_us"]["replay"] > 0
     assert result["decode"] == decode
     assert "32 *" in table and "* on shared blocks" in table
+    assert "240 + 240" in table and "4,321" in table and "1,048,576 bytes" in table
