@@ -121,9 +121,7 @@ def learned_weights(module: Any) -> LayerWeights:
     )
 
 
-def attend(
-    module: Any, hidden: Tensor, handle: LayerCacheHandle, weights: LayerWeights
-) -> Tensor:
+def attend(module: Any, hidden: Tensor, handle: LayerCacheHandle, weights: LayerWeights) -> Tensor:
     """Return a module's output for `hidden` `[num_tokens, hidden_size]`, tokens in order."""
     inputs = project(module, hidden, handle.config)
     attended = handle.forward(inputs, weights, is_query_raw=True).output

@@ -27,7 +27,10 @@ IN_PLACE = gl.constexpr(8)  # heads prepared at once in shared memory
 
 
 class QuerySums(NamedTuple):
-    """Sums of the squares of each side's half, `[4, HEADS]`: 2 × parity of the work item + side."""
+    """Sums of the squares of each side's half, `[4, HEADS]`, at 2 × parity of a work item + side.
+
+    A side writes a place again two items later, when the other side has read it.
+    """
 
     halves: gl.shared_memory_descriptor
     is_stored: gl.shared_memory_descriptor
@@ -101,7 +104,8 @@ def load_raw_query(query, query_ptr, sums, rope, out_loc, nth, NUM_HEADS: gl.con
     gl.thread_barrier()
     mbarrier.arrive(sums.is_stored, count=1)
     mbarrier.wait(sums.is_stored, parity)
-    squares = sums.halves.index(2 * parity).load(HEAD) + sums.halves.index(2 * parity + 1).load(HEAD)
+    squares = sums.halves.index(2 * parity).load(HEAD)
+    squares += sums.halves.index(2 * parity + 1).load(HEAD)
     factor = query_factor(squares, QUERY_EPS, DIM)
     for quarter in gl.static_range(SIDE * SIDE_QUARTERS, (SIDE + 1) * SIDE_QUARTERS):
         values = loaded[quarter - SIDE * SIDE_QUARTERS]
@@ -111,7 +115,7 @@ def load_raw_query(query, query_ptr, sums, rope, out_loc, nth, NUM_HEADS: gl.con
 
 @gluon.jit
 def prepare_in_place(query, rope, position, QUERY_EPS: gl.constexpr):
-    """Prepare a raw query where it lies in shared memory: two halves of channels, `[1, 64, 256]`."""
+    """Prepare a raw query in shared memory: two halves of channels, `[1, HEADS, 256]` each."""
     for block in gl.static_range(query[0].shape[1] // IN_PLACE):
         views, loaded, squares = gl.tuple(()), gl.tuple(()), gl.tuple(())
         for quarter in gl.static_range(CHANNEL_QUARTERS):
