@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_wait
 from dsv4.kernels.triton.hopper.decode import DIM, OPERAND, TILE, VECTOR
 from dsv4.kernels.triton.hopper.many_heads import HEAD_ROWS, HEADS, LOGITS
 from dsv4.kernels.triton.hopper.program import EntryPtrs, Tokens, find_work
-from dsv4.kernels.triton.hopper.query import prepare_in_place
+from dsv4.kernels.triton.hopper.query import load_query_turn, prepare_in_place
 from dsv4.kernels.triton.hopper.softmax import (
     finite_base,
     log_sum_exp,
@@ -409,8 +409,9 @@ def copy_query(query_desc, out_loc, pair, nth_work, shared, rope, QUERY_EPS: gl.
         tma.async_copy_global_to_shared(query_desc, [out_loc.row.to(gl.int32), half * HALF],
                                         is_copied, shared.query[half].index(0))  # fmt: skip
     if QUERY_EPS is not None:
+        turn = load_query_turn(rope, out_loc.position, HEADS)
         mbarrier.wait(is_copied, nth_work % 2)
-        prepare_in_place(shared.query, rope, out_loc.position, QUERY_EPS)
+        prepare_in_place(shared.query, turn, QUERY_EPS)
         mbarrier.arrive(has_query, count=1)
 
 

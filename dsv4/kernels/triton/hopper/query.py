@@ -18,12 +18,10 @@ from dsv4.kernels.triton.hopper.decode import (
     VECTOR,
 )
 from dsv4.kernels.triton.hopper.program import make_barrier
-from dsv4.kernels.triton.hopper.softmax import DENSE, load_turn, quarter_offsets
-from dsv4.kernels.triton.primitives import fold_pairs, query_factor
+from dsv4.kernels.triton.hopper.softmax import load_turn, quarter_offsets
+from dsv4.kernels.triton.primitives import fold_pairs, halvings, query_factor
 
-HEAD = gl.constexpr(gl.SliceLayout(1, DENSE.value))
 NEIGHBOUR = gl.constexpr("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;")  # of a lane, by a bit of it
-IN_PLACE = gl.constexpr(8)  # heads prepared at once in shared memory
 
 
 class QuerySums(NamedTuple):
@@ -36,6 +34,19 @@ class QuerySums(NamedTuple):
     is_stored: gl.shared_memory_descriptor
 
 
+@gluon.constexpr_function
+def lanes_of(heads):
+    """Lanes that have a channel quarter of a head: few, which add more by themselves, or all."""
+    return 8 if heads == 64 else 16
+
+
+@gluon.constexpr_function
+def quarter_layout(heads):
+    """The layout of a channel quarter of so many heads in four warps."""
+    lanes = lanes_of(heads)
+    return gl.BlockedLayout([1, 128 // lanes], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
 @gluon.jit
 def make_query_sums(HEADS: gl.constexpr):
     """Allocate the sums of both sides and their barrier."""
@@ -46,14 +57,22 @@ def make_query_sums(HEADS: gl.constexpr):
 @gluon.jit
 def sum_squares(values):
     """Sum the squares of a channel quarter, `[HEADS, CHANNEL_QUARTER]` BF16: `[HEADS]`."""
+    LANES: gl.constexpr = lanes_of(values.shape[0])
+    LAYOUT: gl.constexpr = quarter_layout(values.shape[0])
     wide = values.to(gl.float32)
-    sums = fold_pairs(wide * wide, 3)  # [HEADS, 16], a lane each
-    for step in gl.static_range(4):
+    sums = fold_pairs(wide * wide, halvings(CHANNEL_QUARTER // LANES))  # [HEADS, LANES]
+    for step in gl.static_range(halvings(LANES)):
         bit = gl.full_like(sums, 1 << step, dtype=gl.int32)
         sums += gl.inline_asm_elementwise(
             NEIGHBOUR, "=f,f,r", [sums, bit], dtype=gl.float32, is_pure=False, pack=1
         )
-    return gl.convert_layout(gl.max(sums, axis=1), HEAD)  # they are equal
+    return gl.convert_layout(gl.max(sums, axis=1), gl.SliceLayout(1, LAYOUT))  # they are equal
+
+
+@gluon.jit
+def split_pairs(values):
+    """Split the last channel quarter into even and odd channels, `[HEADS, CHANNEL_QUARTER / 2]`."""
+    return gl.split(gl.reshape(values, (values.shape[0], CHANNEL_QUARTER // 2, 2)))
 
 
 @gluon.jit
@@ -66,23 +85,22 @@ def multiply_apart(x, y):
 
 
 @gluon.jit
-def rotate(values, cos_ptr, sin_ptr, position):
-    """Rotate the trailing channels of a row's last ones, `[HEADS, WIDTH]`."""
-    HEADS: gl.constexpr = values.shape[0]
-    PAIRS: gl.constexpr = values.shape[1] // 2
-    even, odd = gl.split(gl.reshape(values, (HEADS, PAIRS, 2)))  # [HEADS, PAIRS]
-    cos, sin = load_turn(cos_ptr, sin_ptr, position, even)
+def rotate(values, turn):
+    """Rotate the pairs of the last channel quarter by their cos and sin."""
+    even, odd = split_pairs(values)
+    cos, sin = turn
     new_even = multiply_apart(even, cos) - multiply_apart(odd, sin)
     new_odd = multiply_apart(odd, cos) + multiply_apart(even, sin)
-    return gl.reshape(gl.join(new_even, new_odd), (HEADS, 2 * PAIRS))
+    rotated = gl.reshape(gl.join(new_even, new_odd), values.shape)
+    return gl.convert_layout(rotated, quarter_layout(values.shape[0]))
 
 
 @gluon.jit
-def norm_quarter(values, factor, rope, position, QUARTER: gl.constexpr):
-    """Norm a channel quarter by a factor a head, and rotate its last channels."""
+def norm_quarter(values, factor, turn, QUARTER: gl.constexpr):
+    """Norm a channel quarter by a factor a head, and rotate the last one."""
     normed = values.to(gl.float32) * factor[:, None]
     if QUARTER == CHANNEL_QUARTERS - 1:
-        normed = gl.convert_layout(rotate(normed, rope[0], rope[1], position), DENSE)
+        normed = rotate(normed, turn)
     return normed.to(gl.bfloat16)
 
 
@@ -91,13 +109,18 @@ def load_raw_query(query, query_ptr, sums, rope, out_loc, nth, NUM_HEADS: gl.con
                    QUERY_EPS: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """Prepare a side's half of a raw query's channels in shared memory, for the nth work item."""
     HEADS: gl.constexpr = query[0].shape[1]
+    LAYOUT: gl.constexpr = quarter_layout(HEADS)
+    HEAD: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     query_ptr += out_loc.row * DIM
     is_head = out_loc.first_head + gl.arange(0, HEADS, layout=HEAD) < NUM_HEADS
     loaded = gl.tuple(())
     for quarter in gl.static_range(SIDE * SIDE_QUARTERS, (SIDE + 1) * SIDE_QUARTERS):
-        at = quarter_offsets(quarter, HEADS, DENSE)  # [HEADS, CHANNEL_QUARTER]
+        at = quarter_offsets(quarter, HEADS, LAYOUT)  # [HEADS, CHANNEL_QUARTER]
         mask = is_head[:, None] & (at >= 0)
         loaded = loaded + (gl.load(query_ptr + at, mask=mask, other=0.0),)
+    turn = 0
+    if SIDE == 1:
+        turn = load_turn(rope[0], rope[1], out_loc.position, split_pairs(loaded[1])[0])
     parity = nth % 2
     half = sum_squares(loaded[0]) + sum_squares(loaded[1])
     sums.halves.index(2 * parity + SIDE).store(half)
@@ -109,24 +132,35 @@ def load_raw_query(query, query_ptr, sums, rope, out_loc, nth, NUM_HEADS: gl.con
     factor = query_factor(squares, QUERY_EPS, DIM)
     for quarter in gl.static_range(SIDE * SIDE_QUARTERS, (SIDE + 1) * SIDE_QUARTERS):
         values = loaded[quarter - SIDE * SIDE_QUARTERS]
-        values = norm_quarter(values, factor, rope, out_loc.position, quarter)
-        query[quarter].index(0).store(values)
+        query[quarter].index(0).store(norm_quarter(values, factor, turn, quarter))
 
 
 @gluon.jit
-def prepare_in_place(query, rope, position, QUERY_EPS: gl.constexpr):
+def quarter_view(query, quarter: gl.constexpr):
+    """A channel quarter, `[HEADS, CHANNEL_QUARTER]`, of a query in two halves of channels."""
+    half = query[quarter // 2].index(0)
+    return half.slice(quarter % 2 * CHANNEL_QUARTER, CHANNEL_QUARTER, dim=1)
+
+
+@gluon.jit
+def prepare_in_place(query, turn, QUERY_EPS: gl.constexpr):
     """Prepare a raw query in shared memory: two halves of channels, `[1, HEADS, 256]` each."""
-    for block in gl.static_range(query[0].shape[1] // IN_PLACE):
-        views, loaded, squares = gl.tuple(()), gl.tuple(()), gl.tuple(())
-        for quarter in gl.static_range(CHANNEL_QUARTERS):
-            heads = query[quarter // 2].index(0).slice(block * IN_PLACE, IN_PLACE, dim=0)
-            view = heads.slice(quarter % 2 * CHANNEL_QUARTER, CHANNEL_QUARTER, dim=1)
-            values = view.load(DENSE)  # [IN_PLACE, CHANNEL_QUARTER]
-            views, loaded = views + (view,), loaded + (values,)
-            squares = squares + (sum_squares(values),)
-        total = (squares[0] + squares[1]) + (squares[2] + squares[3])
-        factor = query_factor(total, QUERY_EPS, DIM)
-        for quarter in gl.static_range(CHANNEL_QUARTERS):
-            views[quarter].store(norm_quarter(loaded[quarter], factor, rope, position, quarter))
+    LAYOUT: gl.constexpr = quarter_layout(query[0].shape[1])
+    squares = gl.tuple(())
+    for quarter in gl.static_range(CHANNEL_QUARTERS):
+        squares = squares + (sum_squares(quarter_view(query, quarter).load(LAYOUT)),)
+    total = (squares[0] + squares[1]) + (squares[2] + squares[3])
+    factor = query_factor(total, QUERY_EPS, DIM)
+    gl.thread_barrier()  # else all quarters would stay in registers
+    for quarter in gl.static_range(CHANNEL_QUARTERS):
+        view = quarter_view(query, quarter)
+        view.store(norm_quarter(view.load(LAYOUT), factor, turn, quarter))
     fence_async_shared()
     gl.thread_barrier()
+
+
+@gluon.jit
+def load_query_turn(rope, position, HEADS: gl.constexpr):
+    """Load the cos and sin that `prepare_in_place` rotates by."""
+    zeros = gl.zeros((HEADS, CHANNEL_QUARTER), gl.float32, layout=quarter_layout(HEADS))
+    return load_turn(rope[0], rope[1], position, split_pairs(zeros)[0])
