@@ -399,20 +399,22 @@ def copy_tile(place, pair, rows, shared, STAGE: gl.constexpr):
 
 
 @gluon.jit
-def copy_query(query_desc, out_loc, pair, nth_work, shared, rope, QUERY_EPS: gl.constexpr):
+def copy_query(query_desc, row, pair, is_copied, shared):
     """Copy a work item's query, once the logits of the item before are made: it weighs them."""
     mbarrier.wait(shared.is_weighed.index(1), (pair + 1) % 2)
-    has_query = shared.has_query.index(0)
-    is_copied = has_query if QUERY_EPS is None else shared.is_raw_copied.index(0)
     mbarrier.expect(is_copied, HEADS * DIM * 2)
     for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(query_desc, [out_loc.row.to(gl.int32), half * HALF],
-                                        is_copied, shared.query[half].index(0))  # fmt: skip
-    if QUERY_EPS is not None:
-        turn = load_query_turn(rope, out_loc.position, HEADS)
-        mbarrier.wait(is_copied, nth_work % 2)
-        prepare_in_place(shared.query, turn, QUERY_EPS)
-        mbarrier.arrive(has_query, count=1)
+        tma.async_copy_global_to_shared(query_desc, [row.to(gl.int32), half * HALF], is_copied,
+                                        shared.query[half].index(0))  # fmt: skip
+
+
+@gluon.jit
+def prepare_query(rope, position, nth_work, shared, QUERY_EPS: gl.constexpr):
+    """Prepare the raw query of the nth work item, when it is copied."""
+    turn = load_query_turn(rope, position)
+    mbarrier.wait(shared.is_raw_copied.index(0), nth_work % 2)
+    prepare_in_place(shared.query, turn, QUERY_EPS)
+    mbarrier.arrive(shared.has_query.index(0), count=1)
 
 
 @gluon.jit
@@ -424,6 +426,7 @@ def copy_tiles(num_works, tokens, rows, shared, query_desc, rope, NUM_HEADS: gl.
     """
     IS_LISTED: gl.constexpr = SPEC.ENTRIES == "listed"
     LAYOUT: gl.constexpr = FIND if IS_LISTED else COPY_ROWS
+    is_copied = shared.has_query if QUERY_EPS is None else shared.is_raw_copied
     pair, nth_work = gl.to_tensor(0), gl.to_tensor(0)
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
         num_pairs, token, out_loc = find_pairs(work, tokens, rows, NUM_HEADS, SPEC)
@@ -454,10 +457,11 @@ def copy_tiles(num_works, tokens, rows, shared, query_desc, rope, NUM_HEADS: gl.
                         place = gl.where(is_own & (listed >= 0), source.first_entry + entry, place)
                         foreign |= ((listed >= 0) & (is_own == 0)).to(gl.int32)
                     copy_tile(place, pair, rows, shared, stage)
-                    if stage == 0:
-                        if nth == 0:
-                            copy_query(query_desc, out_loc, pair, nth_work, shared, rope,
-                                       QUERY_EPS)  # fmt: skip
+                    if nth == 0:
+                        if stage == 0:
+                            copy_query(query_desc, out_loc.row, pair, is_copied.index(0), shared)
+                        elif QUERY_EPS is not None:
+                            prepare_query(rope, out_loc.position, nth_work, shared, QUERY_EPS)
                     if IS_LISTED:
                         listed, listed_1, listed_2 = listed_1, listed_2, listed_3
                         columns, columns_1, blocks = columns_1, columns_2, blocks_1

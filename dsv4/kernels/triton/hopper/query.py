@@ -22,6 +22,7 @@ from dsv4.kernels.triton.hopper.softmax import load_turn, quarter_offsets
 from dsv4.kernels.triton.primitives import fold_pairs, halvings, query_factor
 
 NEIGHBOUR = gl.constexpr("shfl.sync.bfly.b32 $0, $1, $2, 31, -1;")  # of a lane, by a bit of it
+IN_PLACE = gl.constexpr(32)  # heads prepared at once in shared memory
 
 
 class QuerySums(NamedTuple):
@@ -37,7 +38,7 @@ class QuerySums(NamedTuple):
 @gluon.constexpr_function
 def lanes_of(heads):
     """Lanes that have a channel quarter of a head: few, which add more by themselves, or all."""
-    return 8 if heads == 64 else 16
+    return 8 if heads >= 32 else 16
 
 
 @gluon.constexpr_function
@@ -136,31 +137,35 @@ def load_raw_query(query, query_ptr, sums, rope, out_loc, nth, NUM_HEADS: gl.con
 
 
 @gluon.jit
-def quarter_view(query, quarter: gl.constexpr):
+def quarter_view(query, first_head: gl.constexpr, quarter: gl.constexpr, HEADS: gl.constexpr):
     """A channel quarter, `[HEADS, CHANNEL_QUARTER]`, of a query in two halves of channels."""
-    half = query[quarter // 2].index(0)
-    return half.slice(quarter % 2 * CHANNEL_QUARTER, CHANNEL_QUARTER, dim=1)
+    heads = query[quarter // 2].index(0).slice(first_head, HEADS, dim=0)
+    return heads.slice(quarter % 2 * CHANNEL_QUARTER, CHANNEL_QUARTER, dim=1)
 
 
 @gluon.jit
 def prepare_in_place(query, turn, QUERY_EPS: gl.constexpr):
     """Prepare a raw query in shared memory: two halves of channels, `[1, HEADS, 256]` each."""
-    LAYOUT: gl.constexpr = quarter_layout(query[0].shape[1])
-    squares = gl.tuple(())
-    for quarter in gl.static_range(CHANNEL_QUARTERS):
-        squares = squares + (sum_squares(quarter_view(query, quarter).load(LAYOUT)),)
-    total = (squares[0] + squares[1]) + (squares[2] + squares[3])
-    factor = query_factor(total, QUERY_EPS, DIM)
-    gl.thread_barrier()  # else all quarters would stay in registers
-    for quarter in gl.static_range(CHANNEL_QUARTERS):
-        view = quarter_view(query, quarter)
-        view.store(norm_quarter(view.load(LAYOUT), factor, turn, quarter))
+    HEADS: gl.constexpr = IN_PLACE
+    LAYOUT: gl.constexpr = quarter_layout(HEADS)
+    for block in gl.static_range(query[0].shape[1] // HEADS):
+        squares = gl.tuple(())
+        for quarter in gl.static_range(CHANNEL_QUARTERS):
+            values = quarter_view(query, block * HEADS, quarter, HEADS).load(LAYOUT)
+            squares = squares + (sum_squares(values),)
+        total = (squares[0] + squares[1]) + (squares[2] + squares[3])
+        factor = query_factor(total, QUERY_EPS, DIM)
+        gl.thread_barrier()  # else all quarters would stay in registers
+        for quarter in gl.static_range(CHANNEL_QUARTERS):
+            view = quarter_view(query, block * HEADS, quarter, HEADS)
+            view.store(norm_quarter(view.load(LAYOUT), factor, turn, quarter))
     fence_async_shared()
     gl.thread_barrier()
 
 
 @gluon.jit
-def load_query_turn(rope, position, HEADS: gl.constexpr):
+def load_query_turn(rope, position):
     """Load the cos and sin that `prepare_in_place` rotates by."""
+    HEADS: gl.constexpr = IN_PLACE
     zeros = gl.zeros((HEADS, CHANNEL_QUARTER), gl.float32, layout=quarter_layout(HEADS))
     return load_turn(rope[0], rope[1], position, split_pairs(zeros)[0])
