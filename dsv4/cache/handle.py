@@ -203,16 +203,18 @@ class LayerCacheHandle:
         """Where this layer's window rows lie."""
         return self.memory.window
 
-    def forward(self, inputs: LayerProjections, weights: LayerWeights) -> AttentionResult:
+    def forward(
+        self, inputs: LayerProjections, weights: LayerWeights, *, is_query_raw: bool = False
+    ) -> AttentionResult:
         """Write a layer's rows, select its entries if it is CSA, and attend.
 
-        All inputs are checked before anything is written.
+        All inputs are checked before anything is written. See `attend` for is_query_raw.
         """
         self.write(inputs, weights)
         rows, index = None, inputs.indexer
         if index is not None:
             rows = self.select_entries(index.query, index.head_weights).rows
-        return self._attend(inputs.query, weights.sinks, rows)
+        return self._attend(inputs.query, weights.sinks, rows, is_query_raw=is_query_raw)
 
     def write(self, inputs: LayerProjections, weights: LayerWeights) -> None:
         """Store everything that the layer stores: `write_swa` and `flush_compression` in one."""
@@ -296,7 +298,12 @@ class LayerCacheHandle:
         return selection
 
     def attend(
-        self, query: Tensor, sinks: Tensor | None, selection: Selection | None = None
+        self,
+        query: Tensor,
+        sinks: Tensor | None,
+        selection: Selection | None = None,
+        *,
+        is_query_raw: bool = False,
     ) -> AttentionResult:
         """Attention of each token over its window and its entries.
 
@@ -305,6 +312,8 @@ class LayerCacheHandle:
             sinks: `[heads]`, or None to leave the sink out.
             selection: What `select_entries` of this layer returned in this forward; CSA needs it,
                 other layers take None.
+            is_query_raw: The query is as projected: attention norms each head, without a weight,
+                and rotates it.
 
         Returns:
             Output rotated back, in the query's dtype (0 for padding), and the log-sum-exp.
@@ -317,16 +326,22 @@ class LayerCacheHandle:
             self._check_entries()
         if selection is not None:
             checks.check_own(selection, self.progress.selected)
-        return self._attend(query, sinks, None if selection is None else selection.rows)
+        rows = None if selection is None else selection.rows
+        return self._attend(query, sinks, rows, is_query_raw=is_query_raw)
 
     def _attend(
-        self, query: Tensor, sinks: Tensor | None, selected_rows: Tensor | None
+        self,
+        query: Tensor,
+        sinks: Tensor | None,
+        selected_rows: Tensor | None,
+        *,
+        is_query_raw: bool,
     ) -> AttentionResult:
         parts, plan = self.parts, self.plan
         try:
             return ops.attend(
                 query, sinks, parts.memory, selected_rows, plan.tokens,
-                max_entries=plan.max_entries(parts.layer.ratio),
+                max_entries=plan.max_entries(parts.layer.ratio), is_query_raw=is_query_raw,
                 batch_invariant=parts.batch_invariant, backend=parts.attention_backend,
             )  # fmt: skip
         except BaseException:

@@ -69,8 +69,9 @@ class IndexInputs(NamedTuple):
 class LayerProjections(NamedTuple):
     """A layer's inputs to the cache in one forward, fp32 or bf16.
 
-    query is `[num_tokens, heads, head_dim]`, normed and rotated; kv `[num_tokens, head_dim]`,
-    before its norm. compressor is None for SWA, indexer None unless CSA.
+    query is `[num_tokens, heads, head_dim]`, normed and rotated, or raw where the call says so;
+    kv `[num_tokens, head_dim]`, before its norm. compressor is None for SWA, indexer None unless
+    CSA.
     """
 
     query: Tensor

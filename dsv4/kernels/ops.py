@@ -88,6 +88,7 @@ def attend(
     tokens: TokenMap,
     *,
     max_entries: int,
+    is_query_raw: bool = False,
     batch_invariant: bool,
     backend: str,
 ) -> AttentionResult:
@@ -95,7 +96,7 @@ def attend(
     attended = _run(
         "attend", backend,
         memory=memory, tokens=tokens, query=query, sinks=sinks, selected_rows=selected_rows,
-        max_entries=max_entries, batch_invariant=batch_invariant,
+        max_entries=max_entries, is_query_raw=is_query_raw, batch_invariant=batch_invariant,
     )  # fmt: skip
     return AttentionResult(*attended)
 
@@ -264,7 +265,7 @@ _register(
 _register(
     "attend",
     f"{_ATTENDED}, {_TOKENS}, Tensor query, Tensor? sinks, Tensor? selected_rows, "
-    "SymInt max_entries, bool batch_invariant",
+    "SymInt max_entries, bool is_query_raw, bool batch_invariant",
     _fake_attend,
     outputs=2,
 )

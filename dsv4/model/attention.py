@@ -1,14 +1,13 @@
 """`AttentionSubBlock`: a whole attention layer of DeepSeek-V4 on top of the cache.
 
-The projections and the norms of the queries run here. They are called as modules, so quantised
-linears and adapters stay in place. Everything that lives from one token to the next goes through
-the `LayerCacheHandle`.
+The projections run here. They are called as modules, so quantised linears and adapters stay in
+place. Attention itself, and everything that lives from one token to the next, goes through the
+`LayerCacheHandle`.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
@@ -23,12 +22,10 @@ from dsv4.kernels.contracts import (
     LayerWeights,
 )
 from dsv4.layer_schedule import AttentionType, LayerSpec
-from dsv4.rope import RopeRows
 
 # The parts of a module that every type of layer has.
 PARTS = ("q_a_proj", "q_a_norm", "q_b_proj", "kv_proj", "kv_norm", "sinks", "o_a_proj", "o_b_proj",
          "compressor")  # fmt: skip
-Rotation = Tensor  # cos + i sin at each token, [num_tokens, 1, rope_dim / 2]
 
 
 class AttentionSubBlock:
@@ -95,8 +92,7 @@ class AttentionSubBlock:
             `[num_tokens, hidden_size]`; rows of padding tokens are 0.
         """
         self._check(hidden, handle)
-        rotation = rotation_of(handle.rope)
-        return attend(self.module, hidden, handle, learned_weights(self.module), rotation)
+        return attend(self.module, hidden, handle, learned_weights(self.module))
 
     def _check(self, hidden: Tensor, handle: LayerCacheHandle) -> None:
         check_type("handle", handle, LayerCacheHandle)
@@ -125,48 +121,26 @@ def learned_weights(module: Any) -> LayerWeights:
     )
 
 
-def rotation_of(rope: RopeRows) -> Rotation:
-    """Return the rotation of the queries at each token."""
-    return torch.complex(rope.cos, rope.sin)[:, None]
-
-
-def attend(
-    module: Any,
-    hidden: Tensor,
-    handle: LayerCacheHandle,
-    weights: LayerWeights,
-    rotation: Rotation,
-) -> Tensor:
+def attend(module: Any, hidden: Tensor, handle: LayerCacheHandle, weights: LayerWeights) -> Tensor:
     """Return a module's output for `hidden` `[num_tokens, hidden_size]`, tokens in order."""
-    inputs = project(module, hidden, rotation, handle.config)
-    attended = handle.forward(inputs, weights).output
+    inputs = project(module, hidden, handle.config)
+    attended = handle.forward(inputs, weights, is_query_raw=True).output
     if not len(attended):  # transformers' grouped linear cannot reshape 0 rows
         return torch.empty_like(hidden)
     grouped = attended.flatten(1).unflatten(1, (module.o_a_proj.n_groups, -1))
     return _linear(module.o_b_proj, _linear(module.o_a_proj, grouped).flatten(1))
 
 
-def project(
-    module: Any, hidden: Tensor, rotation: Rotation, config: CacheConfig
-) -> LayerProjections:
-    """Project `hidden` `[num_tokens, hidden_size]` to the inputs of a layer's handle."""
+def project(module: Any, hidden: Tensor, config: CacheConfig) -> LayerProjections:
+    """Project `hidden` `[num_tokens, hidden_size]` to a handle's inputs, with a raw query."""
     q_low = module.q_a_norm(_linear(module.q_a_proj, hidden))
-    heads = _linear(module.q_b_proj, q_low).unflatten(-1, (-1, config.head_dim))
-    normed = F.rms_norm(heads.float(), (config.head_dim,), eps=config.rms_norm_eps)
     compressor, indexer = module.compressor, _indexer(module)
     return LayerProjections(
-        _rotate_tail(normed, rotation).to(heads.dtype),
+        _linear(module.q_b_proj, q_low).unflatten(-1, (-1, config.head_dim)),
         _linear(module.kv_proj, hidden),
         None if compressor is None else _compressor_inputs(compressor, hidden),
         None if indexer is None else _index_inputs(indexer, hidden, q_low, config),
     )
-
-
-def _rotate_tail(query: Tensor, rotation: Rotation) -> Tensor:
-    """Apply RoPE in place to adjacent pairs of the last channels of `query` `[..., dim]` fp32."""
-    pairs = query[..., -2 * rotation.shape[-1] :].unflatten(-1, (-1, 2))
-    torch.view_as_complex(pairs).mul_(rotation)
-    return query
 
 
 def _index_inputs(indexer: Any, hidden: Tensor, q_low: Tensor, config: CacheConfig) -> IndexInputs:

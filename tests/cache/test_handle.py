@@ -11,6 +11,7 @@ import torch
 
 from dsv4 import AttentionType, CacheConfig, KVCacheManager, prepare_forward
 from dsv4.kernels.contracts import CompressorWeights, Selection
+from dsv4.kernels.reference.attention import prepare_query
 from dsv4.kernels.reference.codec import decode
 from dsv4.kernels.reference.dense import dense_layer
 from dsv4.rope import build_rope_table
@@ -426,6 +427,25 @@ def test_a_refusal_does_not_tear_the_forward():
         handle.forward(take_rows(layers[idx], slice(0, 5)), weights[idx])
     assert plan.is_complete
     run_forward(manager, weights, [Row(slot, layers, 5, 6)])
+
+
+@every_layer
+def test_raw_queries_are_prepared(layer_idx):
+    """In `attend` and in `forward`, with the bits of queries that are prepared before."""
+    weights, inputs = model_weights(CONFIG, seed=0)[layer_idx], model_projections(CONFIG, 5, seed=1)
+    outputs = []
+    for is_query_raw in (True, False):
+        manager = make_manager()
+        plan = prepare_forward(manager, [manager.open_request()], [0], [NUM_TOKENS])
+        handle, given = manager.acquire(layer_idx, plan), inputs[layer_idx]
+        if not is_query_raw:
+            query = prepare_query(given.query, handle.memory)
+            given = given._replace(query=query)
+        outputs += handle.forward(given, weights, is_query_raw=is_query_raw)
+        selection = select_as_csa(handle) if layer_idx == CSA else None
+        outputs += handle.attend(given.query, weights.sinks, selection, is_query_raw=is_query_raw)
+    for first, second in zip(outputs[:4], outputs[4:], strict=True):
+        assert torch.equal(first, second)
 
 
 def test_the_handle_names_its_forward():

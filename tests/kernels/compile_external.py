@@ -11,7 +11,8 @@ from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.kernels.external import deepgemm, flashmla
 from tests.kernels.compile_triton import Recorder, report
 
-KERNELS = {name: getattr(flashmla, name) for name in ("_list_kernel", "_finish_kernel")}
+NAMES = ("_prepare_kernel", "_list_kernel", "_finish_kernel")
+KERNELS = {name: getattr(flashmla, name) for name in NAMES}
 
 
 def record_attention(ratio: int, heads: int, *, num_tokens: int) -> list:
@@ -29,8 +30,9 @@ def record_attention(ratio: int, heads: int, *, num_tokens: int) -> list:
     )
     rows = torch.zeros(num_tokens, 512, dtype=torch.int64) if ratio == 4 else None
     flashmla.attend(
-        decoded[:, 0], torch.zeros(heads), handle.memory, rows, handle.tokens, max_entries=1
-    )
+        decoded[:, 0], torch.zeros(heads), handle.memory, rows, handle.tokens, max_entries=1,
+        is_query_raw=True,
+    )  # fmt: skip
     return launches
 
 

@@ -46,12 +46,16 @@ TYPES = {
 
 
 class AttentionCase(NamedTuple):
-    """A layer's ratio, its heads, its row format, and whether a chunk or one token attends."""
+    """A layer's ratio, its heads, its row format, and whether a chunk or one token attends.
+
+    is_raw gives it queries as they are projected.
+    """
 
     ratio: int
     heads: int
     kv_format: str
     is_chunk: bool
+    is_raw: bool = False
 
 
 ATTENTION = [
@@ -61,6 +65,8 @@ ATTENTION = [
     AttentionCase(128, 64, "fp32", False), AttentionCase(4, 8, "fp8", False),
     AttentionCase(128, 16, "bf16", True), AttentionCase(128, 32, "fp8", True),
     AttentionCase(4, 16, "fp8", False), AttentionCase(128, 64, "fp8", True),
+    AttentionCase(4, 64, "fp8", False, True), AttentionCase(4, 64, "fp8", True, True),
+    AttentionCase(4, 8, "fp8", False, True), AttentionCase(128, 64, "bf16", True, True),
 ]  # fmt: skip
 
 
@@ -179,7 +185,10 @@ def record_attention(case: AttentionCase) -> list:
     memories = [handle.memory, handle.memory._replace(index_scratch=torch.empty(0))]
     is_dense = case.is_chunk and (case.heads, case.kv_format) == (64, "fp8")
     for memory in memories if is_dense else memories[:1]:
-        attention.attend(query, torch.zeros(case.heads), memory, rows, handle.tokens, max_entries=1)
+        attention.attend(
+            query, torch.zeros(case.heads), memory, rows, handle.tokens, max_entries=1,
+            is_query_raw=case.is_raw,
+        )  # fmt: skip
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, kernel)
     return launches

@@ -113,7 +113,7 @@ def serve_all_layers(keys: dict[str, dict]) -> dict:
     return {"case": "all layers", "warmed": len(warmed), "new": new_keys(keys, warmed)}
 
 
-def serve_chunks(keys: dict[str, dict]) -> dict:
+def serve_chunks(keys: dict[str, dict], *, is_query_raw: bool) -> dict:
     """Run chunks of 64 heads: too few tokens for dense rows, and enough."""
     keys.clear()
     config = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), num_query_heads=64)
@@ -123,7 +123,7 @@ def serve_chunks(keys: dict[str, dict]) -> dict:
     use_triton(manager)
     weights = model_weights(config, seed=0)
     inputs = model_projections(config, 128, seed=1, dtype=torch.bfloat16)
-    warm_up(manager, weights, dtype=torch.bfloat16)
+    warm_up(manager, weights, dtype=torch.bfloat16, is_query_raw=is_query_raw)
     warmed = set(keys)
     for count in (2, 3, 40, 100):
         slot = manager.open_request()
@@ -131,10 +131,10 @@ def serve_chunks(keys: dict[str, dict]) -> dict:
         for layer_idx, layer in enumerate(inputs):
             handle, rows = manager.acquire(layer_idx, plan), take_rows(layer, slice(count))
             handle.write(rows, weights[layer_idx])
-            attend(handle, rows, weights[layer_idx].sinks)
+            attend(handle, rows, weights[layer_idx].sinks, is_query_raw=is_query_raw)
         manager.free_request(slot)
     assert sum("_attend_dense_kernel" in key for key in keys) == 3, "one for each type of layer"
-    return {"case": "chunks", "warmed": len(warmed), "new": new_keys(keys, warmed)}
+    return {"case": f"chunks {is_query_raw}", "warmed": len(warmed), "new": new_keys(keys, warmed)}
 
 
 def main() -> None:
@@ -142,7 +142,8 @@ def main() -> None:
     print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=0, max_requests=7)))
     print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=2, index_num_heads=64)))
     print(json.dumps(serve_all_layers(keys)))
-    print(json.dumps(serve_chunks(keys)))
+    for is_query_raw in (False, True):
+        print(json.dumps(serve_chunks(keys, is_query_raw=is_query_raw)))
 
 
 if __name__ == "__main__":

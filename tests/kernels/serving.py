@@ -91,12 +91,12 @@ def gather(handle) -> None:
         handle.gather_all_compressed_kv()
 
 
-def attend(handle, inputs, sinks) -> None:
+def attend(handle, inputs, sinks, *, is_query_raw: bool = False) -> None:
     selection = None
     if inputs.indexer is not None:
         selection = handle.select_entries(inputs.indexer.query, inputs.indexer.head_weights)
     for given in (sinks, None):
-        handle.attend(inputs.query, given, selection)
+        handle.attend(inputs.query, given, selection, is_query_raw=is_query_raw)
 
 
 def serve(server: Server, *, longest: int = LONGEST) -> None:

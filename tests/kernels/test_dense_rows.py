@@ -22,8 +22,10 @@ from tests.kernels.test_triton_attention import (
     SWA,
     TYPES,
     assert_absent_outside_of_the_pool,
+    assert_same_bits,
     assert_within_bound,
     make_inputs,
+    make_raw,
     run,
     triton,
 )
@@ -195,6 +197,20 @@ def test_within_the_bound(preset, heads, ratios, lengths, always_dense):
                 for b in range(blocks)]  # fmt: skip
     assert left[0] == len(expected)
     assert sorted(left[1 : 1 + len(expected)].tolist()) == expected, "of other tokens alone"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", ["from 0", "steps between"])
+@pytest.mark.parametrize("ratios", BOTH, ids=list(TYPES))
+@pytest.mark.parametrize(("preset", "heads"), [("flash", 64), ("pro", 128)])
+def test_raw_queries_give_the_bits_of_prepared_ones(preset, heads, ratios, lengths, always_dense):
+    """Also of items that are left to the kernel that reads in place."""
+    handle = real(preset, ratios, *LENGTHS[lengths], num_query_heads=heads)
+    raw, prepared = make_raw(handle)
+    expected = run(triton(), handle, prepared)
+    for _ in range(5):
+        assert_same_bits(run(triton(), handle, raw, is_query_raw=True), expected)
+    assert len(always_dense) == 6
 
 
 @pytest.mark.gpu

@@ -66,8 +66,8 @@ CASES = [
 ]
 
 
-def attend(handle, inputs):
-    return attention_tests.run(load_backend("flashmla"), handle, inputs)
+def attend(handle, inputs, **options):
+    return attention_tests.run(load_backend("flashmla"), handle, inputs, **options)
 
 
 def flashmla_bound(handle, inputs, expected):
@@ -107,6 +107,13 @@ def test_flashmla_padding_is_nothing(flash_mla):
 def test_flashmla_rows_outside_of_the_pool_are_absent(flash_mla):
     handle = Case("", CSA, [300], [301], choices={"index_topk": 40}).filled()
     attention_tests.assert_absent_outside_of_the_pool(load_backend("flashmla"), handle)
+
+
+def test_flashmla_takes_raw_queries(flash_mla):
+    handle = Case("", HCA, [0, 3, 200], [11, 5, 201], heads=20).filled()
+    raw, prepared = attention_tests.make_raw(handle)
+    got = attend(handle, raw, is_query_raw=True)
+    attention_tests.assert_same_bits(got, attend(handle, prepared))
 
 
 def test_flashmla_in_parts(flash_mla, monkeypatch):
@@ -474,5 +481,6 @@ def test_a_device_without_external_kernels(flash_mla, monkeypatch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_kernel_spills(arch):
     kernels = compile_kernels("compile_external", arch)
-    assert {k["kernel"] for k in kernels} == {"_list_kernel", "_finish_kernel", "_table_kernel"}
+    names = {"_prepare_kernel", "_list_kernel", "_finish_kernel", "_table_kernel"}
+    assert {kernel["kernel"] for kernel in kernels} == names
     assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []

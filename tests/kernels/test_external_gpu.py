@@ -88,6 +88,14 @@ def test_flashmla_padding_is_nothing(flash_mla):
     assert got.output.isfinite().all()
 
 
+def test_flashmla_takes_raw_queries(flash_mla):
+    handle = filled(external_tests.Case("", external_tests.CSA, [3000, 200], [3001, 230], heads=64))
+    raw, prepared = attention_tests.make_raw(handle)
+    expected = attention_tests.run(load_backend("flashmla"), handle, prepared)
+    got = attention_tests.run(load_backend("flashmla"), handle, raw, is_query_raw=True)
+    attention_tests.assert_same_bits(got, expected)
+
+
 def test_flashmla_reruns_are_the_same_bits(flash_mla):
     handle = filled(external_tests.Case("", external_tests.HCA, [3000, 200], [3001, 201], heads=64))
     inputs = attention_tests.make_inputs(handle)

@@ -307,7 +307,7 @@ def op_arguments():
         "checkpoint_window": (*boundaries, *memory, *tokens),
         "checkpoint_tails": (*boundaries, *memory, *tokens, writes),
         "select_entries": (*memory, *tokens, index.query, index.head_weights, 2),
-        "attend": (*memory, *tokens, inputs.query, WEIGHTS[CSA].sinks, None, 2, False),
+        "attend": (*memory, *tokens, inputs.query, WEIGHTS[CSA].sinks, None, 2, True, False),
         "gather_compressed_kv": (*memory, rows),
         "gather_all_compressed_kv": (*memory, *tokens, 2),
         "gather_swa_kv": (*memory, *tokens),

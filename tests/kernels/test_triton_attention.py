@@ -12,6 +12,7 @@ from dsv4.formats import KV_FORMATS
 from dsv4.kernels import reference
 from dsv4.kernels.backends import load_backend
 from dsv4.kernels.contracts import AttentionResult
+from dsv4.kernels.reference.arithmetic import rotate
 from dsv4.kernels.reference.attention import attend_dense
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows, window_values_of
 from dsv4.kernels.triton import attention
@@ -237,6 +238,56 @@ def test_error_is_that_of_the_same_precision(ratios):
     same = same_precision(handle, inputs)[is_token].bfloat16().double()
     rounding = (expected.bfloat16().double() - expected).norm()
     assert (got - expected).norm() <= (same - expected).norm() + rounding
+
+
+RAW_NAMES = (
+    "swa decode", "csa chunk", "hca verify", "csa fp32 rows", "20 heads",
+    "fp32 query, fp8 rows", "rows that are no power of two",
+    "more rotated channels than a group has",
+)  # fmt: skip
+
+
+def make_raw(handle, dtype: torch.dtype = torch.bfloat16) -> tuple[Inputs, Inputs]:
+    """Raw queries whose heads differ in size, one of them 0, and the same queries prepared."""
+    inputs = make_inputs(handle, dtype)
+    generator = torch.Generator().manual_seed(1)
+    scale = torch.randn(inputs.query.shape[:2], generator=generator).mul(4).exp()
+    raw = inputs._replace(query=inputs.query * scale[:, :, None].to(inputs.query))
+    raw.query[0, 0] = 0.0
+    prepared = reference.attention.prepare_query(raw.query, handle.memory)
+    return raw, raw._replace(query=prepared)
+
+
+def assert_same_bits(got: AttentionResult, expected: AttentionResult) -> None:
+    assert torch.equal(got.output, expected.output) and torch.equal(got.lse, expected.lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("choices", [{}, {"head_dim": 104, "rope_dim": 24}], ids=str)
+def test_a_prepared_query_is_normed_and_rotated(choices, dtype):
+    choices = {"kv_format": "bf16", "rms_norm_eps": 1e-3, **choices}
+    handle = Case("", HCA, [300, 5], [305, 6], choices=choices).filled()
+    raw, prepared = make_raw(handle, dtype)
+    query, positions = raw.query.double(), handle.positions.long()
+    norm = (query.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+    cos, sin = (table[positions][:, None].double() for table in (handle.rope.cos, handle.rope.sin))
+    expected = rotate(query * norm, cos, sin)
+    roundoff = FP32_ROUNDOFF if dtype is torch.float32 else BF16_ROUNDOFF
+    size = rotate_magnitude((query * norm).abs(), handle)
+    assert prepared.query.dtype == dtype
+    assert ((prepared.query.double() - expected).abs() <= 8 * FP32_ROUNDOFF * size
+            + roundoff * expected.abs()).all()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAW_NAMES)
+def test_raw_queries_give_the_bits_of_prepared_ones(name):
+    (case,) = (case for case in CASES if case.name == name)
+    handle = case.filled()
+    raw, prepared = make_raw(handle, case.dtype)
+    for backend in (reference, triton()):
+        expected = run(backend, handle, prepared)
+        assert_same_bits(run(backend, handle, raw, is_query_raw=True), expected)
+        assert not torch.equal(run(backend, handle, raw).output, expected.output)
 
 
 def test_padding_gives_nothing_and_may_hold_anything():
@@ -492,6 +543,20 @@ def test_the_real_width(preset, heads, ratios, step, invariant):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("step", LENGTHS)
+@pytest.mark.parametrize("ratios", [SWA, CSA, HCA], ids=list(TYPES))
+@pytest.mark.parametrize(("preset", "heads"), [("flash", 64), ("flash", 8), ("pro", 96)])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_raw_queries_at_the_real_width(preset, heads, ratios, step, invariant):
+    handle = real(preset, ratios, step, num_query_heads=heads)
+    raw, prepared = make_raw(handle)
+    expected = run(triton(), handle, prepared, batch_invariant=invariant)
+    for _ in range(5):
+        got = run(triton(), handle, raw, batch_invariant=invariant, is_query_raw=True)
+        assert_same_bits(got, expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("step", LENGTHS)
 def test_rows_outside_of_the_pool_at_the_real_width(heads, step):
@@ -534,14 +599,16 @@ def test_batch_invariant_bits_at_the_real_width(ratios):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_raw", [False, True])
 @pytest.mark.parametrize("ratios", [SWA, CSA, HCA], ids=list(TYPES))
-def test_graph_replay(ratios):
+def test_graph_replay(ratios, is_raw):
     handle = real("flash", ratios, "decode")
     inputs = make_inputs(handle)
-    eager = run(triton(), handle, inputs, more_entries=8000)
+    options = {"more_entries": 8000, "is_query_raw": is_raw}
+    eager = run(triton(), handle, inputs, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run(triton(), handle, inputs, more_entries=8000)
+        captured = run(triton(), handle, inputs, **options)
     for _ in range(3):
         captured.output.fill_(torch.nan)
         graph.replay()

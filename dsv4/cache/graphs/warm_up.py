@@ -41,6 +41,7 @@ def warm_up(
     weights: Sequence[LayerWeights],
     *,
     dtype: torch.dtype = torch.bfloat16,
+    is_query_raw: bool = False,
 ) -> None:
     """Compile every kernel that writes, gathers, selects or attends, in any forward.
 
@@ -50,6 +51,7 @@ def warm_up(
         manager: The cache; one whose last forward is not complete is refused.
         weights: Those of every layer, as they will be used.
         dtype: The dtype of the projections that will be written, and of the queries.
+        is_query_raw: The queries that will be given are raw, see `LayerCacheHandle.attend`.
     """
     if len(weights) != len(manager.schedule):
         raise ValueError(
@@ -61,7 +63,7 @@ def warm_up(
     if {manager.backend, manager.attention_backend, manager.index_backend} == {"reference"}:
         return
     fill_with_padding(manager, num_tokens=0)
-    kernels = _Kernels(manager, dtype)
+    kernels = _Kernels(manager, dtype, is_query_raw=is_query_raw)
     for layer_idx in _distinct_layers(manager, weights):
         for forwards in kernels.forwards(layer_idx):
             attended = set()
@@ -93,9 +95,9 @@ def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -
 class _Kernels:
     """Runs the kernels of a manager on padding, with zeros of one dtype as inputs."""
 
-    def __init__(self, manager: KVCacheManager, dtype: torch.dtype) -> None:
+    def __init__(self, manager: KVCacheManager, dtype: torch.dtype, *, is_query_raw: bool) -> None:
         self.manager, self.config, self.capacity = manager, manager.config, manager.capacity
-        self.dtype, self.device = dtype, manager.device
+        self.dtype, self.device, self.is_query_raw = dtype, manager.device, is_query_raw
 
     def forwards(self, layer_idx: int) -> Iterator[list[_Forward]]:
         """Yield, for each kind of forward, the smallest for every choice of launch parameters."""
@@ -257,6 +259,7 @@ class _Kernels:
                 ops.attend(
                     query, given, memory, rows, handle.tokens,
                     max_entries=self._at_most(number, layer_idx),
+                    is_query_raw=self.is_query_raw,
                     batch_invariant=self.manager.batch_invariant,
                     backend=self.manager.attention_backend,
                 )  # fmt: skip

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +31,7 @@ from dsv4.integrations.transformers.padding import (
     read_mask,
     token_index,
 )
-from dsv4.model.attention import Rotation, attend, learned_weights, rotation_of
+from dsv4.model.attention import attend, learned_weights
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,12 @@ class PaddedForward:
         token_index: `[num_tokens]`, flat indices of the tokens among rows × columns; None if
             there is no padding.
         captured: Graphs of the modules; None if they run launch by launch.
-        rotations: cos + i sin at each token, by RoPE base, from the first layer on that has it.
     """
 
     plan: ForwardPlan
     shape: tuple[int, int]
     token_index: Tensor | None
     captured: CapturedAttention | None = None
-    rotations: dict[str, Rotation] = field(default_factory=dict)
 
 
 CudaGraphs = bool | Literal["step"]
@@ -265,11 +263,7 @@ class PagedCache(AttachedCache):
         if index is not None:
             tokens = tokens[index]
         handle = self.manager.acquire(layer_idx, forward.plan)
-        base = handle.layer.rope_base
-        if base not in forward.rotations:
-            forward.rotations[base] = rotation_of(handle.rope)
-        rotation = forward.rotations[base]
-        output = attend(module, tokens, handle, learned_weights(module), rotation)
+        output = attend(module, tokens, handle, learned_weights(module))
         if index is None:
             return output
         return output.new_zeros(num_padded, output.shape[1]).index_copy_(0, index, output)

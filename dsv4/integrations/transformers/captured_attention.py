@@ -15,7 +15,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.formats import next_power_of_two
 from dsv4.integrations.transformers.weight_addresses import WeightAddresses
-from dsv4.model.attention import attend, learned_weights, rotation_of
+from dsv4.model.attention import attend, learned_weights
 
 SHORTEST = 1024  # tokens: every capture has room for at least these
 
@@ -52,8 +52,7 @@ class CapturedAttention:
 
         def step(handle: LayerCacheHandle) -> Tensor:
             module = modules[handle.layer.layer_idx]
-            rotation = rotation_of(handle.rope)
-            return attend(module, self._hidden, handle, learned_weights(module), rotation)
+            return attend(module, self._hidden, handle, learned_weights(module))
 
         max_length = room_for(longest, manager)
         self._layers = CapturedLayers(manager, step, batch=batch, max_length=max_length)

@@ -2,9 +2,9 @@
 
 FlashMLA reads rows from two sources: the window and the entries. Tokens of a chunk read the window
 workspace, all others their ring. A forward with both calls FlashMLA twice, and each call stores
-the output of its own tokens. A kernel of ours lists the rows first; another rotates the output
-back. FlashMLA rounds its output to BF16 before that, once more than our own kernel. PyTorch's
-allocator holds FlashMLA's buffers, outside the memory plan.
+the output of its own tokens. Kernels of ours list the rows and prepare raw queries first, and
+rotate the output back. FlashMLA rounds its output to BF16 before that, once more than our own
+kernel. PyTorch's allocator holds FlashMLA's buffers, outside the memory plan.
 """
 
 import torch
@@ -24,12 +24,19 @@ from dsv4.kernels.external.find import (
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton.gather import find_entries, find_listed, find_window, workspace_row
 from dsv4.kernels.triton.operands import PLAN_PTRS, token_arguments
-from dsv4.kernels.triton.primitives import bf16_bits, load_rope, rotate_tail
+from dsv4.kernels.triton.primitives import (
+    bf16_bits,
+    fold_pairs,
+    halvings,
+    load_rope,
+    query_factor,
+    rotate_tail,
+)
 
 HEADS = (64, 128)  # numbers of query heads that FlashMLA has kernels for
 MAX_TOKENS = 1024  # per call: FlashMLA's accumulators take 128 or 256 KiB a token
 MAX_LIST_BYTES = 64 << 20
-FINISHED_HEADS = 8  # heads that a program rotates back
+FINISHED_HEADS = 8  # heads that a program prepares or rotates back
 
 
 @triton.jit
@@ -97,6 +104,24 @@ def _list_kernel(
         tl.store(entry_counts_ptr + line + entry, count + tl.zeros_like(entry), mask=entry == 0)
 
 
+@triton.jit
+def _prepare_kernel(
+    prepared_ptr, query_ptr, cos_ptr, sin_ptr, EPS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate ROWS heads of a token's raw query."""
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_head = head < NUM_HEADS
+    row = tl.program_id(0).to(tl.int64) * NUM_HEADS + head
+    at = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    x = tl.load(query_ptr + at, mask=is_head[:, None], other=0.0).to(tl.float32)
+    token = tl.program_id(0) + tl.zeros((ROWS,), tl.int32)
+    cos, sin = load_rope((cos_ptr, sin_ptr), token, is_head, DIM, ROPE, DIM)
+    factor = query_factor(fold_pairs(x * x, halvings(DIM)), EPS, DIM)  # [ROWS, 1]
+    x = rotate_tail(x * factor, cos, sin, ROWS, DIM, ROPE, DIM)
+    tl.store(prepared_ptr.to(tl.pointer_type(tl.uint16)) + at, bf16_bits(x), mask=is_head[:, None])
+
+
 @triton.jit(
     do_not_specialize=["first_token", "lse_stride", "lse_head_stride"],
     do_not_specialize_on_alignment=PLAN_PTRS,
@@ -136,6 +161,7 @@ def attend(
     tokens: TokenMap,
     *,
     max_entries: int,
+    is_query_raw: bool = False,
     batch_invariant: bool = False,
 ) -> AttentionResult:
     """See `kernels.reference.attention`."""
@@ -147,6 +173,8 @@ def attend(
         torch.empty(query.shape, dtype=query.dtype, device=query.device),
         torch.empty(num_tokens, num_heads, dtype=torch.float32, device=query.device),
     )
+    if is_query_raw:
+        query = prepare_query(query, memory)
     decode, sinks = load_flash_mla(), padded_sinks(sinks, num_heads)
     step = tokens_at_once(memory, selected_rows, max_entries)
     for is_workspace in window_sources(tokens):
@@ -159,6 +187,18 @@ def attend(
             decoded = decode(inputs, None)
             finish(result, decoded, memory, tokens, first_token=first, is_workspace=is_workspace)
     return result
+
+
+def prepare_query(query: Tensor, memory: LayerMemory) -> Tensor:
+    """See `kernels.reference.attention`."""
+    num_tokens, num_heads, dim = query.shape
+    prepared = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _prepare_kernel[(num_tokens, triton.cdiv(num_heads, FINISHED_HEADS))](
+        prepared_ptr=prepared, query_ptr=query.contiguous(), cos_ptr=memory.rope.cos,
+        sin_ptr=memory.rope.sin, EPS=memory.layout.rms_norm_eps, NUM_HEADS=num_heads, DIM=dim,
+        ROPE=memory.layout.rope_dim, ROWS=FINISHED_HEADS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return prepared
 
 
 def window_sources(tokens: TokenMap) -> tuple[bool, ...]:

@@ -2,10 +2,12 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from dsv4.formats import next_power_of_two
 from dsv4.kernels.contracts import AttentionResult, TokenMap
 from dsv4.kernels.layer_memory import LayerMemory
-from dsv4.kernels.reference.arithmetic import rotate
+from dsv4.kernels.reference.arithmetic import fold_pairwise, rotate, round_to
 from dsv4.kernels.reference.gather import (
     gather_rows,
     rows_in,
@@ -25,6 +27,7 @@ def attend(
     tokens: TokenMap,
     *,
     max_entries: int,
+    is_query_raw: bool = False,
     batch_invariant: bool = False,
     compute_dtype: torch.dtype = torch.float32,
 ) -> AttentionResult:
@@ -37,10 +40,13 @@ def attend(
         selected_rows: `[num_tokens, k]` flat rows to attend, -1 for none; None means every
             visible entry. A row outside of the pool counts as none.
         max_entries: Upper bound of the entries that a token of this forward sees.
+        is_query_raw: The query is as projected; it is first prepared, see `prepare_query`.
         batch_invariant: A token's bits must not depend on the other tokens. Kernels guarantee it.
             The reference does not: PyTorch's sums may depend on shapes.
     """
     window, entries = memory.window, memory.entries
+    if is_query_raw:
+        query = prepare_query(query, memory)
     num_rows = window.window
     if entries is not None:
         num_rows += max_entries if selected_rows is None else selected_rows.shape[1]
@@ -67,6 +73,23 @@ def attend(
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         return AttentionResult(query.new_empty(query.shape), lse)
     return AttentionResult(torch.cat(outputs), torch.cat(lses))
+
+
+def prepare_query(query: Tensor, memory: LayerMemory) -> Tensor:
+    """Norm projected queries per head, without a weight, and rotate them at their positions.
+
+    All is fp32, and rounded once, to the query's dtype. Squares are added pairwise, neighbours
+    first, as if there were a power of two of channels. Every kernel follows this order.
+    """
+    dim, rope = query.shape[-1], memory.rope.take(slice(len(query)))
+    wide = query.float()
+    squares = pad(wide * wide, (0, next_power_of_two(dim) - dim)).flatten(0, 1)
+    mean = fold_pairwise(squares[:, :, None]).view(*query.shape[:2], 1) * (1.0 / dim)
+    # PyTorch's fp32 root is not rounded correctly; this one is.
+    root = torch.sqrt((mean + memory.layout.rms_norm_eps).double()).float()
+    normed = wide * (1.0 / root)
+    rotated = rotate(normed, rope.cos[:, None], rope.sin[:, None])
+    return round_to(rotated, query.dtype)
 
 
 def attend_dense(

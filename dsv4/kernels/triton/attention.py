@@ -43,8 +43,11 @@ from dsv4.kernels.triton.primitives import (
     INTERPRETED,
     LOG2_E,
     bf16_bits,
+    fold_pairs,
+    halvings,
     load_rope,
     loop_bound,
+    query_factor,
     rotate_tail,
     round_to_bf16,
     wait_for_launch_before,
@@ -102,6 +105,44 @@ def load_query(query_ptr, token, head, is_wanted, NUM_HEADS: tl.constexpr, DIM: 
             values = values.to(tl.float32)
         groups = groups + (values,)
     return groups
+
+
+@triton.jit
+def rotate_group(x, rope, row, LEFT: tl.constexpr, ROTATED: tl.constexpr):
+    """Rotate a group of channels by RoPE row `[1]`; LEFT are a row's channels from its first on."""
+    cos, sin = load_rope(rope, row, row >= 0, LEFT, ROTATED, GROUP)
+    return rotate_tail(x, cos, sin, x.shape[0], LEFT, ROTATED, GROUP)
+
+
+@triton.jit
+def prepare_query(groups, rope, row, EPS: tl.constexpr, ROW: tl.constexpr,
+                  IS_ROUNDED: tl.constexpr, IS_BF16: tl.constexpr):  # fmt: skip
+    """Norm and rotate a raw query, `[HEADS, 64]` by group of channels, by RoPE row `[1]`.
+
+    IS_ROUNDED rounds it to BF16 even where it is an fp32 operand.
+    """
+    sums = tl.tuple(())
+    for group in tl.static_range(len(groups)):
+        wide = groups[group].to(tl.float32)
+        sums = sums + (fold_pairs(wide * wide, halvings(GROUP)),)  # [HEADS, 1]
+    for _ in tl.static_range(halvings(len(groups))):
+        folded = tl.tuple(())
+        for pair in tl.static_range((len(sums) + 1) // 2):
+            if 2 * pair + 1 < len(sums):
+                folded = folded + (sums[2 * pair] + sums[2 * pair + 1],)
+            else:
+                folded = folded + (sums[2 * pair],)
+        sums = folded
+    factor = query_factor(sums[0], EPS, ROW.DIM)
+    prepared = tl.tuple(())
+    for group in tl.static_range(len(groups)):
+        x = groups[group].to(tl.float32) * factor  # [HEADS, 64]
+        if (group + 1) * GROUP > ROW.DIM - ROW.ROTATED:
+            x = rotate_group(x, rope, row, ROW.DIM - group * GROUP, ROW.ROTATED)
+        if IS_ROUNDED and not IS_BF16:
+            x = round_to_bf16(x)
+        prepared = prepared + (as_operand(x, IS_BF16),)
+    return prepared
 
 
 @triton.jit
@@ -199,10 +240,13 @@ def _attend_kernel(
     pool_rows, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr,
     after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
     first_token, num_splits, split_step, tile_step, tiles_per_split,
-    ROW: tl.constexpr, SPEC: tl.constexpr, NUM_HEADS: tl.constexpr, IS_SPLIT: tl.constexpr,
-    IS_BF16: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    ROW: tl.constexpr, SPEC: tl.constexpr, NUM_HEADS: tl.constexpr, QUERY_EPS: tl.constexpr,
+    IS_SPLIT: tl.constexpr, IS_BF16: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Attend for one token and HEADS of its heads, over one split of the token's rows."""
+    """Attend for one token and HEADS of its heads, over one split of the token's rows.
+
+    QUERY_EPS is the epsilon of a raw query's norm, None for a query that is prepared.
+    """
     # The programs of `_combine_kernel` would fill processors that have no program yet.
     wait_for_launch_before(STARTS_NEXT=False)
     ring = RowSource(ring_ptr, ring_scales_ptr, ring_stride)
@@ -231,6 +275,11 @@ def _attend_kernel(
     state = SoftmaxState(acc, largest, total)
     has_rows = first < end
     query = load_query(query_ptr, token, head, has_rows, NUM_HEADS, ROW.DIM, IS_BF16)
+    if QUERY_EPS is not None:
+        row = token + tl.zeros((1,), tl.int32)
+        IS_ROUNDED: tl.constexpr = query_ptr.dtype.element_ty == tl.bfloat16
+        query = prepare_query(query, (cos_ptr, sin_ptr), row, QUERY_EPS, ROW, IS_ROUNDED,
+                              IS_BF16)  # fmt: skip
     # Hoisted out of the loop, the products' descriptors would not fit the registers.
     for tile in tl.range(loop_bound(first), loop_bound(end), loop_bound(tile_step),
                          disable_licm=True):  # fmt: skip
@@ -338,6 +387,7 @@ def attend(
     tokens: TokenMap,
     *,
     max_entries: int,
+    is_query_raw: bool = False,
     batch_invariant: bool = False,
 ) -> AttentionResult:
     """See `kernels.reference.attention`."""
@@ -362,6 +412,7 @@ def attend(
     results = {"sinks_ptr": sinks, "output_ptr": output, "lse_ptr": lse, "cos_ptr": cos,
                "sin_ptr": sin}  # fmt: skip
     rows = _row_arguments(memory, selected_rows, tokens, max_entries)
+    rows["QUERY_EPS"] = memory.layout.rms_norm_eps if is_query_raw else None
     if splits is None:
         whole, left = Splits(1, 0, 1, num_tiles), None
         sizes = None

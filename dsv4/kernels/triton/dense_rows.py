@@ -171,7 +171,7 @@ def attend_dense(
     num_works = num_tokens * num_heads // HEADS
     names = (
         "sinks_ptr", "lse_ptr", "cos_ptr", "sin_ptr", "rows_ptr", "rows_stride", "row_stride",
-        "pool_rows", "num_entries", "SPEC",
+        "pool_rows", "num_entries", "SPEC", "QUERY_EPS",
     )  # fmt: skip
     dense_attention._attend_dense_kernel[(min(num_works, num_multiprocessors(query.device)),)](
         query_desc=TensorDescriptor.from_tensor(query.view(-1, dim), [HEADS, dim // 2], operand),

@@ -37,6 +37,12 @@ def has_instructions_of(arch):
     return not INTERPRETED and current_target().arch >= arch
 
 
+@triton.constexpr_function
+def halvings(count):
+    """Steps of `fold_pairs` that leave one of count values."""
+    return (count - 1).bit_length()
+
+
 @triton.jit
 def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
     """Wait for the launch before, which may still run beside this one.
@@ -130,6 +136,21 @@ def mean_of_squares(x, DIM: tl.constexpr):
     magic = magic.to(tl.float64, bitcast=True)[:, None]
     wide = x.to(tl.float64)
     return tl.sum((wide * wide + magic) - magic, axis=1) / DIM
+
+
+@triton.jit
+def fold_pairs(x, STEPS: tl.constexpr):
+    """Add neighbours of the last axis of `[ROWS, N]`, STEPS times: `[ROWS, N >> STEPS]`."""
+    for _ in tl.static_range(STEPS):
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        x = even + odd
+    return x
+
+
+@triton.jit
+def query_factor(squares, EPS: tl.constexpr, DIM: tl.constexpr):
+    """The factor of a query's norm, by the sum of its squares."""
+    return tl.div_rn(1.0, tl.sqrt_rn(squares * (1.0 / DIM) + EPS))
 
 
 @triton.jit

@@ -27,21 +27,34 @@ from dsv4.kernels.triton.hopper.program import (
     make_memory,
     place_rows,
 )
+from dsv4.kernels.triton.hopper.query import load_raw_query, make_query_sums
 from dsv4.kernels.triton.hopper.softmax import load_query
 from dsv4.kernels.triton.launch import ATTEND_SIZES, ATTEND_UNALIGNED
 from dsv4.kernels.triton.operands import Splits
 
 
 @gluon.jit
-def multiply(tiles, memory, query_ptr, query, exchange, scale, results, out_loc,
-             NUM_HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
-             SIDE: gl.constexpr):  # fmt: skip
+def load_or_prepare(query, query_ptr, sums, results, out_loc, nth, NUM_HEADS: gl.constexpr,
+                    QUERY_EPS: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
+    """Bring a side's half of the query to shared memory, for the nth work item."""
+    if QUERY_EPS is None:
+        load_query(query, query_ptr, out_loc, NUM_HEADS, SIDE)
+    else:
+        rope = results.cos_ptr, results.sin_ptr
+        load_raw_query(query, query_ptr, sums, rope, out_loc, nth, NUM_HEADS, QUERY_EPS, SIDE)
+
+
+@gluon.jit
+def multiply(tiles, memory, query_ptr, query, sums, exchange, scale, results, out_loc,
+             NUM_HEADS: gl.constexpr, QUERY_EPS: gl.constexpr, STAGES: gl.constexpr,
+             IS_SPLIT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """Multiply and store one side's share, with 64 heads or with fewer.
 
     exchange is the shared memory between the sides: an `Exchange` with 64 heads, else `Sides`.
     """
     HEADS: gl.constexpr = query[0].shape[1]
-    load_query(query, query_ptr, out_loc, NUM_HEADS, SIDE)
+    load_or_prepare(query, query_ptr, sums, results, out_loc, gl.to_tensor(0), NUM_HEADS,
+                    QUERY_EPS, SIDE)  # fmt: skip
     if HEADS == 64:
         acc, largest, total, _count = multiply_many(tiles, gl.to_tensor(0), memory, query, exchange,
                                                     scale, STAGES, SIDE)  # fmt: skip
@@ -62,8 +75,9 @@ def _attend_kernel(
     pool_rows, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr,
     after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
     first_token, num_splits, split_step, tile_step, tiles_per_split,
-    SPEC: gl.constexpr, NUM_HEADS: gl.constexpr, IS_SPLIT: gl.constexpr, HEADS: gl.constexpr,
-    STAGES: gl.constexpr, DECODING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
+    SPEC: gl.constexpr, NUM_HEADS: gl.constexpr, QUERY_EPS: gl.constexpr,
+    IS_SPLIT: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
+    DECODING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attend for one token and HEADS of its heads, over one split of the token's rows.
 
@@ -83,14 +97,15 @@ def _attend_kernel(
     # With 64 heads both sides read every tile, with fewer each takes every second one.
     query, memory = make_memory(HEADS, STAGES, 2 if HEADS == 64 else 1)
     exchange = make_exchange() if HEADS == 64 else make_sides(HEADS)
+    sums = make_query_sums(HEADS)
     gdc_wait()  # the rows may be the previous launch's
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (multiply, (tiles, memory, query_ptr, query, exchange, scale, results, out_loc,
-                        NUM_HEADS, STAGES, IS_SPLIT, 0)),
-            (multiply, (tiles, memory, query_ptr, query, exchange, scale, results, out_loc,
-                        NUM_HEADS, STAGES, IS_SPLIT, 1)),
+            (multiply, (tiles, memory, query_ptr, query, sums, exchange, scale, results, out_loc,
+                        NUM_HEADS, QUERY_EPS, STAGES, IS_SPLIT, 0)),
+            (multiply, (tiles, memory, query_ptr, query, sums, exchange, scale, results, out_loc,
+                        NUM_HEADS, QUERY_EPS, STAGES, IS_SPLIT, 1)),
             (decode_tiles, (tiles, gl.to_tensor(0), memory, row_source, SPEC, STAGES,
                             DECODING_REGISTERS >= 128)),
         ],
@@ -109,23 +124,26 @@ def nth_work(nth, left_ptr, HAS_LEFT: gl.constexpr):
 
 
 @gluon.jit
-def multiply_in_turn(num_works, left_ptr, tokens, splits, memory, query_ptr, query, exchange, scale,
-                     results, NUM_HEADS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
-                     HAS_LEFT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
+def multiply_in_turn(num_works, left_ptr, tokens, splits, memory, query_ptr, query, sums, exchange,
+                     scale, results, NUM_HEADS: gl.constexpr, QUERY_EPS: gl.constexpr,
+                     SPEC: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr,
+                     SIDE: gl.constexpr):  # fmt: skip
     """Multiply and store one side's share of one work item after another.
 
     An item is found again before its results are stored, which leaves registers to the products.
     """
-    count = gl.to_tensor(0)
+    count, num_done = gl.to_tensor(0), gl.to_tensor(0)
     for nth in range(gl.program_id(0), num_works, gl.num_programs(0)):
         work = nth_work(nth, left_ptr, HAS_LEFT)
         tiles, _token, out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
-        load_query(query, query_ptr, out_loc, NUM_HEADS, SIDE)
+        load_or_prepare(query, query_ptr, sums, results, out_loc, num_done, NUM_HEADS, QUERY_EPS,
+                        SIDE)  # fmt: skip
         acc, largest, total, count = multiply_many(tiles, count, memory, query, exchange, scale,
                                                    STAGES, SIDE)  # fmt: skip
         _tiles, _token, out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
         store_many(acc, largest, total, query, results, out_loc, True, NUM_HEADS, False, SIDE)
         gl.thread_barrier()
+        num_done += 1
 
 
 @gluon.jit
@@ -152,8 +170,9 @@ def _attend_chunk_kernel(
     pool_rows, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr,
     after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
     first_token, num_works, left_ptr, num_splits, split_step, tile_step, tiles_per_split,
-    SPEC: gl.constexpr, NUM_HEADS: gl.constexpr, IS_SPLIT: gl.constexpr, HAS_LEFT: gl.constexpr,
-    STAGES: gl.constexpr, DECODING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
+    SPEC: gl.constexpr, NUM_HEADS: gl.constexpr, QUERY_EPS: gl.constexpr,
+    IS_SPLIT: gl.constexpr, HAS_LEFT: gl.constexpr, STAGES: gl.constexpr,
+    DECODING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attend for tokens and 64 of their heads each, one after another, over all of their rows.
 
@@ -170,14 +189,16 @@ def _attend_chunk_kernel(
                         pool_rows, block_table_ptr, table_stride)  # fmt: skip
     results = ResultPtrs(sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr)
     query, memory = make_memory(HEADS, STAGES, 2)
-    exchange = make_exchange()
+    exchange, sums = make_exchange(), make_query_sums(HEADS)
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (multiply_in_turn, (num_works, left_ptr, tokens, splits, memory, query_ptr, query,
-                                exchange, scale, results, NUM_HEADS, SPEC, STAGES, HAS_LEFT, 0)),
-            (multiply_in_turn, (num_works, left_ptr, tokens, splits, memory, query_ptr, query,
-                                exchange, scale, results, NUM_HEADS, SPEC, STAGES, HAS_LEFT, 1)),
+            (multiply_in_turn, (num_works, left_ptr, tokens, splits, memory, query_ptr, query, sums,
+                                exchange, scale, results, NUM_HEADS, QUERY_EPS, SPEC, STAGES,
+                                HAS_LEFT, 0)),
+            (multiply_in_turn, (num_works, left_ptr, tokens, splits, memory, query_ptr, query, sums,
+                                exchange, scale, results, NUM_HEADS, QUERY_EPS, SPEC, STAGES,
+                                HAS_LEFT, 1)),
             (decode_in_turn, (num_works, left_ptr, tokens, splits, memory, window, entries,
                               NUM_HEADS, SPEC, STAGES, HAS_LEFT)),
         ],

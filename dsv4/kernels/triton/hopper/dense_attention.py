@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_wait
 from dsv4.kernels.triton.hopper.decode import DIM, OPERAND, TILE, VECTOR
 from dsv4.kernels.triton.hopper.many_heads import HEAD_ROWS, HEADS, LOGITS
 from dsv4.kernels.triton.hopper.program import EntryPtrs, Tokens, find_work
+from dsv4.kernels.triton.hopper.query import load_query_turn, prepare_in_place
 from dsv4.kernels.triton.hopper.softmax import (
     finite_base,
     log_sum_exp,
@@ -70,6 +71,7 @@ class Shared(NamedTuple):
     is_weighed: gl.shared_memory_descriptor
     is_summed: gl.shared_memory_descriptor
     has_query: gl.shared_memory_descriptor
+    is_raw_copied: gl.shared_memory_descriptor
 
 
 class DenseRows(NamedTuple):
@@ -132,7 +134,7 @@ def make_shared():
         gl.allocate_shared_memory(gl.float32, (2, HEADS), VECTOR),
         gl.allocate_shared_memory(gl.bfloat16, (2, HEADS, PIECE), OPERAND),
         make_barriers(2, COPY_THREADS + 1), make_barriers(4, 1), make_barriers(2, 1),
-        make_barriers(1, 2), make_barriers(1, 1),
+        make_barriers(1, 2), make_barriers(1, 1), make_barriers(1, 1),
     )  # fmt: skip
 
 
@@ -397,26 +399,35 @@ def copy_tile(place, pair, rows, shared, STAGE: gl.constexpr):
 
 
 @gluon.jit
-def copy_query(query_desc, row, pair, shared):
+def copy_query(query_desc, row, pair, is_copied, shared):
     """Copy a work item's query, once the logits of the item before are made: it weighs them."""
     mbarrier.wait(shared.is_weighed.index(1), (pair + 1) % 2)
-    has_query = shared.has_query.index(0)
-    mbarrier.expect(has_query, HEADS * DIM * 2)
+    mbarrier.expect(is_copied, HEADS * DIM * 2)
     for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(query_desc, [row.to(gl.int32), half * HALF], has_query,
+        tma.async_copy_global_to_shared(query_desc, [row.to(gl.int32), half * HALF], is_copied,
                                         shared.query[half].index(0))  # fmt: skip
 
 
 @gluon.jit
-def copy_tiles(num_works, tokens, rows, shared, query_desc, NUM_HEADS: gl.constexpr,
-               SPEC: gl.constexpr):  # fmt: skip
+def prepare_query(rope, token_idx, nth_work, shared, QUERY_EPS: gl.constexpr):
+    """Prepare the raw query of the nth work item, when it is copied."""
+    turn = load_query_turn(rope, token_idx)
+    mbarrier.wait(shared.is_raw_copied.index(0), nth_work % 2)
+    prepare_in_place(shared.query, turn, QUERY_EPS)
+    mbarrier.arrive(shared.has_query.index(0), count=1)
+
+
+@gluon.jit
+def copy_tiles(num_works, tokens, rows, shared, query_desc, rope, NUM_HEADS: gl.constexpr,
+               QUERY_EPS: gl.constexpr, SPEC: gl.constexpr):  # fmt: skip
     """Copy the rows and the query of one work item after another; list items that are left.
 
     Each look-up of a listed row needs the one before. They are made one to three tiles ahead.
     """
     IS_LISTED: gl.constexpr = SPEC.ENTRIES == "listed"
     LAYOUT: gl.constexpr = FIND if IS_LISTED else COPY_ROWS
-    pair = gl.to_tensor(0)
+    is_copied = shared.has_query if QUERY_EPS is None else shared.is_raw_copied
+    pair, nth_work = gl.to_tensor(0), gl.to_tensor(0)
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
         num_pairs, token, out_loc = find_pairs(work, tokens, rows, NUM_HEADS, SPEC)
         is_left = num_pairs == 0
@@ -446,13 +457,16 @@ def copy_tiles(num_works, tokens, rows, shared, query_desc, NUM_HEADS: gl.conste
                         place = gl.where(is_own & (listed >= 0), source.first_entry + entry, place)
                         foreign |= ((listed >= 0) & (is_own == 0)).to(gl.int32)
                     copy_tile(place, pair, rows, shared, stage)
-                    if stage == 0:
-                        if nth == 0:
-                            copy_query(query_desc, out_loc.row, pair, shared)
+                    if nth == 0:
+                        if stage == 0:
+                            copy_query(query_desc, out_loc.row, pair, is_copied.index(0), shared)
+                        elif QUERY_EPS is not None:
+                            prepare_query(rope, out_loc.token_idx, nth_work, shared, QUERY_EPS)
                     if IS_LISTED:
                         listed, listed_1, listed_2 = listed_1, listed_2, listed_3
                         columns, columns_1, blocks = columns_1, columns_2, blocks_1
                 pair += 1
+            nth_work += 1
             if IS_LISTED:
                 is_left = gl.max(foreign, axis=0) > 0
         if is_left:
@@ -473,8 +487,8 @@ def _attend_dense_kernel(
     rows_ptr, rows_stride, row_stride, pool_rows, num_entries, positions_ptr, request_ids_ptr,
     request_slots_ptr, before_ptr, after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
     num_works,
-    SPEC: gl.constexpr, NUM_HEADS: gl.constexpr, COPYING_REGISTERS: gl.constexpr,
-    MULTIPLYING_REGISTERS: gl.constexpr,
+    SPEC: gl.constexpr, NUM_HEADS: gl.constexpr, QUERY_EPS: gl.constexpr,
+    COPYING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Attend for tokens of chunks and 64 of their heads each, one after another.
 
@@ -495,7 +509,8 @@ def _attend_dense_kernel(
                         SPEC, 0)),
             (multiply, (num_works, tokens, rows, shared, output_desc, results, scale, NUM_HEADS,
                         SPEC, 1)),
-            (copy_tiles, (num_works, tokens, rows, shared, query_desc, NUM_HEADS, SPEC)),
+            (copy_tiles, (num_works, tokens, rows, shared, query_desc, (cos_ptr, sin_ptr),
+                          NUM_HEADS, QUERY_EPS, SPEC)),
         ],
         [4, 4],
         [MULTIPLYING_REGISTERS, COPYING_REGISTERS],

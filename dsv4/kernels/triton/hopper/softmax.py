@@ -55,15 +55,22 @@ def log_sum_exp(largest, total):
 
 
 @gluon.jit
+def load_turn(cos_ptr, sin_ptr, token_idx, pairs):
+    """Load cos, sin `[1, PAIRS]` of pairs `[HEADS, PAIRS]`; 1, 0 where one isn't rotated."""
+    PAIRS: gl.constexpr = pairs.shape[1]
+    pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, pairs.type.layout)) - (PAIRS - ROPE // 2)
+    offset = token_idx.to(gl.int64) * (ROPE // 2) + pair
+    cos = gl.load(cos_ptr + offset, mask=pair >= 0, other=1.0)
+    return cos[None, :], gl.load(sin_ptr + offset, mask=pair >= 0, other=0.0)[None, :]
+
+
+@gluon.jit
 def rotate_back(values, cos_ptr, sin_ptr, token_idx):
     """Rotate the trailing channels of a row's last ones, `[HEADS, WIDTH]`, back."""
     HEADS: gl.constexpr = values.shape[0]
     PAIRS: gl.constexpr = values.shape[1] // 2
     even, odd = gl.split(gl.reshape(values, (HEADS, PAIRS, 2)))  # [HEADS, PAIRS]
-    pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, even.type.layout)) - (PAIRS - ROPE // 2)
-    offset = token_idx.to(gl.int64) * (ROPE // 2) + pair
-    cos = gl.load(cos_ptr + offset, mask=pair >= 0, other=1.0)[None, :]
-    sin = gl.load(sin_ptr + offset, mask=pair >= 0, other=0.0)[None, :]
+    cos, sin = load_turn(cos_ptr, sin_ptr, token_idx, even)
     turned = gl.join(even * cos + odd * sin, odd * cos - even * sin)
     return gl.reshape(turned, (HEADS, 2 * PAIRS))
 
