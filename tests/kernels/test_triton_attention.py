@@ -268,9 +268,9 @@ def test_a_prepared_query_is_normed_and_rotated(choices, dtype):
     choices = {"kv_format": "bf16", "rms_norm_eps": 1e-3, **choices}
     handle = Case("", HCA, [300, 5], [305, 6], choices=choices).filled()
     raw, prepared = make_raw(handle, dtype)
-    query, positions = raw.query.double(), handle.positions.long()
+    query = raw.query.double()
     norm = (query.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
-    cos, sin = (table[positions][:, None].double() for table in (handle.rope.cos, handle.rope.sin))
+    cos, sin = (rows[:, None].double() for rows in handle.rope)
     expected = rotate(query * norm, cos, sin)
     roundoff = FP32_ROUNDOFF if dtype is torch.float32 else BF16_ROUNDOFF
     size = rotate_magnitude((query * norm).abs(), handle)
