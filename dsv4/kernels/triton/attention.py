@@ -276,9 +276,9 @@ def _attend_kernel(
     has_rows = first < end
     query = load_query(query_ptr, token, head, has_rows, NUM_HEADS, ROW.DIM, IS_BF16)
     if QUERY_EPS is not None:
-        row = token + tl.zeros((1,), tl.int32)
+        rope_row = token + tl.zeros((1,), tl.int32)
         IS_ROUNDED: tl.constexpr = query_ptr.dtype.element_ty == tl.bfloat16
-        query = prepare_query(query, (cos_ptr, sin_ptr), row, QUERY_EPS, ROW, IS_ROUNDED,
+        query = prepare_query(query, (cos_ptr, sin_ptr), rope_row, QUERY_EPS, ROW, IS_ROUNDED,
                               IS_BF16)  # fmt: skip
     # Hoisted out of the loop, the products' descriptors would not fit the registers.
     for tile in tl.range(loop_bound(first), loop_bound(end), loop_bound(tile_step),
