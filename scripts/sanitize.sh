@@ -17,10 +17,10 @@ set -eu
 cd "$(dirname "$0")/.."
 
 WRITE_FILES="tests/kernels/test_triton_write.py tests/kernels/test_triton_gather.py
-    tests/cache/test_captured_forward.py"
+    tests/cache/test_captured_forward.py tests/kernels/test_acceptance.py"
 WRITE="(test_bytes and (over or verify or keys)) or (test_bytes_at_the_real_width and random)
     or test_window_and_entries_apart or test_strided or test_values or test_shapes_of_rows
-    or test_missing_rows or test_planning_and_replaying"
+    or test_missing_rows or test_planning_and_replaying or test_a_step_moves"
 READ_FILES="tests/kernels/test_triton_attention.py tests/kernels/test_triton_indexer.py
     tests/kernels/test_triton_topk.py"
 READ="(test_the_real_width and False) or test_formats_at_the_real_width

@@ -1,9 +1,11 @@
 """`CurrentForward`: the current plan, and the records in the books once it ends."""
 
 import numpy as np
+from torch import Tensor
 
 from dsv4.cache.books import CacheBooks
-from dsv4.cache.memory.arrays import Int64Array, IntArray
+from dsv4.cache.commit import StepCommit
+from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.plan import ForwardPlan
@@ -14,6 +16,9 @@ class CurrentForward:
     """The last plan of a manager, until the next one.
 
     A plan is live until it is complete or cancelled. Only its requests have to wait for that.
+
+    Attributes:
+        committed: The last step whose accepted tokens the host does not know.
     """
 
     def __init__(self, capacity: Capacity, memory: DeviceMemory, books: CacheBooks) -> None:
@@ -22,7 +27,8 @@ class CurrentForward:
         self._block_tokens = capacity.config.block_tokens
         self._plan: ForwardPlan | None = None
         self._is_settled = True
-        self._boundaries: list[tuple[int, int, int]] = []
+        self._boundaries: list[tuple[int, int, int]] | None = []
+        self.committed = StepCommit(capacity, memory, books)
         self._is_named = np.zeros(capacity.max_requests + 1, dtype=np.bool_)  # slots of the plan
 
     @property
@@ -48,11 +54,12 @@ class CurrentForward:
         held = plan.survival.checkpoints
         return held[held >= 0]
 
-    def start(self, plan: ForwardPlan, boundaries: list[tuple[int, int, int]]) -> None:
+    def start(self, plan: ForwardPlan, boundaries: list[tuple[int, int, int]] | None) -> None:
         """Make `plan` the current one.
 
         Args:
-            boundaries: Row, slot and boundary that are checkpointed once it is complete.
+            boundaries: Row, slot and boundary that are checkpointed once it is complete; None to
+                choose them then, since lengths are not known.
         """
         is_named = np.zeros(len(self._is_named), dtype=np.bool_)
         is_named[plan.request_slots] = True  # padding names the last one
@@ -67,15 +74,54 @@ class CurrentForward:
     def settle(self) -> None:
         """Record what a complete forward has made final: checkpoints and freed requests."""
         plan = self._plan
-        if self._is_settled or plan is None or not plan.is_complete:
+        if self._is_settled or plan is None or not plan.is_complete or self._follows_commit:
             return
-        for _, slot, boundary in self._boundaries:
+        boundaries = self._boundaries
+        if boundaries is None:
+            boundaries = self.choose_boundaries(
+                plan.request_slots.astype(np.int64), plan.positions_before.astype(np.int64),
+                plan.positions_after.astype(np.int64), np.zeros(plan.num_requests, np.bool_),
+            )  # fmt: skip
+        for _, slot, boundary in boundaries:
             self.save_checkpoint(slot, boundary)
         with self._journal:
             self._end(plan, is_written=plan.is_written)
 
+    @property
+    def _follows_commit(self) -> bool:
+        """Whether a plan was made after the step whose counts are not known."""
+        step = self.committed.step
+        return step is not None and step.plan is not self._plan
+
+    def commit(self, plan: ForwardPlan, accepted: Tensor) -> None:
+        """Keep the accepted tokens of a complete step; waits for those of the step before it."""
+        self._journal.finish()
+        plan.check_current()
+        self.committed.check(plan, accepted)
+        self.settle_commit()
+        self.settle()
+        with self._journal:
+            self.committed.start(plan, accepted)
+            self._journal.set_attribute(plan, "is_retired", True)
+
+    def settle_commit(self, slots: Int64Array | None = None) -> None:
+        """Wait until every length is known, if these slots are in flight or wait for that."""
+        if self.committed.step is None:
+            return
+        is_waiting = self._follows_commit and (slots is None or bool(self._is_named[slots].any()))
+        if slots is not None and not is_waiting and not self.committed.names(slots):
+            return
+        with self._journal:
+            self.committed.settle(self._plan)
+        self.settle()
+
+    def settle_older(self) -> None:
+        """Wait for the counts of a step, unless it is the last one."""
+        if self._follows_commit:
+            self.settle_commit()
+
     def cancel(self, plan: ForwardPlan) -> None:
-        """Undo a plan that is not complete."""
+        """Undo a plan that is not complete; waits until its length before it is known."""
         self._journal.finish()
         if plan.is_cancelled or plan.is_retired:
             return
@@ -84,6 +130,7 @@ class CurrentForward:
                 "Cannot cancel a complete forward: expected one whose layers are not all written; "
                 "truncate forgets its tokens"
             )
+        self.settle_commit()
         with self._journal:
             self.undo(plan)
 
@@ -147,12 +194,24 @@ class CurrentForward:
         prefix, live = self._books.prefix, self.live_slots
         if prefix is None or not prefix.has_news:
             return
-        lengths = self._books.requests.lengths
+        lengths, step = self._books.requests.lengths, self.committed.step
+        if step is not None:  # the shortest that they can be
+            lengths = lengths - step.counts[:-1]
         if live.size:
             lengths = lengths.copy()
             lengths[live] = 0
         prefix.publish(lengths)
         prefix.has_news = live.size > 0
+
+    def choose_boundaries(
+        self, slots: Int64Array, before: Int64Array, after: Int64Array, is_chunk: BoolArray
+    ) -> list[tuple[int, int, int]]:
+        """Choose the boundaries to checkpoint; a replay's fixed state is right at its end."""
+        prefix = self._books.prefix
+        if prefix is None:
+            return []
+        start = np.maximum(before, self._books.requests.written_from(slots) - 1)
+        return prefix.choose_boundaries(slots, start, after, is_chunk)
 
     def save_checkpoint(self, slot: int, boundary: int) -> None:
         """Checkpoint a tracked request, unless it has one there or none is left."""

@@ -18,7 +18,9 @@ from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray, read_only
 from dsv4.cache.memory.capacity import Capacity, blocks_for
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.plan import ForwardPlan, Survival
-from dsv4.checks import check_ints
+from dsv4.checks import check_int, check_ints
+from dsv4.errors import OutOfBlocksError
+from dsv4.kernels.backends import load_backend
 from dsv4.kernels.contracts import CheckpointPoints
 
 Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
@@ -48,6 +50,7 @@ class Rows(NamedTuple):
         counts: Tokens of each.
         is_real: Those that are not padding.
         is_chunk: Real ones with more tokens than a step.
+        uncertain: Tokens before that the step before may have rejected; None if there are none.
     """
 
     slots: Int64Array
@@ -56,17 +59,53 @@ class Rows(NamedTuple):
     counts: Int64Array
     is_real: BoolArray
     is_chunk: BoolArray
+    uncertain: Int64Array | None
 
 
 class ForwardPlanner:
     """Plans the forwards of one manager."""
 
     def __init__(
-        self, capacity: Capacity, memory: DeviceMemory, books: CacheBooks, forward: CurrentForward
+        self,
+        capacity: Capacity,
+        memory: DeviceMemory,
+        books: CacheBooks,
+        forward: CurrentForward,
+        *,
+        backend: str,
     ) -> None:
-        self._capacity, self._config = capacity, capacity.config
+        self._capacity, self._config, self._backend = capacity, capacity.config, backend
         self._memory, self._books, self._forward = memory, books, forward
         self._nothing = read_only(np.full(capacity.max_requests, -1, dtype=np.int64))
+
+    def prepare_step(self, request_slots: Ints, num_tokens: int) -> ForwardPlan:
+        """Plan a step from lengths that only the device may know.
+
+        Where their longest values do not fit, the host waits until it knows them.
+        """
+        capacity, forward = self._capacity, self._forward
+        slots = check_ints(
+            "request_slots", request_slots, at_least=-1, at_most=capacity.max_requests - 1
+        )
+        num_tokens = check_int(
+            "num_tokens", num_tokens,
+            at_least=1, at_most=capacity.max_step_tokens, limit="drafts_per_step + 1",
+        )  # fmt: skip
+        forward.settle_older()
+        before = self._longest_lengths(slots)
+        if before.max(initial=0) + num_tokens <= capacity.max_request_tokens:
+            try:
+                return self.prepare(slots, before, before + num_tokens)
+            except OutOfBlocksError:
+                if not forward.committed.names(slots):
+                    raise
+        forward.settle_commit()
+        before = self._longest_lengths(slots)
+        return self.prepare(slots, before, before + num_tokens)
+
+    def _longest_lengths(self, slots: Int64Array) -> Int64Array:
+        """Return the lengths of slots if every token is accepted; 0 for padding."""
+        return np.where(slots >= 0, self._books.requests.lengths[slots], 0)
 
     def prepare(
         self, request_slots: Ints, positions_before: Ints, positions_after: Ints
@@ -82,9 +121,13 @@ class ForwardPlanner:
         self._forward.publish()
         real = slice(None) if rows.is_real.all() else rows.is_real
         real_slots, real_before, real_after = rows.slots[real], rows.before[real], rows.after[real]
+        uncertain: Int64Array | int = 0 if rows.uncertain is None else rows.uncertain[real]
+        real_before = real_before - uncertain  # entries may be written from there on
         needs = self.count_blocks(real_slots, real_before, real_after)
         has_chunks = bool(rows.is_chunk.any())
-        chosen = self._choose_boundaries(rows)
+        chosen: list[tuple[int, int, int]] = []
+        if rows.uncertain is None:
+            chosen = self._forward.choose_boundaries(*rows[:3], rows.is_chunk)
         in_chunks = [each for each in chosen if rows.is_chunk[each[0]]]
         in_steps = [each for each in chosen if not rows.is_chunk[each[0]]]
         survival = self._plan_survival(rows, has_chunks=has_chunks)
@@ -92,7 +135,7 @@ class ForwardPlanner:
         self._forward.retire()
         with self._books.journal:
             sources, targets = self._take_blocks(needs, real_slots, real_before)
-            self._books.requests.advance(real_slots, real_after)
+            self._books.requests.advance(real_slots, real_after, uncertain)
             if has_chunks:
                 self._hold(rows.slots, survival)
             boundaries = self._take_checkpoints(in_chunks)
@@ -102,13 +145,15 @@ class ForwardPlanner:
                 self._books.requests.changed_blocks, sources, targets, (batch, num_tokens)
             )
             self._books.requests.forget_changes()
-            host = buffers.host
+            tokens = buffers.token_map(batch, num_tokens, num_chunks, max_step)
+            if rows.uncertain is not None:
+                load_backend(self._backend).apply_accepted(buffers.acceptance(batch), tokens)
             plan = ForwardPlan(
                 owner=weakref.ref(self._forward),
-                tokens=buffers.token_map(batch, num_tokens, num_chunks, max_step),
-                request_slots=host["request_slots"][:batch].copy(),
-                positions_before=host["positions_before"][:batch].copy(),
-                positions_after=host["positions_after"][:batch].copy(),
+                tokens=tokens,
+                request_slots=rows.slots.astype(np.int32),
+                positions_before=rows.before.astype(np.int32),
+                positions_after=rows.after.astype(np.int32),
                 num_tokens=num_tokens,
                 longest=int(real_after.max(initial=0)),
                 num_new_blocks=needs.num_blocks,
@@ -117,7 +162,7 @@ class ForwardPlanner:
                 boundaries=boundaries,
                 survival=survival,
             )
-            self._forward.start(plan, in_steps)
+            self._forward.start(plan, in_steps if rows.uncertain is None else None)
             return plan
 
     def padding_plan(
@@ -182,7 +227,11 @@ class ForwardPlanner:
                 f"Too many tokens in one request: expected at most {limit}, got {longest}"
             )
         is_chunk = (counts > self._capacity.max_step_tokens) & is_real
-        return Rows(slots, before, after, counts, is_real, is_chunk)
+        step = self._forward.committed.step
+        uncertain = None if step is None else step.counts[slots]
+        if uncertain is not None and not uncertain.any():
+            uncertain = None
+        return Rows(slots, before, after, counts, is_real, is_chunk, uncertain)
 
     def _check_capacity(self, num_requests: int, num_tokens: int) -> None:
         for name, value, limit in (
@@ -214,14 +263,6 @@ class ForwardPlanner:
         num_before = np.arange(len(ids)) - np.searchsorted(ids, ids)  # writers of the same block
         return rows[num_before < self._books.allocator.num_owners[ids] - 1]
 
-    def _choose_boundaries(self, rows: Rows) -> list[tuple[int, int, int]]:
-        """Choose the boundaries to checkpoint; a replay's fixed state is right at its end."""
-        prefix = self._books.prefix
-        if prefix is None:
-            return []
-        start = np.maximum(rows.before, self._books.requests.written_from(rows.slots) - 1)
-        return prefix.choose_boundaries(rows.slots, start, rows.after, rows.is_chunk)
-
     def _plan_survival(self, rows: Rows, *, has_chunks: bool) -> Survival:
         """Decide what a cancelled forward leaves of each request.
 
@@ -233,6 +274,8 @@ class ForwardPlanner:
         slots, before = rows.slots, rows.before.copy()
         floors, num_read_only = requests.rollback_floor[slots], requests.num_read_only[slots]
         lowest = rows.after - self._capacity.max_step_tokens  # at most the length before a step
+        if rows.uncertain is not None:
+            lowest = lowest - rows.uncertain
         none = self._nothing[: len(slots)]
         if not has_chunks:
             return Survival(before, np.maximum(floors, lowest), none, none, num_read_only)
@@ -328,7 +371,7 @@ class ForwardPlanner:
 
     def _fill_buffers(self, rows: Rows, num_tokens: int, *, has_chunks: bool) -> int:
         """Write the plan's arrays and return the number of chunks."""
-        slots, before, after, counts, _, is_chunk = rows
+        slots, before, after, counts, _, is_chunk, uncertain = rows
         batch, num_chunks = len(slots), 0
         host = self._memory.plan_buffers.start(batch, num_tokens)
         host["num_read_only"][:] = self._books.requests.num_read_only
@@ -336,6 +379,10 @@ class ForwardPlanner:
         host["positions_before"][:batch] = before
         host["positions_after"][:batch] = after
         host["workspace_starts"][:batch] = -1
+        step = self._forward.committed.step
+        if uncertain is not None and step is not None:
+            host["committed_rows"][:batch] = step.rows[slots]
+            host["committed_counts"][:batch] = uncertain
         if has_chunks:  # whose rings cannot be read back
             chunks = np.flatnonzero(is_chunk)
             num_chunks = len(chunks)

@@ -22,6 +22,28 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16)
 QUERY_DTYPES = {"flashmla": (torch.bfloat16,)}  # by attention backend, where not all of the above
 
 
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Check a tensor's type, shape, dtype and device."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"Invalid {name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device:
+        return
+    if tensor.shape != shape:
+        raise ValueError(
+            f"Invalid shape of {name}: expected {list(shape)}, got {list(tensor.shape)}"
+        )
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"Invalid dtype of {name}: expected {names}, got {tensor.dtype}")
+    raise ValueError(f"Invalid device of {name}: expected {device}, got {tensor.device}")
+
+
 class LayerChecks:
     """The sizes, dtypes and device that one layer takes; `num_tokens` are those of a forward."""
 
@@ -160,18 +182,7 @@ class LayerChecks:
         dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES,
     ) -> None:
         """Check one tensor's type, shape, dtype and device."""
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"Invalid {name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == self.device:
-            return
-        if tensor.shape != shape:
-            raise ValueError(
-                f"Invalid shape of {name}: expected {list(shape)}, got {list(tensor.shape)}"
-            )
-        if tensor.dtype not in dtypes:
-            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise TypeError(f"Invalid dtype of {name}: expected {names}, got {tensor.dtype}")
-        raise ValueError(f"Invalid device of {name}: expected {self.device}, got {tensor.device}")
+        check_tensor(name, tensor, shape, dtypes, self.device)
 
     @property
     def _layer_name(self) -> str:

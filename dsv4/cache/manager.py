@@ -153,7 +153,7 @@ class KVCacheManager(NotCopyable):
         )  # fmt: skip
         self._forward = CurrentForward(self.capacity, self.device_memory, self._books)
         self._planner = ForwardPlanner(
-            self.capacity, self.device_memory, self._books, self._forward
+            self.capacity, self.device_memory, self._books, self._forward, backend=self.backend
         )
         self.block_table = self.device_memory.block_table
         self.paged, self.state = self.device_memory.paged, self.device_memory.state
@@ -161,17 +161,18 @@ class KVCacheManager(NotCopyable):
 
     @property
     def lengths(self) -> Int64Array:
-        """`[max_requests]`, tokens of each slot; a copy."""
-        self._journal.finish()
+        """`[max_requests]`, tokens of each slot; a copy. Waits for a step that was committed."""
+        self.settle()
         return np.where(self._requests.is_closing, 0, self._requests.lengths)
 
     @property
     def rollback_floor(self) -> Int64Array:
         """`[max_requests]`, the shortest length, beside 0, that `truncate` can always go back to.
 
-        It is `drafts_per_step + 1` below the longest that a request has had; a copy.
+        It is `drafts_per_step + 1` below the longest that a request has had; a copy. Waits for a
+        step that was committed.
         """
-        self._journal.finish()
+        self.settle()
         return np.where(self._requests.is_closing, 0, self._requests.rollback_floor)
 
     @property
@@ -331,7 +332,10 @@ class KVCacheManager(NotCopyable):
             counts: The ids of each slot; by default one, or all if there is one slot.
         """
         prefix = self._prefix()
-        rows, starts = self._open_rows(slots), check_one_or_more("start", start)
+        self._begin()
+        self._forward.settle_older()
+        rows = self._requests.check_all_open(slots)
+        starts = check_one_or_more("start", start)
         ids = as_token_ids(token_ids)
         if counts is None:
             each = len(ids) if len(rows) == 1 else 1
@@ -503,6 +507,7 @@ class KVCacheManager(NotCopyable):
         The prefix cache stays.
         """
         self._begin()
+        self._forward.settle_commit()
         with self._journal:
             if self._forward.live_plan is not None:
                 self._forward.undo(self._forward.live_plan)
@@ -621,7 +626,31 @@ class KVCacheManager(NotCopyable):
             LiveForwardError: The last forward is neither complete nor cancelled.
         """
         self._begin()
+        self._forward.settle_commit()
         return self._planner.prepare(request_slots, positions_before, positions_after)
+
+    def prepare_step(self, request_slots: Ints, num_tokens: int) -> ForwardPlan:
+        """Plan a step of each request from its end, which only the device may know.
+
+        After `plan.commit(accepted)` a request ends behind its accepted tokens. The plan has the
+        blocks of its longest possible length. The device finds positions and lengths when the plan
+        arrives there. The host does not wait, unless requests could then be too long, or too few
+        blocks are left.
+
+        Args:
+            request_slots: `[batch]`, distinct open slots in any order; -1 is a padding row.
+            num_tokens: The tokens of each row, at most `drafts_per_step + 1`.
+
+        Raises:
+            ValueError, OutOfBlocksError, LiveForwardError: As in `prepare_forward`.
+        """
+        self._begin()
+        return self._planner.prepare_step(request_slots, num_tokens)
+
+    def settle(self) -> None:
+        """Wait until the host knows the length of every request."""
+        self._journal.finish()
+        self._forward.settle_commit()
 
     def acquire(self, layer_idx: int, plan: ForwardPlan) -> LayerCacheHandle:
         """Return the handle of one layer for the forward that `plan` describes."""
@@ -757,8 +786,11 @@ class KVCacheManager(NotCopyable):
             prefix.tree.events.send()
 
     def _open_rows(self, slots: int | Ints) -> Int64Array:
+        """Check open slots, and wait until their lengths are known."""
         self._begin()
-        return self._requests.check_all_open(slots)
+        rows = self._requests.check_all_open(slots)
+        self._forward.settle_commit(rows)
+        return rows
 
     def _idle_slot(self, slot: int) -> int:
         rows = self._open_rows(slot)

@@ -30,10 +30,13 @@ class Survival(NamedTuple):
 
 
 class PlanOwner(Protocol):
-    """Cancels a plan."""
+    """Cancels or commits a plan."""
 
     def cancel(self, plan: "ForwardPlan") -> None:
         """Undo a plan that is not complete."""
+
+    def commit(self, plan: "ForwardPlan", accepted: Tensor) -> None:
+        """Keep the accepted tokens of a complete step."""
 
 
 @dataclass(eq=False)
@@ -48,7 +51,8 @@ class ForwardPlan:
         owner: Returns what cancels it; None once its manager is gone.
         tokens: The device side.
         request_slots: `[batch]`, a host copy; -1 is a padding row.
-        positions_before: `[batch]`, lengths before this forward.
+        positions_before: `[batch]`, lengths before this forward. While the host does not know
+            the accepted tokens of the step before, these are the most that they can be.
         positions_after: `[batch]`, lengths after it.
         num_tokens: Tokens of this forward, padding rows included.
         longest: The largest length after this forward, over real rows.
@@ -130,6 +134,25 @@ class ForwardPlan:
         """Declare every layer written, for callers that run the layers without their handles."""
         self.check_current()
         self._is_declared_complete = True
+
+    def commit(self, accepted: Tensor) -> None:
+        """Keep the first tokens of each row of this step, as many as the device says.
+
+        It is `truncate` with lengths that the host does not know yet, and ends the reads of this
+        plan. `KVCacheManager.prepare_step` plans the next step without them. The host first waits
+        for the counts of the step before this one, which gives `positions_before` its values.
+
+        Args:
+            accepted: `[batch]` int32 or int64 on the manager's device, from 0 to the row's tokens;
+                larger and smaller ones count as these. Those of padding rows are not read.
+
+        Raises:
+            RuntimeError: The forward is not complete.
+            ValueError: It has a chunk, or a request that replays known tokens.
+        """
+        owner = self.owner()
+        if owner is not None:
+            owner.commit(self, accepted)
 
     def cancel(self) -> None:
         """Undo this forward: each of its requests is again what it was before.

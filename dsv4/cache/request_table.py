@@ -110,11 +110,17 @@ class RequestTable:
         self.set_blocks(rows, columns, blocks)
         self._journal.set_rows(self.num_blocks, slots, have + counts)
 
-    def advance(self, slots: Int64Array, lengths: Int64Array) -> None:
-        """Give slots their lengths after a forward."""
-        floors = np.maximum(self.rollback_floor[slots], lengths - self._max_step_tokens)
+    def advance(
+        self, slots: Int64Array, lengths: Int64Array, uncertain: Int64Array | int = 0
+    ) -> None:
+        """Give slots their lengths after a forward, of which some tokens may not be there."""
         self._journal.set_rows(self.lengths, slots, lengths)
-        self._journal.set_rows(self.rollback_floor, slots, floors)
+        self.raise_floors(slots, lengths - uncertain)
+
+    def raise_floors(self, slots: Int64Array, lengths: Int64Array) -> None:
+        """Note that slots have been written up to these lengths."""
+        lowest = lengths - self._max_step_tokens
+        self.set_floors(slots, np.maximum(self.rollback_floor[slots], lowest))
 
     def set_floors(self, slots: Int64Array, floors: Int64Array) -> None:
         """Give slots the shortest lengths that they can return to."""

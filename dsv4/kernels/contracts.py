@@ -38,6 +38,19 @@ class TokenMap(NamedTuple):
     max_step: int
 
 
+class Acceptance(NamedTuple):
+    """The step before, as far as a step's lengths follow from it on the device. All int32.
+
+    accepted is `[max_requests]`, the tokens that remain of each row of that step. rows is
+    `[batch]`, the row there of each request of this step; -1 where the host knows its length.
+    counts is `[batch]`, the tokens that it had there.
+    """
+
+    accepted: Tensor
+    rows: Tensor
+    counts: Tensor
+
+
 class CompressorWeights(NamedTuple):
     """Learned tensors of one compressor.
 

@@ -186,6 +186,11 @@ def run_layers(manager, weights, rows):
     """One forward of some requests; each layer's output and chosen entries over all tokens."""
     lengths = zip(*((row.slot, row.before, row.after) for row in rows), strict=True)
     plan = prepare_forward(manager, *map(list, lengths))
+    return run_plan(manager, plan, weights, rows)
+
+
+def run_plan(manager, plan, weights, rows):
+    """The layers of a forward that is planned."""
     results = []
     for idx, layer_weights in enumerate(weights):
         handle = turned_into(RecordingHandle, manager.acquire(idx, plan))
@@ -544,6 +549,36 @@ class Life(RuleBasedStateMachine):
         before = len(self.tokens[slot])
         if self.grow({slot: 1 + DRAFTS}, seed):
             self.shorten(slot, max(before, len(self.tokens[slot]) - rejected))
+
+    @precondition(lambda self: self.tokens)
+    @rule(seed=seeds, kept=st.lists(st.integers(0, DRAFTS + 1), min_size=8, max_size=8))
+    def verify_on_the_device(self, seed, kept):
+        """Two steps in a row: the device knows the accepted tokens of the first, not the host."""
+        count, rng = self.world.config.drafts_per_step + 1, np.random.default_rng(seed)
+        fits = self.world.max_tokens - 2 * count
+        slots = [slot for slot in sorted(self.tokens) if len(self.tokens[slot]) <= fits]
+        for accepted in (kept[:4], kept[4:]) if slots else ():
+            grown = {
+                slot: self.tokens[slot] + rng.integers(0, 2, count, dtype=np.uint8).tobytes()
+                for slot in slots
+            }
+            rows = [
+                Row(slot, self.world.projections_of(new), len(self.tokens[slot]), len(new))
+                for slot, new in grown.items()
+            ]
+            try:
+                plan = self.manager.prepare_step(slots, count)
+            except OutOfBlocksError:
+                return
+            self.check_results(run_plan(self.manager, plan, self.world.weights, rows), rows, grown)
+            accepted = [min(accepted[slot], count) for slot in slots]
+            plan.commit(torch.tensor(accepted, device=self.manager.device))
+            for slot, num_kept in zip(slots, accepted, strict=True):
+                length = len(self.tokens[slot]) + num_kept
+                self.floors[slot] = max(self.floors[slot], len(self.tokens[slot]))
+                self.tokens[slot] = grown[slot][:length]
+                if self.known[slot] is not None:
+                    self.known[slot] = self.known[slot][:length]
 
     @precondition(lambda self: self.tokens)
     @rule(choice=choices, forgotten=st.integers(0, 6), to_zero=st.booleans())

@@ -148,7 +148,7 @@ def test_shared_components():
     assert capacity.max_request_blocks == 4
     assert memory["block_table"].allocated == 3 * 4 * 4
     assert capacity.max_table_updates == 3 + 0 + 1
-    assert memory["plan_buffers"].allocated == (11 * 3 + 5 + 2 * 200 + 3 * 4) * 4
+    assert memory["plan_buffers"].allocated == (14 * 3 + 5 + 2 * 200 + 3 * 4) * 4
     assert memory["rope_rows"].allocated == 4 * (200 * 64 + 32) * 4
     assert memory["index_global_scale"].allocated == 4
     assert capacity.pooling_windows == 3 + 200 // 128

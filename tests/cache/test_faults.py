@@ -104,6 +104,24 @@ class DiskScene(Scene):
         self.store.close()
 
 
+class FlightScene(Scene):
+    """The same with a step in flight: the device knows how many of its tokens were accepted."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.verify(3, (1, 2))
+
+    def verify(self, count, accepted):
+        slots = [self.first, self.short]
+        plan = self.manager.prepare_step(slots, count)
+        rows = self.rows({slot: self.more(slot, count) for slot in slots})
+        for idx, weights in enumerate(SHORT.weights):
+            self.manager.acquire(idx, plan).forward(forward_inputs(rows, idx), weights)
+        plan.commit(torch.tensor(accepted, dtype=torch.int32))
+        for slot, kept in zip(slots, accepted, strict=True):
+            self.tokens[slot] = self.more(slot, kept)
+
+
 def opened(scene):
     slots = scene.manager.open_requests(1)
     scene.tokens.update(dict.fromkeys(slots, b""))
@@ -233,10 +251,16 @@ def freed_inside_a_forward(scene):
     del scene.tokens[scene.short]
 
 
+def committed(scene):
+    """A step behind one in flight: blocks of the longest length are given back."""
+    scene.verify(4, (0, 3))
+    scene.manager.settle()
+
+
 CALLS = {each.__name__: each for each in (
     opened, resumed, resumed_from_the_host, step, chunk_from_a_checkpoint, settled, truncated,
     truncated_to_a_checkpoint, emptied, forked, freed, swapped_out, swapped_in, dropped, saved,
-    loaded, noted, reset, cancelled, freed_inside_a_forward, prefetched, adopted,
+    loaded, noted, reset, cancelled, freed_inside_a_forward, committed, prefetched, adopted,
     resumed_from_disk,
 )}  # fmt: skip
 
@@ -246,6 +270,8 @@ DISK_CALLS = {prefetched, adopted, resumed_from_disk}
 
 def scene_of(call, folder):
     folder.mkdir()
+    if call is committed:
+        return FlightScene(folder)
     return DiskScene(folder) if call in DISK_CALLS else Scene(folder)
 
 
@@ -284,6 +310,8 @@ def middle_states(call, scene):
     if call is freed_inside_a_forward:
         rest = {slot: text for slot, text in scene.tokens.items() if slot != scene.short}
         return [rest]
+    if call is committed:
+        return [{**scene.tokens, **{s: scene.more(s, 4) for s in (scene.first, scene.short)}}]
     return []
 
 

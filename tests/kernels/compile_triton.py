@@ -23,6 +23,7 @@ from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels.contracts import LayerWrites
 from dsv4.kernels.triton import (
+    acceptance,
     attention,
     chunk_scores,
     dense_rows,
@@ -129,6 +130,18 @@ def record_gathers(kv_format: str) -> list:
     gather.gather_compressed_kv(handle.memory, torch.zeros(1, 512, dtype=torch.int64))
     gather.gather_all_compressed_kv(handle.memory, handle.plan.tokens, max_entries=1)
     gather._gather_kernel = kernel
+    return launches
+
+
+def record_acceptance() -> list:
+    """Record the launch that moves a step back by rejected tokens."""
+    launches: list = []
+    kernel = acceptance._accept_kernel
+    acceptance._accept_kernel = Recorder(kernel, launches)
+    config = CacheConfig.v4_flash(compress_ratios=(0,))
+    buffers = KVCacheManager(config, max_requests=1, num_blocks=1).device_memory.plan_buffers
+    acceptance.apply_accepted(buffers.acceptance(1), buffers.token_map(1, 1, 0, 1))
+    acceptance._accept_kernel = kernel
     return launches
 
 
@@ -264,6 +277,7 @@ def main(arch: int, step: int) -> None:
             chunks = " chunk" if arguments["HAS_CHUNKS"] else ""
             kind = f"{arguments['SOURCE']}{chunks} {kv_format}"
             print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
+    report(record_acceptance(), "acceptance", arch)
     for index_format in INDEX_FORMATS:
         report(record_index(index_format, length=2**14)[:2], index_format, arch)
     for index_format in chunk_scores.DTYPES:

@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward, warm_up
 from dsv4.kernels.triton import (
+    acceptance,
     attention,
     chunk_scores,
     dense_rows,
@@ -57,8 +58,8 @@ def record_kernels() -> dict[str, dict]:
     """Replace every kernel; their launches fill the returned dict."""
     keys: dict[str, dict] = {}
     for module in (
-        attention, chunk_scores, dense_attention, dense_rows, flush_write, gather, hopper,
-        index_scores, indexer, rope, topk,
+        acceptance, attention, chunk_scores, dense_attention, dense_rows, flush_write, gather,
+        hopper, index_scores, indexer, rope, topk,
     ):  # fmt: skip
         kernels = {n: k for n, k in vars(module).items() if isinstance(k, JITFunction)}
         for name, kernel in kernels.items():
@@ -82,6 +83,7 @@ def new_keys(keys: dict[str, dict], warmed: set[str]) -> list[dict]:
 def use_triton(manager: KVCacheManager) -> None:
     """Let a manager of the CPU use Triton, which it refuses; nothing is launched here."""
     manager.backend = manager.attention_backend = manager.index_backend = "triton"
+    manager._planner._backend = "triton"
     manager._layers = [manager._layer_parts(idx) for idx in range(len(manager.schedule))]
 
 

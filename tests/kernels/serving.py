@@ -103,7 +103,7 @@ def serve(server: Server, *, longest: int = LONGEST) -> None:
     """Decode through every length; chunks of many sizes; steps; batches of many sizes."""
     decode_through_all_lengths(server, longest)
     prefill_in_chunks(server, longest)
-    for mix in (decode_in_batches, verify_drafts, mix_everything):
+    for mix in (decode_in_batches, verify_drafts, commit_steps, mix_everything):
         mix(server)
         server.close_all()
 
@@ -142,6 +142,16 @@ def verify_drafts(server: Server) -> None:
         chosen = choose.sample(slots, choose.randint(1, len(slots)))
         counts = {slot: choose.randint(0, most) for slot in chosen}
         server.forward(counts, in_parts=step % 10 == 1, gathers=step % 10 == 2)
+
+
+def commit_steps(server: Server) -> None:
+    """Steps whose lengths only the device knows, in batches of many sizes."""
+    manager, num_tokens = server.manager, server.manager.capacity.max_step_tokens
+    slots = [server.open() for _ in range(server.manager.num_free_slots)]
+    for batch in range(1, len(slots) + 1, 3):
+        plan = manager.prepare_step(slots[:batch], num_tokens)
+        plan.complete()
+        plan.commit(torch.ones(batch, dtype=torch.int32, device=manager.device))
 
 
 def mix_everything(server: Server) -> None:

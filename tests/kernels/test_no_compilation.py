@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from dsv4 import warm_up
 from dsv4.kernels.triton import (
+    acceptance,
     attention,
     chunk_scores,
     dense_rows,
@@ -59,8 +60,8 @@ def test_serving_compiles_nothing(drafts_per_step, monkeypatch):
         drafts_per_step=drafts_per_step, max_requests=64, index_num_heads=64, device="cuda"
     )
     for module in (
-        attention, chunk_scores, dense_attention, dense_rows, flush_write, gather, indexer, rope,
-        topk, hopper, index_scores,
+        acceptance, attention, chunk_scores, dense_attention, dense_rows, flush_write, gather,
+        indexer, rope, topk, hopper, index_scores,
     ):  # fmt: skip
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):  # an earlier test may have compiled what is missing

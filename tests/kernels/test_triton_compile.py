@@ -47,6 +47,7 @@ def test_no_kernel_spills(arch):
     assert {f"{layer} {kind}" for layer in ("swa", "csa", "hca") for kind in KINDS} <= works
     counts = Counter(kernel["kernel"] for kernel in kernels)
     assert counts["_gather_kernel"] == 4 * 4  # row formats, and what is gathered
+    assert counts["_accept_kernel"] == 1
     assert counts["_query_kernel"] == 5  # key formats
     assert counts["_score_kernel"] == 5 + 2  # and two in a chunk
     assert counts["gluon_score_kernel"] == counts["_operand_kernel"] == (2 if arch == 90 else 0)

@@ -17,6 +17,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.layer_checks import INPUT_DTYPES
 from dsv4.cache.manager import KVCacheManager
 from dsv4.kernels import ops
+from dsv4.kernels.backends import load_backend
 from dsv4.kernels.contracts import CompressorInputs, IndexInputs, LayerProjections, LayerWeights
 from dsv4.kernels.index_scratch import index_scratch_bytes
 from dsv4.layer_schedule import AttentionType
@@ -63,6 +64,10 @@ def warm_up(
     if {manager.backend, manager.attention_backend, manager.index_backend} == {"reference"}:
         return
     fill_with_padding(manager, num_tokens=0)
+    buffers = manager.device_memory.plan_buffers
+    load_backend(manager.backend).apply_accepted(
+        buffers.acceptance(0), buffers.token_map(0, 0, 0, 0)
+    )
     kernels = _Kernels(manager, dtype, is_query_raw=is_query_raw)
     for layer_idx in _distinct_layers(manager, weights):
         for forwards in kernels.forwards(layer_idx):

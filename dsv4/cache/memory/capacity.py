@@ -203,10 +203,10 @@ class Capacity:
     def plan_elements(self) -> int:
         """int32 elements of a plan's buffers.
 
-        11 per request, 5 of the row that is always padding, 2 per token, 3 per table update,
+        14 per request, 5 of the row that is always padding, 2 per token, 3 per table update,
         3 per checkpoint.
         """
-        rows = 11 * self.max_requests + 5
+        rows = 14 * self.max_requests + 5
         noted = 3 * (self.max_table_updates + self.max_forward_checkpoints)
         return rows + 2 * self.max_forward_tokens + noted
 

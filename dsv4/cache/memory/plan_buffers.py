@@ -7,7 +7,7 @@ import torch
 
 from dsv4.cache.memory.arrays import Int64Array, IntArray
 from dsv4.cache.memory.staging import Staging
-from dsv4.kernels.contracts import TokenMap
+from dsv4.kernels.contracts import Acceptance, TokenMap
 
 
 class PlanBuffers:
@@ -54,11 +54,16 @@ class PlanBuffers:
             "positions": max_tokens,
             "request_ids": max_tokens,
             "checkpoint_points": 3 * max_checkpoints,
+            "committed_rows": max_requests,
+            "committed_counts": max_requests,
         }
-        self._packed: IntArray = np.zeros(sum(sizes.values()), dtype=np.int32)
-        host = torch.from_numpy(self._packed)
+        num_sent = sum(sizes.values())
+        packed = np.zeros(num_sent + max_requests, dtype=np.int32)
+        self._packed: IntArray = packed[:num_sent]
+        host = torch.from_numpy(packed)
         self.packed = host if staging is None else torch.zeros_like(host, device=block_table.device)
-        self._staging = None if staging is None else staging(self.packed)
+        self._staging = None if staging is None else staging(self.packed[:num_sent])
+        self.accepted = self.packed[num_sent:]  # the device's alone
         self.host: dict[str, IntArray] = {}
         self.device: dict[str, torch.Tensor] = {}
         start = 0
@@ -76,6 +81,7 @@ class PlanBuffers:
         self._copies = self.device.pop("copy_rows").view(torch.int64).view(2, max_requests)
         self._host_points = self.host.pop("checkpoint_points").reshape(max_checkpoints, 3)
         self._points = self.device.pop("checkpoint_points").view(max_checkpoints, 3)
+        self._committed = self.device.pop("committed_rows"), self.device.pop("committed_counts")
         self._padded_to = 0
         self._padded_sizes = (-1, -1)
         self._pad(0, 0)
@@ -97,6 +103,10 @@ class PlanBuffers:
                 max_step=max_step,
             )
         return self._token_map
+
+    def acceptance(self, batch: int) -> Acceptance:
+        """Cut the records of the step before to a step's size."""
+        return Acceptance(self.accepted, *(array[:batch] for array in self._committed))
 
     def reserve(self, num_tokens: int) -> None:
         """Pad at least that many tokens in every later plan: a captured graph reads them."""

@@ -1,5 +1,6 @@
 """The reference backend: plain PyTorch, vectorised, on any device. It defines every result."""
 
+from dsv4.kernels.reference.acceptance import apply_accepted
 from dsv4.kernels.reference.append import append_swa
 from dsv4.kernels.reference.attention import attend
 from dsv4.kernels.reference.checkpoint import checkpoint_tails, checkpoint_window
@@ -15,6 +16,7 @@ from dsv4.kernels.reference.rope import make_rope
 
 __all__ = [
     "append_swa",
+    "apply_accepted",
     "attend",
     "checkpoint_tails",
     "checkpoint_window",

@@ -1,5 +1,6 @@
 """The Triton backend, for Hopper and Blackwell: the reference's bytes."""
 
+from dsv4.kernels.triton.acceptance import apply_accepted
 from dsv4.kernels.triton.attention import attend
 from dsv4.kernels.triton.flush_write import write_layer
 from dsv4.kernels.triton.gather import gather_all_compressed_kv, gather_compressed_kv, gather_swa_kv
@@ -7,6 +8,7 @@ from dsv4.kernels.triton.indexer import select_entries
 from dsv4.kernels.triton.rope import make_rope
 
 __all__ = [
+    "apply_accepted",
     "attend",
     "gather_all_compressed_kv",
     "gather_compressed_kv",

@@ -109,7 +109,7 @@ function sharedBytes(model, choice, blocks) {
   const workspace = rows * model.kvRows[choice.kv];
   const plain = {
     block_table: requests * columns * 4,
-    plan_buffers: (11 * requests + 5 + 2 * chunk + 3 * (updates + captures)) * 4,
+    plan_buffers: (14 * requests + 5 + 2 * chunk + 3 * (updates + captures)) * 4,
     pooling_scratch: windows * (model.headDim * 4 + 4),
     index_scratch: Math.max(indexScratch(model, choice).bytes, denseRows(model, choice, blocks)),
     attention_partials: partials * model.heads * (model.headDim + 2) * 4,
