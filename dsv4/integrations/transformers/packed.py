@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dsv4.cache.graphs.captured_forward import GraphPool
 from dsv4.cache.plan import ForwardPlan
+from dsv4.checks import check_int
 from dsv4.formats import next_power_of_two
 from dsv4.integrations.transformers.cache import PagedCache
 from dsv4.integrations.transformers.captured_step import (
@@ -17,7 +18,8 @@ from dsv4.integrations.transformers.captured_step import (
     run_packed,
 )
 
-MIXED_TOKENS = (64, 512)  # longer steps keep a GPU busy while the host launches them
+LEAST_MIXED = 64  # tokens of the smallest graph with chunks
+MOST_MIXED = 512  # longer steps keep a GPU busy while the host launches them
 MIXED_CHUNKS = 4
 
 
@@ -50,9 +52,9 @@ class PackedModel:
             cuda_graphs = model.device.type == "cuda" and can_capture(model)
         if mixed_tokens is None:
             is_grouped = model.config._experts_implementation == "grouped_mm"
-            mixed_tokens = MIXED_TOKENS[1] if is_grouped else 0
+            mixed_tokens = MOST_MIXED if is_grouped else 0
         self._model, self._cache, self._has_graphs = model, cache, cuda_graphs
-        self._mixed_tokens = mixed_tokens
+        self._mixed_tokens = check_int("mixed_tokens", mixed_tokens, at_least=0)
         has_pool = cuda_graphs and model.device.type == "cuda"
         self._pool = GraphPool(model.device) if has_pool else None
         self._steps: dict[tuple[int, int], CapturedStep] = {}  # by batch and tokens of a request
@@ -88,7 +90,7 @@ class PackedModel:
                 tokens_per_request=tokens_per_request,
             )  # fmt: skip
         elif num_tokens <= self._mixed_tokens:
-            room = max(MIXED_TOKENS[0], next_power_of_two(num_tokens))
+            room = max(LEAST_MIXED, next_power_of_two(num_tokens))
             room = min(room, capacity.max_forward_tokens)
             self._next = find_step(  # without the head, which few of the tokens need
                 self._mixed, (batch, room), self._model.model, self._cache,
