@@ -95,7 +95,7 @@ def bench_prefill(
     rows = [row for start in track(starts, "chunks") for row in measure_chunk(case, start, peers)]
     wholes = [context for context in contexts if context <= whole]
     if wholes:
-        run_whole(case, CHUNK)  # compiles what is left
+        run_whole(case, wholes[0])  # compiles what is left
     seconds = {each: run_whole(case, each) for each in track(wholes, "whole prompts")}
     counts = count_layers(case.manager.config)
     prompts = [sum_prompt(rows, counts, each, seconds.get(each)) for each in contexts]
