@@ -12,7 +12,8 @@
 # index format, attention of every layer type, number of heads and row format at the real width.
 # What is left out repeats the same accesses: other values, reruns, random schedules, thousands of
 # replays. Run the GPU tests once before, so that the kernels are compiled. With
-# SANITIZE=write or SANITIZE=read only half of it.
+# SANITIZE=write, SANITIZE=read or SANITIZE=chunk only a part of it. The last part are the kernels
+# for chunks: scores by pairs of tokens, dense rows and attention over them.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -25,11 +26,15 @@ READ_FILES="tests/kernels/test_triton_attention.py tests/kernels/test_triton_ind
     tests/kernels/test_triton_topk.py"
 READ="(test_the_real_width and False) or test_formats_at_the_real_width
     or test_selection_at_the_real_width or (test_long_rows and random)"
+CHUNK_FILES="tests/kernels/test_chunk_scores.py tests/kernels/test_dense_rows.py"
+CHUNK="test_scores_are_those_of_steps or test_parts_of_a_chunk or test_rows_outside_of_the_pool
+    or test_rows_of_another_request or test_some_tokens_of_a_chunk"
 case "${SANITIZE:-all}" in
     write) FILES=$WRITE_FILES CHOSEN=$WRITE ;;
     read) FILES=$READ_FILES CHOSEN=$READ ;;
-    all) FILES="$WRITE_FILES $READ_FILES" CHOSEN="$WRITE or $READ" ;;
-    *) echo "Invalid SANITIZE: expected write, read or all, got $SANITIZE" >&2; exit 2 ;;
+    chunk) FILES=$CHUNK_FILES CHOSEN=$CHUNK ;;
+    all) FILES="$WRITE_FILES $READ_FILES $CHUNK_FILES" CHOSEN="$WRITE or $READ or $CHUNK" ;;
+    *) echo "Invalid SANITIZE: expected write, read, chunk or all, got $SANITIZE" >&2; exit 2 ;;
 esac
 
 # PyTorch's own cache would hide an access beyond a tensor inside a larger allocation.

@@ -105,7 +105,7 @@ def add_environment_folder() -> None:
 @cache
 def load_flash_mla() -> SparseDecode:
     """Load FlashMLA's sparse decode of V4's rows; an ImportError says what to install."""
-    return _load_first(
+    return load_first(
         (_flash_mla_of_package, _flash_mla_of_vllm),
         "attention_backend='flashmla' needs FlashMLA's kernels for DeepSeek-V4's rows: "
         "pip install 'dsv4[flashmla]', or use vLLM's copy or a flash_mla from before 2026.09.30",
@@ -115,7 +115,7 @@ def load_flash_mla() -> SparseDecode:
 @cache
 def load_deep_gemm() -> PagedLogits:
     """Load DeepGEMM's scores of paged FP8 keys; an ImportError says what to install."""
-    return _load_first(
+    return load_first(
         [partial(_paged_logits, name) for name in ("deep_gemm", "vllm.third_party.deep_gemm")],
         "index_backend='deepgemm' needs DeepGEMM's paged logits: pip install 'dsv4[deepgemm]', "
         "or use vLLM's copy",
@@ -135,7 +135,7 @@ def import_external(name: str) -> ModuleType:
         raise ImportError(f"{name}: {reason}") from error
 
 
-def _load_first(sources: Iterable[Callable[[], _Kernels]], advice: str) -> _Kernels:
+def load_first(sources: Iterable[Callable[[], _Kernels]], advice: str) -> _Kernels:
     """Load from the first source that works; else raise the advice and every problem."""
     add_environment_folder()
     problems = []

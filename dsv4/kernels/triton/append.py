@@ -18,6 +18,7 @@ from dsv4.kernels.triton.primitives import (
     store_rotated,
     store_rows,
     wait_for_launch_before,
+    widen,
 )
 
 
@@ -87,8 +88,8 @@ def as_stored(x, SPEC: tl.constexpr):
 def load_row(compressor, token, position, column, mask, SPEC: tl.constexpr):
     """kv, and gate + bias, of tokens as a tail stores them; token and column broadcast."""
     source = token.to(tl.int64) * compressor.stride + column
-    kv = tl.load(compressor.kv_ptr + source, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(compressor.gate_ptr + source, mask=mask, other=0.0).to(tl.float32)
+    kv = widen(tl.load(compressor.kv_ptr + source, mask=mask, other=0.0))
+    gate = widen(tl.load(compressor.gate_ptr + source, mask=mask, other=0.0))
     bias_ptr = compressor.bias_ptr + position % SPEC.RATIO * SPEC.WIDTH + column
     bias = tl.load(bias_ptr, mask=mask, other=0.0)
     return as_stored(kv, SPEC), as_stored(gate + bias.to(tl.float32), SPEC)
@@ -215,7 +216,7 @@ def write_window_rows(
     channel = tl.arange(0, ROW.BLOCK)[None, :]
     is_read = (token + row < num_tokens)[:, None] & (channel < ROW.DIM)
     source = (token + row).to(tl.int64)[:, None] * window.stride + channel  # [ROWS, BLOCK]
-    values = tl.load(window.kv_ptr + source, mask=is_read, other=0.0).to(tl.float32)
+    values = widen(tl.load(window.kv_ptr + source, mask=is_read, other=0.0))
     weight = load_norm(window.norm_ptr, ROWS, ROW.DIM, ROW.BLOCK)
     position = place.position + row  # [ROWS]
     is_real = (row < count) & (place.slot >= 0)

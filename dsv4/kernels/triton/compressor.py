@@ -123,10 +123,16 @@ def sum_group_decode(kv, gate, tail_ptr, position, column, mask, SPEC: tl.conste
 
 @triton.jit
 def load_hca_row(
-    compressor, tail_ptr, token, position, before, back, column, mask, SPEC: tl.constexpr
-):
-    """kv, gate of the rows `back` before tokens, which broadcast, from this forward or the tail."""
+    compressor, tail_ptr, token, position, before, back, column, mask,
+    IS_NEW: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """kv, gate of the rows `back` before tokens, which broadcast, from this forward or the tail.
+
+    With IS_NEW all of them are of this forward.
+    """
     row = position - back
+    if IS_NEW:
+        return load_row(compressor, token - back, row, column, mask, SPEC)
     is_new = row >= before
     new_kv, new_gate = load_row(compressor, token - back, row, column, mask & is_new, SPEC)
     kv, gate = load_stored(tail_ptr, row, column, mask & ~is_new, SPEC)
@@ -134,24 +140,26 @@ def load_hca_row(
 
 
 @triton.jit
-def sum_groups(compressor, tail_ptr, token, position, before, column, mask, SPEC: tl.constexpr):
+def sum_groups(compressor, tail_ptr, token, position, before, column, mask,
+               IS_NEW: tl.constexpr, SPEC: tl.constexpr):  # fmt: skip
     """Sums of the HCA groups that `token` closes at `position`, where they do in this forward.
 
     token and position are `[GROUPS, 1]`, or `[1, 1]`. The gates are read twice: for their maximum
-    and for their weights.
+    and for their weights. With IS_NEW all rows are of this forward, and `position` may count from
+    the window's first token.
     """
     mask = mask & (position >= before)  # [GROUPS, CHANNELS]
     largest = tl.full(mask.shape, float("-inf"), tl.float32)
     for index in tl.range(GROUP_ROWS, loop_unroll_factor=4):
         _, gate = load_hca_row(compressor, tail_ptr, token, position, before,
-                               GROUP_ROWS - 1 - index, column, mask, SPEC)  # fmt: skip
+                               GROUP_ROWS - 1 - index, column, mask, IS_NEW, SPEC)  # fmt: skip
         largest = tl.maximum(largest, gate, propagate_nan=tl.PropagateNan.ALL)
     base = at_least_lowest(largest)
     total = tl.zeros_like(base)
     weighted = tl.zeros_like(base)
     for index in tl.range(GROUP_ROWS, loop_unroll_factor=4):
         kv, gate = load_hca_row(compressor, tail_ptr, token, position, before,
-                                GROUP_ROWS - 1 - index, column, mask, SPEC)  # fmt: skip
+                                GROUP_ROWS - 1 - index, column, mask, IS_NEW, SPEC)  # fmt: skip
         weight = exp_of_nonpositive(gate - base)
         total += weight
         weighted += weight * kv

@@ -176,7 +176,7 @@ def keep_last_sums(compressor, tail_ptr, token, place, count, column, mask, SPEC
         is_kept = mask & (group < end) & (group % GROUPS != GROUPS - 1)  # [GROUPS, CHANNELS]
         last = group * GROUP_ROWS + GROUP_ROWS - 1
         sums = sum_groups(compressor, tail_ptr, token + last - place.position, last, place.before,
-                          column, is_kept, SPEC)  # fmt: skip
+                          column, is_kept, False, SPEC)  # fmt: skip
         store_sums(sums, tail_ptr, group, column, is_kept, SPEC)
 
 
@@ -251,7 +251,7 @@ def compress_hca_token(
             sums = sum_group_decode(kv, gate, tail_ptr, position, column, mask, SPEC)
         else:
             sums = sum_groups(compressor, tail_ptr, token, position, place.before, column, mask,
-                              SPEC)  # fmt: skip
+                              False, SPEC)  # fmt: skip
         if position % HCA_RATIO != HCA_RATIO - 1:
             store_sums(sums, tail_ptr, position // GROUP_ROWS, column, mask, SPEC)
         elif can_write(position, slot, pages, SPEC):
@@ -262,7 +262,7 @@ def compress_hca_token(
                 new = sums
             else:
                 new = sum_groups(compressor, tail_ptr, token + ends, position + ends, place.before,
-                                 column, mask, SPEC)  # fmt: skip
+                                 column, mask, False, SPEC)  # fmt: skip
             pooled = pool_hca(new, tail_ptr, position + ends, place.before, column, mask, CHANNELS,
                               SPEC)  # fmt: skip
             finish_hca_window(pooled, split, request + token // HCA_RATIO, token, position, slot,
@@ -300,9 +300,14 @@ def compress_hca_segment(
             is_closing = can_write(position + ahead, place.slot, pages, SPEC)
         if is_closing:
             window = tl.load(tokens.request_ids_ptr + token) + (token + ahead) // HCA_RATIO
-            ends = ahead + (tl.arange(0, GROUPS)[:, None] - (GROUPS - 1)) * GROUP_ROWS
-            sums = sum_groups(compressor, tail_ptr, token + ends, position + ends, before, column,
-                              mask, SPEC)  # fmt: skip
+            last = tl.arange(0, GROUPS)[:, None] * GROUP_ROWS + GROUP_ROWS - 1
+            ends = ahead - (HCA_RATIO - 1) + last
+            if position + ahead - (HCA_RATIO - 1) >= before:  # addresses of new rows are shorter
+                sums = sum_groups(compressor, tail_ptr, (token + ends).to(tl.int64), last, 0,
+                                  column, mask, True, SPEC)  # fmt: skip
+            else:
+                sums = sum_groups(compressor, tail_ptr, token + ends, position + ends, before,
+                                  column, mask, False, SPEC)  # fmt: skip
             pooled = pool_hca(sums, tail_ptr, position + ends, before, column, mask, CHANNELS,
                               SPEC)  # fmt: skip
             finish_hca_window(pooled, split, window, token + ahead, position + ahead, place.slot,

@@ -12,13 +12,13 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
         "swa step": [{"up_to": None, "num_warps": 4}],
         "swa chunk": [
             {"up_to": 512, "num_warps": 1},
-            {"up_to": None, "num_warps": 4, "window_rows": 8},
+            {"up_to": None, "num_warps": 2, "window_rows": 4},
         ],
         "csa decode": [{"up_to": None, "num_warps": 4}],
         "csa step": [{"up_to": None, "num_warps": 4}],
         "csa chunk": [
             {"up_to": 512, "num_warps": 4, "window_rows": 4, "maxnreg": 96},
-            {"up_to": None, "num_warps": 4, "window_rows": 4, "maxnreg": 72},
+            {"up_to": None, "num_warps": 4, "window_rows": 4, "maxnreg": 80},
         ],
         "hca decode": [
             {"up_to": 128, "num_warps": 4, "channels": 32},

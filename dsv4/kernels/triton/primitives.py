@@ -74,7 +74,8 @@ def bf16_bits(x):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x != x, 0x7FFF, rounded).to(tl.uint16)
     else:
-        rounded = x.to(tl.bfloat16).to(tl.uint16, bitcast=True)
+        rounded = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x],
+                                            dtype=tl.uint16, is_pure=True, pack=2)  # fmt: skip
     return rounded
 
 
@@ -91,9 +92,34 @@ def bf16_value(bits):
 
 
 @triton.jit
+def widen(x):
+    """fp32 values of BF16 or fp32."""
+    if x.dtype == tl.bfloat16 and not INTERPRETED:
+        x = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=&r,=r,r",
+            [x.to(tl.uint16, bitcast=True)], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
 def round_to_bf16(x):
     """fp32 rounded to the nearest BF16 value, still fp32."""
-    return bf16_value(bf16_bits(x))
+    if INTERPRETED:
+        rounded = bf16_value(bf16_bits(x))
+    else:
+        rounded = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 $0, both, 16;
+            and.b32 $1, both, 0xFFFF0000;
+            }""",
+            "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return rounded
 
 
 @triton.jit
@@ -135,7 +161,9 @@ def mean_of_squares(x, DIM: tl.constexpr):
     magic = ((2 * exponent + 12 + 1023) << 52) | (1 << 51)
     magic = magic.to(tl.float64, bitcast=True)[:, None]
     wide = x.to(tl.float64)
-    return tl.sum((wide * wide + magic) - magic, axis=1) / DIM
+    # A product of two fp32 numbers is exact in fp64, so that fma rounds as two operations do.
+    total = tl.sum(tl.fma(wide, wide, magic) - magic, axis=1)
+    return total * (1.0 / DIM) if DIM & (DIM - 1) == 0 else total / DIM
 
 
 @triton.jit
@@ -284,7 +312,15 @@ def e4m3_code(x):
         code = tl.where(magnitude < 0.015625, subnormal, normal) | ((bits >> 24) & 0x80)
         code = tl.where(x != x, 0x7F, code).to(tl.uint8)
     else:
-        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        code = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
     return code
 
 
@@ -345,14 +381,14 @@ def encode_rows(x, global_scale, ROWS: tl.constexpr, ROW: tl.constexpr):
         values = bf16_bits(x)
     elif FORMAT == "kv_fp8":
         rope_bits = bf16_bits(x)
-        groups, amax = group_amax(bf16_value(rope_bits), 64, ROWS, BLOCK)
+        groups, amax = group_amax(round_to_bf16(x), 64, ROWS, BLOCK)
         exponent = ceil_log2_ratio(tl.maximum(amax, AMAX_FLOOR), 448)
         values = tl.reshape(e4m3_code(groups * power_of_two(-exponent)[:, :, None]), (ROWS, BLOCK))
         is_scale = tl.arange(0, BLOCK // 64)[None, :] < NOPE // 64
         scales = tl.where(is_scale, exponent + 127, 0).to(tl.uint8)
     elif FORMAT == "kv_fp8_entry_scale":
         rope_bits = bf16_bits(x)
-        rounded = bf16_value(rope_bits)
+        rounded = round_to_bf16(x)
         is_nope = tl.arange(0, BLOCK)[None, :] < NOPE
         amax = tl.max(tl.where(is_nope, magnitude(rounded), 0.0), axis=1)
         scales = tl.div_rn(tl.maximum(tl.minimum(amax, BF16_MAX), AMAX_FLOOR), E4M3_MAX)

@@ -29,7 +29,7 @@ class AttendCase(NamedTuple):
     name: str
     handles: list[LayerCacheHandle]
     query: Tensor
-    sinks: Tensor
+    sinks: Tensor | None
     rows: Sequence[Tensor | None]
     num_entries: int
 

@@ -81,6 +81,22 @@ BENCHES = {
         "attention of a layer in a decode step and of a prefill chunk, on a GPU",
         external="FlashMLA",
     ),
+    "prefill": Bench(
+        "a whole prompt of V4-Flash, all layers, on a GPU",
+        {"positions": 5},
+        {
+            "--context": {
+                "dest": "contexts", "type": parse_tokens, "action": "append", "metavar": "TOKENS",
+                "help": "length of a prompt; may be repeated",
+            },
+            "--whole": {
+                "type": parse_tokens, "default": 1 << 17, "metavar": "TOKENS",
+                "help": "prompts of up to so many tokens run whole too",
+            },
+            "--plot": {"type": Path, "help": "draw seconds over contexts: .png or .svg"},
+        },
+        external="DeepGEMM, SGLang and FlashMLA",
+    ),
     "transformers": Bench(
         "decode steps of a transformers model with both caches, on a GPU", {"steps": 30}
     ),

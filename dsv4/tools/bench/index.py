@@ -58,7 +58,7 @@ def bench_index(*, compare: bool = False) -> dict[str, Any]:
     total = 2 * len(FORMATS) * len(SCORED) + len(CHOSEN)
     rows = list(track(_measure_steps(logits, sglang), "decode steps", total=total))
     with working("prefill chunk"):
-        prefill = measure_prefill("fp8")
+        prefill = [measure_prefill(name, CHUNK_ENTRIES) for name in FORMATS]
     return {
         "rows": rows,
         "prefill": prefill,
@@ -136,39 +136,69 @@ def index_case(
 
 
 def measure_prefill(name: IndexFormatName, num_entries: int = CHUNK_ENTRIES) -> dict[str, Any]:
-    """Time a chunk of CHUNK_TOKENS queries: its scores alone, and the whole index."""
+    """Time a chunk of CHUNK_TOKENS queries: its scores alone, and the whole index.
+
+    With fp8 keys also the index of scores that ascend with the entries, the worst order.
+    """
     case = index_case(name, num_entries, 1, step_tokens=CHUNK_TOKENS)
     check_scores(case)
     handle = case.handles[0]
-    sizes = {"max_entries": num_entries}
-    keys = chunk_scores.cut_chunk_keys(case.query, handle.memory, handle.tokens, **sizes)
-    scratch = indexer.index_scratch(case.query, handle.memory, **sizes, chunk_keys=keys)
-    prepare_queries(case._replace(scratch=scratch), handle)
+    parts = chunk_parts(handle, case.query, case.head_weights.abs(), max_entries=num_entries)
+    parts["query"]()
     counts = (handle.positions.long() + 1) // RATIO
     num_flops = 2 * int(counts.sum()) * case.query[0].numel()
-
-    def score() -> None:
-        if keys is not None:
-            chunk_scores.store_operands(keys, handle.memory, handle.tokens, **sizes)
-        for first in range(0, len(case.query), scratch.num_rows):
-            part = range(len(case.query))[first : first + scratch.num_rows]
-            indexer.score_entries(
-                scratch, handle.memory, handle.tokens, part,
-                num_heads=case.query.shape[1], **sizes, chunk_keys=keys,
-            )  # fmt: skip
-
-    def select() -> None:
-        indexer.select_entries(
-            case.query, case.head_weights, handle.memory, handle.tokens,
-            max_entries=case.num_entries,
-        )  # fmt: skip
-
-    score_us, select_us = (timing.replay_time(run, num_replays=5) for run in (score, select))
-    return {
+    score_us, select_us = (timing.replay_time(parts[part], num_replays=5)
+                           for part in ("score", "select"))  # fmt: skip
+    row = {
         "format": name, "tokens": CHUNK_TOKENS, "entries": num_entries,
         "score_us": score_us, "score_tflops": num_flops / score_us / 1e6,
         "select_us": select_us, "select_tflops": num_flops / select_us / 1e6,
     }  # fmt: skip
+    if name == "fp8":
+        keys = existing(handle.memory.index_keys)
+        keys.data[:] = keys.data[0, 0].clone()  # keys that differ by their scales alone
+        scales = keys.field("scale")
+        scales.copy_(torch.linspace(0.5, 1.5, scales.numel()).view(scales.shape))
+        row["ascending_us"] = timing.replay_time(parts["select"], num_replays=5)
+    return row
+
+
+def chunk_parts(
+    handle: LayerCacheHandle, query: Tensor, head_weights: Tensor, *, max_entries: int
+) -> dict[str, Callable[[], None]]:
+    """Cut the index of a forward with a chunk into parts, each for all its queries.
+
+    They are queries, scores with the keys' operands, top-k, and all of them as a layer runs them.
+    """
+    memory, tokens, sizes = handle.memory, handle.tokens, {"max_entries": max_entries}
+    keys = chunk_scores.cut_chunk_keys(query, memory, tokens, **sizes)
+    scratch = indexer.index_scratch(query, memory, **sizes, chunk_keys=keys)
+    chosen = indexer.empty_selection(len(query), memory.layout.index_topk, query.device)
+    starts = range(0, len(query), scratch.num_rows)
+    parts = [range(len(query))[first : first + scratch.num_rows] for first in starts]
+
+    def prepare() -> None:
+        for part in parts:
+            indexer.prepare_queries(query, head_weights, scratch, memory, tokens, part)
+
+    def score() -> None:
+        if keys is not None:
+            chunk_scores.store_operands(keys, memory, tokens, **sizes)
+        for part in parts:
+            indexer.score_entries(
+                scratch, memory, tokens, part, num_heads=query.shape[1], **sizes, chunk_keys=keys
+            )
+
+    def choose() -> None:
+        for part in parts:
+            topk.choose_best(
+                chosen, scratch.scores, scratch.group_tops, tokens, memory.layout, part, **sizes
+            )
+
+    def select() -> None:
+        indexer.select_entries(query, head_weights, memory, tokens, **sizes)
+
+    return {"query": prepare, "score": score, "topk": choose, "select": select}
 
 
 def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:

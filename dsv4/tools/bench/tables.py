@@ -112,6 +112,13 @@ LISTINGS = (
         ("batch", "{batch}"), ("warm", "{warm_us:.2f}"),
         ("rotating, 4 layers", "{rotating_us:.2f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
     ), num_left=2, external={"deepgemm_us": "DeepGEMM FP8", "sglang_us": "SGLang"}),
+    Listing("index", "One layer's index of a prefill chunk: scores, queries to top-k, and those of "
+            "scores that ascend (target 2.5 x)", (
+        ("format", "{format}"), ("queries", "{tokens:,}"), ("entries", "{entries:,}"),
+        ("scores us", "{score_us:,.0f}"), ("TFLOP/s", "{score_tflops:.0f}"),
+        ("all us", "{select_us:,.0f}"), ("TFLOP/s", "{select_tflops:.0f}"),
+        ("ascending us", "{ascending_us:,.0f}"),
+    ), rows="prefill", num_left=1),
     Listing("attend", "One layer's attention in a decode step, fp8 rows, microseconds", (
         ("layer", "{layer}"), ("batch", "{batch}"), ("warm", "{warm_us:.2f}"),
         ("rotating, 8 layers", "{rotating_us:.2f}"), ("batch-invariant", "{invariant_us:.2f}"),
@@ -121,6 +128,28 @@ LISTINGS = (
         ("layer", "{layer}"), ("queries", "{tokens:,}"), ("context", "{context:,}"),
         ("us", "{us:,.0f}"), ("TFLOP/s", "{tflops:.0f}"), ("target", "{target_tflops:.0f}"),
     ), rows="prefill", num_left=1, external={"flashmla_tflops": "FlashMLA TFLOP/s"}),
+    Listing("prefill", "One layer on a chunk of {chunk:,} tokens, microseconds", (
+        ("layer", "{layer}"), ("tokens before", "{start:,}"), ("all", "{layer_us:,.0f}"),
+        ("write", "{write_us:,.1f}"), ("queries", "{query_us:,.0f}"),
+        ("scores", "{score_us:,.0f}"), ("top-k", "{topk_us:,.0f}"), ("dense", "{dense_us:,.0f}"),
+        ("attention", "{attend_us:,.0f}"),
+    ), num_left=1, external={
+        "deepgemm_us": "DeepGEMM's scores", "sglang_us": "SGLang's top-k",
+        "flashmla_us": "FlashMLA",
+    }),
+    Listing("prefill", "A prompt of V4-Flash, {num_layers} layers, seconds", (
+        ("tokens", "{context:,}"), ("sum of chunks", "{layer_s:.2f}"),
+        ("whole run", "{whole_s:.2f}"), ("target", "{target_s}"),
+        ("writes", "{write_s:.2f}"), ("queries", "{CSA_query_s:.2f}"),
+        ("scores", "{CSA_score_s:.2f}"), ("top-k", "{CSA_topk_s:.2f}"), ("dense", "{dense_s:.2f}"),
+        ("CSA", "{CSA_attend_s:.2f}"), ("HCA", "{HCA_attend_s:.2f}"), ("SWA", "{SWA_attend_s:.2f}"),
+    ), rows="prompts"),
+    Listing("prefill", "Scratch and workspaces for 1M tokens, MiB", (
+        ("model", "{model}"), ("index, then dense rows", "{index_scratch_mib:.1f}"),
+        ("windows", "{window_workspace_mib:.1f}"), ("partials", "{attention_partials_mib:.1f}"),
+        ("pooling", "{pooling_scratch_mib:.2f}"), ("all", "{total_mib:.1f}"),
+        ("target", "{target_mib}"),
+    ), rows="memory", num_left=1),
     Listing("transformers", "A decode step of transformers' model in BF16, microseconds", (
         ("batch", "{batch}"), ("context", "{context:,}"), ("cache", "{cache}"),
         ("step", "{step_us:,.0f}"), ("faster", "{speedup:.2f} x"),
@@ -153,7 +182,7 @@ def show(name: str, result: Result) -> Shown:
     """Show the result of a bench: its tables, then sentences."""
     prepare = {
         "trace": _prepare_trace, "step": _prepare_step, "transformers": _prepare_transformers,
-        "engine": _prepare_engine, "tune": _prepare_tune,
+        "engine": _prepare_engine, "tune": _prepare_tune, "prefill": _prepare_prefill,
     }.get(name)  # fmt: skip
     ready = {**result, "times": _times(result), **(prepare(result) if prepare else {})}
     tables = [
@@ -242,6 +271,22 @@ def _cache_row(row: Result, name: str) -> dict[str, Any]:
     if name == "free" and "ceiling" in row:
         numbers["speedup"] = row["ceiling"]
     return {"batch": row["batch"], "context": row["context"], "cache": CACHES[name], **numbers}
+
+
+def _prepare_prefill(result: Result) -> dict[str, Any]:
+    """Sum the dense rows of all types, and take bytes as MiB."""
+    prompts = [
+        {**row, "dense_s": sum(row.get(f"{kind}_dense_s", 0.0) for kind in result["layers"])}
+        for row in result["prompts"]
+    ]
+    memory = [
+        {**row, **{f"{part}_mib": size / 2**20 for part, size in row.items() if part != "model"},
+         "total_mib": row["total_mib"], "target_mib": row["target_mib"]}
+        for row in result["memory"]
+    ]  # fmt: skip
+    return {
+        "prompts": prompts, "memory": memory, "num_layers": sum(result["layers"].values()),
+    }  # fmt: skip
 
 
 def _prepare_engine(result: Result) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) ->
     sglang, problem = try_load(load_sglang) if compare else (None, "")
     with working("checking"):
         for kind in AttentionType:
-            _check_bytes(kind)
+            check_bytes(kind)
             if sglang is not None:
                 check_sglang(sglang, write_config(kind))
     steps = [
@@ -174,7 +174,7 @@ def _step_bytes(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
     return batch * total
 
 
-def _check_bytes(kind: AttentionType) -> None:
+def check_bytes(kind: AttentionType) -> None:
     """Refuse to time kernels whose stored bytes differ from the reference's."""
     same = (stores_same_bytes(write_config(kind), write_layer, *each) for each in CHECKED_LENGTHS)
     if not all(same):

@@ -21,7 +21,7 @@ def run(capsys, *arguments):
 
 def test_write(clock, monkeypatch, capsys):
     checked, written = [], []
-    monkeypatch.setattr(write, "_check_bytes", lambda kind: checked.append(kind.name))
+    monkeypatch.setattr(write, "check_bytes", lambda kind: checked.append(kind.name))
     monkeypatch.setattr(write, "write_case", functools.partial(write.write_case, device="cpu"))
     monkeypatch.setattr(write, "write_layer", lambda layer, *_: written.append(layer.layer))
     monkeypatch.setattr(write, "NUM_LAYERS", 3)

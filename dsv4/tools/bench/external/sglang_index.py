@@ -18,16 +18,23 @@ ROUNDED_TWICE = 2.0**-3  # of a row's norm: both results are rounded to E4M3, by
 
 
 class SGLangTopk:
-    """SGLang's top-k of a step's scores, one token a request, ready to be repeated."""
+    """SGLang's top-k of scores, ready to be repeated.
+
+    A line of scores is a request's only token, with num_entries entries. With lengths, the lines
+    are tokens of the only request, with so many entries each.
+    """
 
     def __init__(
-        self, kernels: SGLangKernels, handle: LayerCacheHandle, scores: Tensor, *, num_entries: int
-    ) -> None:
+        self, kernels: SGLangKernels, handle: LayerCacheHandle, scores: Tensor, *,
+        num_entries: int, lengths: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._kernels, self._handle = kernels, handle
-        self._slots = handle.tokens.request_slots.long()
-        self._scores = scores[: len(self._slots), :num_entries]
-        shape, device = (len(self._slots), handle.config.index_topk), scores.device
-        self._lengths = torch.full((shape[0],), num_entries, dtype=torch.int32, device=device)
+        self._slots, device = handle.tokens.request_slots.long(), scores.device
+        if lengths is None:
+            lengths = torch.full(self._slots.shape, num_entries, device=device)
+        self._slots, self._lengths = self._slots.expand(len(lengths)), lengths.int()
+        self._scores = scores[: len(lengths), :num_entries]
+        shape = (len(lengths), handle.config.index_topk)
         self._table = handle.tokens.block_table[self._slots].contiguous()
         self._page_rows = handle.memory.layout.entries_per_block
         self._plan = kernels.plan_topk(self._lengths)
