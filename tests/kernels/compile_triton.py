@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -176,7 +177,8 @@ def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list
 def record_attention(case: AttentionCase) -> list:
     """Record the launches of one token, which is split over programs, or of a chunk.
 
-    A chunk has room for dense rows, and then none.
+    A chunk has room for dense rows, and then none. One token of 64 heads has programs of 64 heads,
+    and of 8 where there are enough multiprocessors.
     """
     launches: list = []
     owners = [(attention, "_attend_kernel"), (attention, "_combine_kernel"),
@@ -196,12 +198,19 @@ def record_attention(case: AttentionCase) -> list:
     query = torch.zeros(num_tokens, case.heads, 512, dtype=torch.bfloat16)
     rows = torch.zeros(num_tokens, 512, dtype=torch.int64) if case.ratio == 4 else None
     memories = [handle.memory, handle.memory._replace(index_scratch=torch.empty(0))]
-    is_dense = case.is_chunk and (case.heads, case.kv_format) == (64, "fp8")
-    for memory in memories if is_dense else memories[:1]:
+    is_cut = (case.heads, case.kv_format) == (64, "fp8")
+
+    def attend(memory):
         attention.attend(
             query, torch.zeros(case.heads), memory, rows, handle.tokens, max_entries=1,
             is_query_raw=case.is_raw,
         )  # fmt: skip
+
+    for memory in memories if is_cut and case.is_chunk else memories[:1]:
+        attend(memory)
+    if is_cut and not case.is_chunk:
+        with mock.patch.object(attention, "num_multiprocessors", lambda device: 132):
+            attend(handle.memory)
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, kernel)
     return launches

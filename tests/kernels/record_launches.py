@@ -20,6 +20,7 @@ from dsv4.kernels.triton import (
     flush_write,
     gather,
     indexer,
+    launch,
     rope,
     topk,
 )
@@ -139,6 +140,37 @@ def serve_chunks(keys: dict[str, dict], *, is_query_raw: bool) -> dict:
     return {"case": f"chunks {is_query_raw}", "warmed": len(warmed), "new": new_keys(keys, warmed)}
 
 
+def attend_few_tokens(keys: dict[str, dict]) -> dict:
+    """Attend for 64 heads in steps of any size, over any number of entries, on an H200."""
+    keys.clear()
+    launch.INTERPRETED_MULTIPROCESSORS = 132
+    launch.num_multiprocessors.cache_clear()
+    config = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), num_query_heads=64)
+    manager = KVCacheManager(
+        config, max_requests=80, num_blocks=80, max_forward_tokens=80, max_request_tokens=2**20
+    )
+    use_triton(manager)
+    weights = model_weights(config, seed=0)
+    warm_up(manager, weights, dtype=torch.bfloat16)
+    warmed = set(keys)
+    for count in (1, 2, 5, 16, 17, 33, 67, 80):
+        slots = [manager.open_request() for _ in range(count)]
+        plan = prepare_forward(manager, slots, [0] * count, [1] * count)
+        query = torch.zeros(count, 64, 512, dtype=torch.bfloat16)
+        listed = torch.zeros(count, 512, dtype=torch.int64)
+        for layer_idx, rows in enumerate((None, listed, None)):
+            handle = manager.acquire(layer_idx, plan)
+            for num_entries in range(1, 8193, 61):
+                attention.attend(query, weights[layer_idx].sinks, handle.memory, rows,
+                                 handle.tokens, max_entries=num_entries)  # fmt: skip
+        plan.cancel()
+        for slot in slots:
+            manager.free_request(slot)
+    heads = {key["HEADS"] for key in keys.values() if "HEADS" in key and "STAGES" in key}
+    assert len(heads) == 3, heads
+    return {"case": "few tokens", "warmed": len(warmed), "new": new_keys(keys, warmed)}
+
+
 def main() -> None:
     keys = record_kernels()
     print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=0, max_requests=7)))
@@ -146,6 +178,7 @@ def main() -> None:
     print(json.dumps(serve_all_layers(keys)))
     for is_query_raw in (False, True):
         print(json.dumps(serve_chunks(keys, is_query_raw=is_query_raw)))
+    print(json.dumps(attend_few_tokens(keys)))
 
 
 if __name__ == "__main__":

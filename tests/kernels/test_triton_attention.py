@@ -17,6 +17,7 @@ from dsv4.kernels.reference.attention import attend_dense
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows, window_values_of
 from dsv4.kernels.triton import attention
 from dsv4.kernels.triton.hopper import attention as hopper
+from dsv4.kernels.triton.launch import HopperLaunch, find_launch
 from dsv4.testing import model_weights, move_to, poison, take_rows
 from tests.kernels.serving import write_in_parts
 from tests.kernels.test_triton_gather import DEVICE, filled, written_projections
@@ -311,7 +312,7 @@ def split_as_often_as(wave: int, monkeypatch) -> None:
 def replace_combine(monkeypatch, **fields: int) -> None:
     """Other constants by which rows are split."""
     changed = attention.combine_launch(torch.device("cpu"))._replace(**fields)
-    monkeypatch.setattr(attention, "combine_launch", lambda device: changed)
+    monkeypatch.setattr(attention, "combine_launch", lambda device, num_splits=1: changed)
 
 
 SINKS = {
@@ -413,6 +414,28 @@ def test_parts_in_few_places(monkeypatch):
     assert 1 < splits.num_splits <= 3 < splits.num_splits * len(inputs.query)
     got = run(triton(), handle, inputs, batch_invariant=True)
     assert_within_bound(handle, inputs, got)
+
+
+CUTS = [(1, 2, 8, 1), (16, 2, 8, 1), (32, 2, 16, 1), (64, 2, 64, 1), (1, 6, 8, 6), (1, 10, 8, 10),
+        (16, 10, 64, 5), (128, 10, 64, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_tokens", "num_tiles", "heads", "num_splits"), CUTS)
+def test_few_tokens_have_programs_of_few_heads(
+    num_tokens, num_tiles, heads, num_splits, monkeypatch
+):
+    """On an H200, of a model with 64 heads."""
+    monkeypatch.setattr(attention, "num_multiprocessors", lambda device: 132)
+    memory = Case("", SWA, [6], [7]).filled().memory._replace(partials=torch.empty(256, 1))
+    widest = find_launch(HopperLaunch, "attend hopper", torch.device("cpu"), 64)
+    sizes = num_tokens, 64, num_tiles
+    launch = attention.choose_launch(*sizes, widest, memory)
+    splits = attention.choose_splits(*sizes, launch, memory)
+    assert (launch.heads, 1 if splits is None else splits.num_splits) == (heads, num_splits)
+    narrow = find_launch(HopperLaunch, "attend hopper", torch.device("cpu"), 8)
+    assert attention.choose_launch(num_tokens, 8, num_tiles, narrow, memory) == narrow
+    other = attention.attend_launch(64, torch.bfloat16, memory)
+    assert attention.choose_launch(*sizes, other, memory) is other, "not on Hopper"
 
 
 def attend_alone(handle, inputs: Inputs, token: int) -> AttentionResult:
@@ -557,6 +580,21 @@ def test_raw_queries_at_the_real_width(preset, heads, ratios, step, invariant):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [20, 64])
+@pytest.mark.parametrize("wave", [1, 1000])
+@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("ratios", [SWA, CSA, HCA], ids=list(TYPES))
+def test_programs_of_any_heads(ratios, heads, wave, num_heads, monkeypatch):
+    split_as_often_as(wave, monkeypatch)
+    handle = real("flash", ratios, "decode", num_query_heads=num_heads)
+    if attention.is_hopper(handle.positions.device):
+        launch = find_launch(HopperLaunch, "attend hopper", handle.positions.device, heads)
+        monkeypatch.setattr(attention, "choose_launch", lambda *arguments: launch)
+    inputs = make_inputs(handle)
+    assert_within_bound(handle, inputs, run(triton(), handle, inputs))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("step", LENGTHS)
 def test_rows_outside_of_the_pool_at_the_real_width(heads, step):
@@ -609,7 +647,7 @@ def test_graph_replay(ratios, is_raw):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(triton(), handle, inputs, **options)
-    for _ in range(3):
+    for _ in range(5000):
         captured.output.fill_(torch.nan)
         graph.replay()
         assert torch.equal(captured.output, eager.output)

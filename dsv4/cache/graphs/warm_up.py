@@ -5,7 +5,7 @@ parameters. These follow from a layer's type and weights, from the parts that a 
 from the kind and size of a forward. Layers of one type differ in offsets alone, which are aligned.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -78,9 +78,9 @@ def warm_up(
                     kernels.gather(handle)
                     kernels.select_entries(handle)
                 choices = kernels.attend_choices(layer_idx, forward.num_tokens, forward.num_chunks)
-                if choices not in attended:
-                    kernels.attend(handle, weights[layer_idx].sinks)
-                attended.add(choices)
+                if tuple(choices) not in attended:
+                    kernels.attend(handle, weights[layer_idx].sinks, choices.values())
+                attended.add(tuple(choices))
     if manager.index_backend == "deepgemm":
         kernels.score_by_deepgemm()
 
@@ -125,32 +125,41 @@ class _Kernels:
         for size in sizes:
             parameters = tuple(launch_parameters(r, kind, size, self.device) for r in ratios)
             choices = self.attend_choices(layer_idx, size, int(kind == "chunk"))
-            first.setdefault((parameters, choices), size)
+            first.setdefault((parameters, tuple(choices)), size)
         return list(first.values())
 
-    def attend_choices(self, layer_idx: int, num_tokens: int, num_chunks: int) -> tuple[bool, ...]:
-        """Tell whether attention splits over rows, for the shortest and the longest requests.
+    def attend_choices(self, layer_idx: int, num_tokens: int, num_chunks: int) -> dict[object, int]:
+        """Return the choices of attention, and the fewest entries of a launch that has each.
 
-        And whether it makes the rows of a chunk dense.
+        They are the heads of a program, the launch that combines splits, and whether rows of a
+        chunk are made dense.
         """
-        from dsv4.kernels.triton.attention import attend_launch, choose_splits, count_tiles
+        from dsv4.kernels.triton import attention
         from dsv4.kernels.triton.dense_rows import choose_dense
+        from dsv4.kernels.triton.launch import num_multiprocessors
 
         if self.manager.batch_invariant:
-            return ()  # by the layer alone
+            return {}  # by the layer alone
         num_heads = self.config.num_query_heads
         memory = self.manager.device_memory.memories[layer_idx]
-        launch = attend_launch(num_heads, self.dtype, memory)
-        choices = []
-        for number in self._entry_numbers(layer_idx):
-            num_tiles = count_tiles(memory, launch, number)
+        widest = attention.attend_launch(num_heads, self.dtype, memory)
+        numbers = self._entry_numbers(layer_idx)
+        if num_tokens <= num_multiprocessors(self.device):  # every tile counts
+            numbers = (*range(numbers[0], numbers[-1], widest.tile), numbers[-1])
+        choices: dict[object, int] = {}
+        for number in numbers:
+            launch, num_tiles = widest, attention.count_tiles(memory, widest, number)
+            sizes = num_tokens, num_heads, num_tiles
+            if not num_chunks:
+                launch = attention.choose_launch(*sizes, widest, memory)
             dense = choose_dense(
                 num_tokens, num_heads, num_tiles * launch.tile, memory, num_chunks=num_chunks,
                 max_entries=self._at_most(number, layer_idx),
             )  # fmt: skip
-            splits = choose_splits(num_tokens, num_heads, num_tiles, launch, memory)
-            choices += [splits is not None, dense is not None]
-        return tuple(choices)
+            splits = attention.choose_splits(*sizes, launch, memory)
+            combine = splits and attention.combine_launch(self.device, splits.num_splits)
+            choices.setdefault((launch.heads, combine, dense is None), number)
+        return choices
 
     def _at_most(self, num_entries: int, layer_idx: int) -> int:
         """Return so many entries, or as many as a request can have."""
@@ -247,8 +256,10 @@ class _Kernels:
                 max_entries=smallest, backend=manager.index_backend,
             )  # fmt: skip
 
-    def attend(self, handle: LayerCacheHandle, sinks: Tensor | None) -> None:
-        """Attend with and without sinks, over short and over long requests.
+    def attend(
+        self, handle: LayerCacheHandle, sinks: Tensor | None, numbers: Iterable[int]
+    ) -> None:
+        """Attend with and without sinks, over the fewest and the most entries and over `numbers`.
 
         And for chunks with and without room for dense rows.
         """
@@ -259,7 +270,8 @@ class _Kernels:
         memories, layer_idx = [handle.memory], handle.layer.layer_idx
         if len(handle.tokens.chunk_ids):
             memories.append(handle.memory._replace(index_scratch=handle.memory.index_scratch[:0]))
-        for number, memory in product(self._entry_numbers(layer_idx), memories):
+        numbers = {*self._entry_numbers(layer_idx), *numbers}
+        for number, memory in product(sorted(numbers), memories):
             for given in (sinks, None):
                 ops.attend(
                     query, given, memory, rows, handle.tokens,

@@ -10,6 +10,7 @@ accumulate in fp32. The query and the decoded rows are BF16 numbers; the softmax
 rounded to BF16. Otherwise all is fp32.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from dsv4.kernels.triton.launch import (
     find_launch,
     is_hopper,
     num_multiprocessors,
+    work_steps,
 )
 from dsv4.kernels.triton.operands import SourceSpec, Splits, row_spec, token_arguments
 from dsv4.kernels.triton.primitives import (
@@ -343,10 +345,11 @@ def _combine_kernel(
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of one head of a token, SPLITS at a time, in their order."""
+    """Combine BLOCK channels of the splits of a token's head, SPLITS at a time, in their order."""
     wait_for_launch_before(STARTS_NEXT=True)
     nth, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
-    channel = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    first = tl.program_id(1) * BLOCK
+    channel = first + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     acc = tl.zeros((1, BLOCK), tl.float32)
     largest = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
@@ -356,8 +359,10 @@ def _combine_kernel(
         at = (nth.to(tl.int64) * num_splits + split) * NUM_HEADS + head
         split_largest = tl.load(stats_ptr + 2 * at, mask=is_split, other=float("-inf"))
         split_total = tl.load(stats_ptr + 2 * at + 1, mask=is_split, other=0.0)
-        split_acc = tl.load(partials_ptr + at[:, None] * DIM + channel,
-                            mask=is_split[:, None] & (channel < DIM),
+        is_part = is_split[:, None]
+        if DIM % BLOCK != 0:
+            is_part = is_part & (channel < DIM)
+        split_acc = tl.load(partials_ptr + at[:, None] * DIM + channel, mask=is_part,
                             other=0.0)  # [SPLITS, BLOCK]  # fmt: skip
         # A split without rows stored no accumulators. A mask by its largest logit would make
         # this load wait for that one.
@@ -370,10 +375,16 @@ def _combine_kernel(
         acc = acc * shrink[:, None] + tl.sum(split_acc * grow[:, None], axis=0)[None, :]
         largest = new_largest
     token, head = first_token + nth, head + tl.zeros((1,), tl.int32)
-    out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
-    store_lse(lse_ptr, token, head, largest, total, NUM_HEADS)
+    LAST: tl.constexpr = (DIM - 1) // BLOCK * BLOCK
+    if first == LAST:
+        store_lse(lse_ptr, token, head, largest, total, NUM_HEADS)
     factor = output_factor(sinks_ptr, head, largest, total, NUM_HEADS)
-    store_channels(acc, factor, out, token, head, 0, NUM_HEADS, DIM, ROPE)
+    if first == LAST:
+        out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
+        store_channels(acc, factor, out, token, head, LAST, NUM_HEADS, DIM, ROPE)
+    else:
+        out = OutputPtrs(output_ptr + first, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
+        store_channels(acc, factor, out, token, head, 0, NUM_HEADS, DIM, 0)
 
 
 ProgramLaunch = AttendLaunch | HopperLaunch
@@ -407,6 +418,8 @@ def attend(
         most_tiles = count_tiles(memory, launch, longest if num_listed is None else num_listed)
         splits = invariant_splits(num_tiles, most_tiles, launch, memory)
     else:
+        if not len(tokens.chunk_ids):
+            launch = choose_launch(num_tokens, num_heads, num_tiles, launch, memory)
         splits = choose_splits(num_tokens, num_heads, num_tiles, launch, memory)
     cos, sin = memory.rope
     results = {"sinks_ptr": sinks, "output_ptr": output, "lse_ptr": lse, "cos_ptr": cos,
@@ -429,10 +442,12 @@ def attend(
                 left=left)  # fmt: skip
         return AttentionResult(output, lse)
     step = memory.partials.shape[0] // splits.num_splits
+    # The order of sums must not depend on the batch's longest request.
+    combine = combine_launch(query.device, 1 if batch_invariant else splits.num_splits)
     for first in range(0, num_tokens, step):
         count = min(step, num_tokens - first)
         _launch(query, memory, launch, splits, first, count, **results, **rows, IS_SPLIT=True)
-        _combine(memory, splits, first, count, **results)
+        _combine(memory, combine, splits, first, count, **results)
     return AttentionResult(output, lse)
 
 
@@ -459,27 +474,65 @@ def softmax_scale(memory: LayerMemory) -> float:
     return float(memory.layout.head_dim**-0.5 * LOG2_E.value)
 
 
+def choose_launch(
+    num_tokens: int, num_heads: int, num_tiles: int, launch: ProgramLaunch, memory: LayerMemory
+) -> ProgramLaunch:
+    """Choose the heads of a program on Hopper, at most those of `launch`.
+
+    Programs of few heads end sooner. But more of them decode the same rows.
+    """
+    if not isinstance(launch, HopperLaunch):
+        return launch
+    steps = work_steps("attend hopper", memory.partials.device)
+    launches = [step.launch for step in steps if step.launch.heads <= launch.heads]
+    costs = [min(split_costs(num_tokens, num_heads, num_tiles, each, memory)) for each in launches]
+    chosen: HopperLaunch = launches[costs.index(min(costs))]
+    return chosen
+
+
 def choose_splits(
     num_tokens: int, num_heads: int, num_tiles: int, launch: ProgramLaunch, memory: LayerMemory
 ) -> Splits | None:
-    """Choose how rows are split, by sizes that the host knows; None for a single split.
-
-    More splits have fewer tiles each and end sooner, but more has to be combined.
-    """
-    programs = num_tokens * -(-num_heads // launch.heads)
-    per_multiprocessor = 1 if isinstance(launch, HopperLaunch) else HEAD_BLOCK // launch.heads
-    wave = num_multiprocessors(memory.partials.device) * per_multiprocessor
-    room = min(wave // programs, memory.partials.shape[0] // num_tokens, num_tiles)
-    combine = combine_launch(memory.partials.device)
-    part_cost = combine.part_cost * num_tokens * num_heads / HEAD_BLOCK
-    costs = [64.0 * num_tiles]  # in 1/64 of a tile's time
-    costs += [
-        64 * -(-num_tiles // n) + combine.combine_cost + n * part_cost for n in range(2, room + 1)
-    ]
+    """Choose how rows are split, by sizes that the host knows; None for a single split."""
+    costs = split_costs(num_tokens, num_heads, num_tiles, launch, memory)
     num_splits = costs.index(min(costs)) + 1
     if num_splits == 1:
         return None
     return Splits(num_splits, 1, num_splits, -(-num_tiles // num_splits))
+
+
+def split_costs(
+    num_tokens: int, num_heads: int, num_tiles: int, launch: ProgramLaunch, memory: LayerMemory
+) -> tuple[float, ...]:
+    """The costs of 1, 2 and more splits, in 1/64 of the time of a tile of 64 heads."""
+    device, num_parts = memory.partials.device, memory.partials.shape[0]
+    sizes = num_multiprocessors(device), num_parts // num_tokens, combine_launch(device)
+    return _split_costs(num_tokens, num_heads, num_tiles, launch, *sizes)
+
+
+@cache
+def _split_costs(
+    num_tokens: int,
+    num_heads: int,
+    num_tiles: int,
+    launch: ProgramLaunch,
+    wave: int,
+    num_parts: int,
+    combine: CombineLaunch,
+) -> tuple[float, ...]:
+    """More splits have fewer tiles each and end sooner, but more has to be combined."""
+    start, tile = 0, 64
+    if isinstance(launch, HopperLaunch):
+        start, tile = launch.start_cost, launch.tile_cost
+    else:
+        wave *= HEAD_BLOCK // launch.heads
+    programs = num_tokens * -(-num_heads // launch.heads)
+    part_cost = combine.part_cost * num_tokens * num_heads / HEAD_BLOCK
+    whole = -(-programs // wave) * (start + tile * num_tiles)
+    return whole, *(
+        start + tile * -(-num_tiles // n) + combine.combine_cost + n * part_cost
+        for n in range(2, min(wave // programs, num_parts, num_tiles) + 1)
+    )
 
 
 def invariant_splits(
@@ -493,9 +546,9 @@ def invariant_splits(
     return Splits(-(-num_tiles // per_split), per_split, 1, per_split)
 
 
-def combine_launch(device: torch.device) -> CombineLaunch:
-    """The launch that combines splits, and the constants by which rows are split."""
-    return find_launch(CombineLaunch, "combine", device)
+def combine_launch(device: torch.device, num_splits: int = 1) -> CombineLaunch:
+    """The launch that combines so many splits; the constants by which rows are split."""
+    return find_launch(CombineLaunch, "combine", device, num_splits)
 
 
 def count_tiles(memory: LayerMemory, launch: ProgramLaunch, num_entries: int) -> int:
@@ -591,11 +644,17 @@ def _launch_on_hopper(
             left_ptr=arguments["request_ids_ptr"] if left is None else left,
         )  # fmt: skip
     else:
-        attention._attend_kernel[grid](**arguments, HEADS=launch.heads)
+        # Programs that combine would otherwise share the few processors that are idle first.
+        is_roomy = 3 * num_works * num_splits <= 2 * num_multiprocessors(device)
+        starts_next = num_splits == 1 or (launch.heads < HEAD_BLOCK and is_roomy)
+        attention._attend_kernel[grid](
+            **arguments, HEADS=launch.heads, starts_next=int(starts_next)
+        )
 
 
 def _combine(
     memory: LayerMemory,
+    launch: CombineLaunch,
     splits: Splits,
     first_token: int,
     num_tokens: int,
@@ -603,10 +662,11 @@ def _combine(
 ) -> None:
     row, num_heads = memory.layout.kv_row, results["lse_ptr"].shape[1]
     partials, stats = memory.cut_partials
-    launch = combine_launch(partials.device)
-    _combine_kernel[(num_tokens * num_heads,)](
+    is_cut = row.dim % launch.channels == 0 and row.rope_dim <= launch.channels
+    block = launch.channels if is_cut else next_power_of_two(row.dim)
+    _combine_kernel[(num_tokens * num_heads, -(-row.dim // block))](
         **results, partials_ptr=partials, stats_ptr=stats, first_token=first_token,
         num_splits=splits.num_splits, NUM_HEADS=num_heads, DIM=row.dim, ROPE=row.rope_dim,
-        BLOCK=next_power_of_two(row.dim), SPLITS=launch.splits, num_warps=launch.num_warps,
-        launch_pdl=True, enable_fp_fusion=False,
+        BLOCK=block, SPLITS=launch.splits, num_warps=launch.num_warps, launch_pdl=True,
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -5,7 +5,7 @@
     {"sm_90": {"csa decode": [{"up_to": 32, "num_warps": 8}, {"up_to": None, "num_warps": 4}]}}
 
 A work has steps of ascending size. The size is tokens of a write, rows of a gather, scores of a
-top-k program, or query heads; None is any number. Fields that a step leaves out have their
+top-k program, query heads or splits; None is any number. Fields that a step leaves out have their
 defaults. A work that an architecture does not list comes from the nearest older one that lists it,
 or else from the oldest. Bounds on registers are then left out. The CPU, where the interpreter runs,
 uses sm_90's. `dsv4 bench tune` measures and writes the works of the write path and the gathers.
@@ -109,13 +109,16 @@ class AttendLaunch(NamedTuple):
 class HopperLaunch(NamedTuple):
     """Programs of attention in `hopper`: the stages that fit shared memory, registers of threads.
 
-    num_warps are those of one of the two partitions that multiply.
+    num_warps are those of one of the two partitions that multiply. start_cost and tile_cost are the
+    times of a program without tiles and of each tile, in 1/64 of that of a tile of 64 heads.
     """
 
     heads: int
     stages: int
     decoding_registers: int
     multiplying_registers: int
+    start_cost: int = 120
+    tile_cost: int = 64
     tile: int = 64
     num_warps: int = 4
 
@@ -134,16 +137,18 @@ class DenseLaunch(NamedTuple):
 class CombineLaunch(NamedTuple):
     """Splits of attention, and the programs that combine them.
 
-    A program reads `splits` of a head at once. combine_cost is the time of combining at all, and
-    part_cost that of each split of 64 heads, in 1/64 of a tile's time. invariant_rows are the rows
-    of a split that does not depend on the batch: V4-Flash's CSA has two.
+    A program reads `splits` of a head's `channels` at once, or of all where rows have no such
+    parts. combine_cost is the time of combining at all, and part_cost that of each split of 64
+    heads, in 1/64 of a tile's time. invariant_rows are the rows of a split that does not depend on
+    the batch: V4-Flash's CSA has two.
     """
 
     splits: int
     num_warps: int
-    combine_cost: int
-    part_cost: int
-    invariant_rows: int
+    channels: int = 512
+    combine_cost: int = 48
+    part_cost: int = 1
+    invariant_rows: int = 320
 
 
 AnyLaunch = (
@@ -154,7 +159,7 @@ L = TypeVar("L", bound=AnyLaunch)
 
 
 class LaunchStep(NamedTuple, Generic[L]):
-    """The launch of up to that many tokens, rows, scores or heads; None is any number."""
+    """The launch of up to that many tokens, rows, scores, heads or splits; None is any number."""
 
     up_to: int | None
     launch: L
@@ -202,7 +207,7 @@ def gather_launch(num_rows: int, device: torch.device) -> GatherLaunch:
 
 
 def find_launch(kind: type[L], work: str, device: torch.device, count: int = 1) -> L:
-    """The launch of a work for so many tokens, rows, scores or heads."""
+    """The launch of a work for so many tokens, rows, scores, heads or splits."""
     launch = pick(work_steps(work, device), count)
     assert isinstance(launch, kind), (work, launch)
     return launch

@@ -81,6 +81,8 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
                 "stages": 3,
                 "decoding_registers": 128,
                 "multiplying_registers": 128,
+                "start_cost": 90,
+                "tile_cost": 42,
             },
             {
                 "up_to": 16,
@@ -88,6 +90,8 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
                 "stages": 3,
                 "decoding_registers": 128,
                 "multiplying_registers": 128,
+                "start_cost": 131,
+                "tile_cost": 37,
             },
             {
                 "up_to": None,
@@ -110,14 +114,9 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
             {"up_to": None, "copying_registers": 104, "multiplying_registers": 200},
         ],
         "combine": [
-            {
-                "up_to": None,
-                "splits": 8,
-                "num_warps": 4,
-                "combine_cost": 32,
-                "part_cost": 1,
-                "invariant_rows": 320,
-            },
+            {"up_to": 8, "splits": 8, "num_warps": 4},
+            {"up_to": 16, "splits": 16, "num_warps": 4},
+            {"up_to": None, "splits": 32, "num_warps": 4, "channels": 128},
         ],
     },
     "sm_100": {

@@ -13,7 +13,7 @@ The next item's rows are loaded and decoded while the last one's output is store
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, decode_tiles
 from dsv4.kernels.triton.hopper.few_heads import make_sides, merge_sides, multiply_few
@@ -67,14 +67,17 @@ def multiply(tiles, memory, query_ptr, query, sums, exchange, scale, results, ou
                     STAGES, IS_SPLIT, SIDE)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=ATTEND_SIZES, do_not_specialize_on_alignment=ATTEND_UNALIGNED)
+@gluon.jit(
+    do_not_specialize=[*ATTEND_SIZES, "starts_next"],
+    do_not_specialize_on_alignment=ATTEND_UNALIGNED,
+)
 def _attend_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
     ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr, workspace_scales_ptr,
     entries_ptr, entries_scales_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
     pool_rows, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr,
     after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
-    first_token, num_splits, split_step, tile_step, tiles_per_split,
+    first_token, num_splits, split_step, tile_step, tiles_per_split, starts_next,
     SPEC: gl.constexpr, NUM_HEADS: gl.constexpr, QUERY_EPS: gl.constexpr,
     IS_SPLIT: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
     DECODING_REGISTERS: gl.constexpr, MULTIPLYING_REGISTERS: gl.constexpr,
@@ -82,9 +85,11 @@ def _attend_kernel(
     """Attend for one token and HEADS of its heads, over one split of the token's rows.
 
     The plan is on the device before the first launch. It is read while the previous launch may
-    still run. entries_scales_ptr and after_ptr are not read: arguments are those of the Triton
-    kernel.
+    still run. starts_next lets the next launch begin beside this one. entries_scales_ptr and
+    after_ptr are not read: arguments are those of the Triton kernel.
     """
+    if starts_next != 0:
+        gdc_launch_dependents()
     tokens = Tokens(first_token, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr)
     splits = Splits(num_splits, split_step, tile_step, tiles_per_split)
     window = WindowPtrs(ring_ptr, ring_scales_ptr, ring_stride, workspace_ptr,
@@ -107,7 +112,7 @@ def _attend_kernel(
             (multiply, (tiles, memory, query_ptr, query, sums, exchange, scale, results, out_loc,
                         NUM_HEADS, QUERY_EPS, STAGES, IS_SPLIT, 1)),
             (decode_tiles, (tiles, gl.to_tensor(0), memory, row_source, SPEC, STAGES,
-                            DECODING_REGISTERS >= 128)),
+                            DECODING_REGISTERS >= 128, SPEC.ENTRIES == "listed")),
         ],
         [4, DECODING_WARPS],
         [MULTIPLYING_REGISTERS, DECODING_REGISTERS],
@@ -156,7 +161,7 @@ def decode_in_turn(num_works, left_ptr, tokens, splits, memory, window, entries,
         work = nth_work(nth, left_ptr, HAS_LEFT)
         tiles, token, _out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
         row_source = place_rows(token, window, entries, SPEC)
-        count = decode_tiles(tiles, count, memory, row_source, SPEC, STAGES, False)
+        count = decode_tiles(tiles, count, memory, row_source, SPEC, STAGES, False, False)
 
 
 @gluon.jit(

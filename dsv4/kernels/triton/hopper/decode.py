@@ -1,7 +1,9 @@
 """Decoding of fp8 rows on Hopper: some warps turn tiles of rows into stages in shared memory.
 
-E4M3 becomes BF16 by way of FP16 and FP32. Each conversion is exact, and so is the product with the
-scale. A NaN code stays NaN, and makes the row's logit and then every output NaN.
+E4M3 becomes BF16 by way of FP16 and FP32, or by bits (BY_BITS). Each conversion is exact, and so
+is the product with the scale. By bits, a code's seven low bits become those of a BF16 number
+2^120 times too small. A NaN code would then be 480: its row's bias is NaN instead. Either way it
+makes the row's logit and then every output NaN.
 """
 
 from typing import NamedTuple
@@ -47,6 +49,23 @@ DECODE = gl.constexpr("""
     cvt.f32.f16 value_3, half_3;
     cvt.rn.bf16x2.f32 low, value_1, value_0;
     cvt.rn.bf16x2.f32 high, value_3, value_2;
+    mul.rn.bf16x2 $0, low, $3;
+    mul.rn.bf16x2 $1, high, $3;
+}
+""")
+
+DECODE_BITS = gl.constexpr("""
+{
+    .reg .b32 low, high, factor;
+    mov.b32 factor, 0x7B807B80;
+    prmt.b32 low, $2, 0, 0x9180;
+    prmt.b32 high, $2, 0, 0xB3A2;
+    shl.b32 low, low, 4;
+    shl.b32 high, high, 4;
+    and.b32 low, low, 0x87F087F0;
+    and.b32 high, high, 0x87F087F0;
+    mul.rn.bf16x2 low, low, factor;
+    mul.rn.bf16x2 high, high, factor;
     mul.rn.bf16x2 $0, low, $3;
     mul.rn.bf16x2 $1, high, $3;
 }
@@ -98,11 +117,12 @@ class RowSource(NamedTuple):
 
 
 @gluon.jit
-def decode_words(words, scale):
+def decode_words(words, scale, BY_BITS: gl.constexpr):
     """Words of four E4M3 codes to words of two BF16 numbers, times a pair of BF16 scales."""
     low, high = gl.inline_asm_elementwise(
-        DECODE, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
+        DECODE_BITS if BY_BITS else DECODE, "=r,=r,r,r", [words, scale],
+        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
     return gl.reshape(gl.join(low, high), (TILE, GROUP // 2))
 
 
@@ -199,10 +219,28 @@ def store_groups(quarter, left, right):
 
 
 @gluon.jit
-def decode_group(codes, scales, group: gl.constexpr):
+def decode_group(codes, scales, group: gl.constexpr, BY_BITS: gl.constexpr):
     """Decode a group of channels to words of two BF16 numbers, `[TILE, 32]`."""
     scale, words = gl.broadcast(scale_pair(scales, group)[:, None], codes[group])
-    return gl.convert_layout(decode_words(words, scale), WIDE, assert_trivial=True)
+    return gl.convert_layout(decode_words(words, scale, BY_BITS), WIDE, assert_trivial=True)
+
+
+@gluon.jit
+def _either(a, b):
+    return a | b
+
+
+@gluon.jit
+def row_biases(codes, is_present, BY_BITS: gl.constexpr):
+    """Biases of a tile's logits: 0, or -inf without a row; by bits NaN with a NaN code."""
+    biases = gl.where(is_present, 0.0, float("-inf"))
+    if BY_BITS:
+        seen = gl.zeros_like(codes[0])
+        for group in gl.static_range(CODE_GROUPS):
+            seen |= (codes[group] & 0x7F7F7F7F) + 0x01010101  # a NaN code sets its highest bit
+        has_nan = (gl.reduce(seen, 1, _either) & -0x7F7F7F80) != 0
+        biases = gl.where(has_nan, float("nan"), biases)
+    return biases
 
 
 @gluon.jit
@@ -217,7 +255,7 @@ def load_tile(data_ptr, scale_ptr, is_present):
 
 @gluon.jit
 def decode_tiles(tiles, count, memory, source, SPEC: gl.constexpr, STAGES: gl.constexpr,
-                 IS_EARLY: gl.constexpr):  # fmt: skip
+                 IS_EARLY: gl.constexpr, BY_BITS: gl.constexpr):  # fmt: skip
     """Decode the tiles of a work item into the stages in turn; return the tiles counted so far.
 
     `count` tiles came before. IS_EARLY loads the next tile before this one is decoded, which takes
@@ -241,12 +279,14 @@ def decode_tiles(tiles, count, memory, source, SPEC: gl.constexpr, STAGES: gl.co
         elif IS_LISTED:
             prefetch_rows(data_ptr)
         mbarrier.wait(memory.empty.index(stage), (count // STAGES + 1) % 2)
+        biases = row_biases(codes, is_present, BY_BITS)
         for pair in gl.static_range(3):
-            left = decode_group(codes, scales, 2 * pair)
-            right = decode_group(codes, scales, 2 * pair + 1)
+            left = decode_group(codes, scales, 2 * pair, BY_BITS)
+            right = decode_group(codes, scales, 2 * pair + 1, BY_BITS)
             store_groups(memory.quarters[pair].index(stage), left, right)
-        store_groups(memory.quarters[3].index(stage), decode_group(codes, scales, 6), rotated)
-        memory.biases.index(stage).store(gl.where(is_present, 0.0, float("-inf")))
+        left = decode_group(codes, scales, 6, BY_BITS)
+        store_groups(memory.quarters[3].index(stage), left, rotated)
+        memory.biases.index(stage).store(biases)
         fence_async_shared()  # it waits for loads too, so late loads come after it
         if not IS_EARLY:
             if not IS_LISTED:

@@ -149,7 +149,7 @@ def merge_sides(quarters, num_tiles, exchange, results, out_loc, NUM_HEADS: gl.c
     """Merge both sides' results of one half of the channels, and store them."""
     HEAD: gl.constexpr = gl.SliceLayout(1, DENSE)
     head = gl.arange(0, HEADS, layout=HEAD)  # [HEADS]
-    is_head = head < NUM_HEADS
+    is_head = out_loc.first_head + head < NUM_HEADS
     side_0, side_1 = exchange.memories[0], exchange.memories[1]
     largest_0, largest_1 = side_0.largest.load(HEAD), side_1.largest.load(HEAD)
     largest = gl.maximum(largest_0, largest_1)
