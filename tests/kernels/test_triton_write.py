@@ -247,6 +247,7 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
 
 def test_a_device_that_is_not_the_current_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check_backend("triton", torch.device("cuda"))
     check_backend("triton", torch.device("cuda:0"))
     with pytest.raises(ValueError, match="expected the current one, cuda:0, got cuda:1"):
