@@ -26,7 +26,13 @@ from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch, 
 from dsv4.cache.prefix.store import PrefixStore
 from dsv4.cache.prefix.token_store import TokenIds, as_token_ids
 from dsv4.cache.request_table import Extent, RequestTable
-from dsv4.cache.saved_request import copy_request, read_saved, write_saved
+from dsv4.cache.saved_request import (
+    SavedRequest,
+    check_request,
+    copy_request,
+    read_saved,
+    write_saved,
+)
 from dsv4.cache.stats import CacheStats, collect_stats
 from dsv4.cache.swap import SwappedRequest
 from dsv4.checks import NotCopyable, check_bool, check_int, check_ints, check_one_or_more
@@ -432,6 +438,45 @@ class KVCacheManager(NotCopyable):
         with self._journal:
             self._books.swapped.drop(swapped)
 
+    def export_request(self, slot: int) -> SavedRequest:
+        """Copy a request to tensors on the manager's device, for `import_request`.
+
+        They hold all that it can read, at any length from its floor on, and nothing of others.
+
+        Raises:
+            ValueError: The request has tokens to replay.
+            LiveForwardError: A forward of the request is neither complete nor cancelled.
+        """
+        slot = self._idle_slot(slot)
+        return self._copy_request(slot, int(self._requests.rollback_floor[slot]))
+
+    def import_request(self, saved: SavedRequest) -> int:
+        """Open a request as `export_request` copied it and return its slot.
+
+        It may be of any manager whose bytes mean the same, on any device. It continues as the
+        exported one would have, with the same floor. Its known tokens and its salt, as a hash,
+        come with it.
+
+        Raises:
+            ValueError: It is of a cache whose bytes mean something else.
+            NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
+        """
+        check_request(saved, self.config, self.device_memory.layout)
+        self._check_fits(saved.length)
+        self._begin()
+        self._requests.check_free_slots()
+        self._books.make_room(len(saved.blocks))
+        with self._journal:
+            slot = self._books.open_slots(1)[0]
+            blocks = self._books.acquire_blocks(len(saved.blocks))
+            self.state.storage[slot] = saved.slot.to(self.device)
+            self.paged.storage[torch.from_numpy(blocks).long()] = saved.blocks.to(self.device)
+            self._requests.fill_slot(slot, blocks, Extent(saved.length, saved.rollback_floor))
+            if self._books.prefix is not None and saved.prefix_root:
+                root, ids = bytes.fromhex(saved.prefix_root), saved.token_ids.cpu().numpy()
+                self._books.prefix.track(slot, TrackedRequest(root), ids)
+            return slot
+
     def save_request(self, slot: int, path: str | os.PathLike[str]) -> None:
         """Write a request to a safetensors file, whole or not at all; waits for the device.
 
@@ -439,22 +484,7 @@ class KVCacheManager(NotCopyable):
             ValueError: The request has tokens to replay.
         """
         slot = self._idle_slot(slot)
-        requests, prefix = self._requests, self._books.prefix
-        end = int(requests.num_read_only[slot]) * self.config.block_tokens
-        if requests.lengths[slot] < end:
-            raise ValueError(
-                f"Cannot save slot {slot}: expected a request that has replayed its {end} known "
-                f"tokens, got one at {requests.lengths[slot]}"
-            )
-        root, ids = "", None
-        if prefix is not None and slot in prefix.requests:
-            root = prefix.requests[slot].root.hex()
-            ids = torch.from_numpy(prefix.ids.read(slot).copy())
-        saved = copy_request(
-            self.device_memory.layout, self.state, self.paged, slot=slot,
-            blocks=torch.from_numpy(requests.blocks_of(slot)).long(),
-            length=int(requests.lengths[slot]), prefix_root=root, token_ids=ids,
-        )  # fmt: skip
+        saved = self._copy_request(slot, int(self._requests.lengths[slot]))
         write_saved(path, saved, self.config)
 
     def load_request(self, path: str | os.PathLike[str]) -> int:
@@ -469,19 +499,7 @@ class KVCacheManager(NotCopyable):
         """
         saved = read_saved(path, self.config, self.device_memory.layout)
         self._check_fits(saved.length, f" in {os.fspath(path)}")
-        self._begin()
-        self._requests.check_free_slots()
-        self._books.make_room(len(saved.blocks))
-        with self._journal:
-            slot = self._books.open_slots(1)[0]
-            blocks = self._books.acquire_blocks(len(saved.blocks))
-            self.state.storage[slot] = saved.slot.to(self.device)
-            self.paged.storage[torch.from_numpy(blocks).long()] = saved.blocks.to(self.device)
-            self._requests.fill_slot(slot, blocks, Extent(saved.length, saved.rollback_floor))
-            if self._books.prefix is not None and saved.prefix_root:
-                root, ids = bytes.fromhex(saved.prefix_root), saved.token_ids.numpy()
-                self._books.prefix.track(slot, TrackedRequest(root), ids)
-            return slot
+        return self.import_request(saved)
 
     def free_request(self, slot: int) -> None:
         """Close a request and give its blocks back.
@@ -804,6 +822,25 @@ class KVCacheManager(NotCopyable):
             raise ValueError(
                 f"Too many tokens in one request: expected at most {limit}, got {num_tokens}{where}"
             )
+
+    def _copy_request(self, slot: int, floor: int) -> SavedRequest:
+        requests, prefix = self._requests, self._books.prefix
+        length = int(requests.lengths[slot])
+        end = int(requests.num_read_only[slot]) * self.config.block_tokens
+        if length < end:
+            raise ValueError(
+                f"Cannot save slot {slot}: expected a request that has replayed its {end} known "
+                f"tokens, got one at {length}"
+            )
+        root, ids = "", None
+        if prefix is not None and slot in prefix.requests:
+            root = prefix.requests[slot].root.hex()
+            ids = torch.from_numpy(prefix.ids.read(slot).copy())
+        return copy_request(
+            self.config, self.device_memory.layout, self.state, self.paged, slot=slot,
+            blocks=torch.from_numpy(requests.blocks_of(slot)).long(), length=length, floor=floor,
+            prefix_root=root, token_ids=ids,
+        )  # fmt: skip
 
     def _layer_parts(self, layer_idx: int) -> LayerParts:
         layer, schema = self.schedule[layer_idx], self.schemas[layer_idx]
