@@ -80,6 +80,7 @@ def copy_request(
     blocks: Tensor,
     length: int,
     floor: int,
+    first_block: int = 0,
     prefix_root: str = "",
     token_ids: Tensor | None = None,
 ) -> SavedRequest:
@@ -88,15 +89,18 @@ def copy_request(
     Args:
         blocks: `[num_blocks]` int64, the request's blocks in order.
         floor: The shortest length, beside 0, that the copy can be cut to.
+        first_block: Blocks before it are left out.
         prefix_root, token_ids: As in `SavedRequest`.
     """
-    device = state.storage.device
+    device, blocks = state.storage.device, blocks[first_block:]
+    entries_from = first_block * config.block_tokens
     new_state = StateCachePool(layout, max_requests=1, device=device)
     new_paged = PagedKVPool(layout, num_blocks=len(blocks), index_global_scale=None, device=device)
     for layer_idx, layer in enumerate(layout.layers):
         source, target = state.layer(layer_idx), new_state.layer(layer_idx)
         _copy_state(layer, source, slot, target, floor, length)
-        _copy_entries(layer, paged.layer(layer_idx), blocks, new_paged.layer(layer_idx), length)
+        pages, new_pages = paged.layer(layer_idx), new_paged.layer(layer_idx)
+        _copy_entries(layer, pages, blocks, new_pages, length - entries_from)
     return SavedRequest(
         length, floor, new_state.storage[0], new_paged.storage, prefix_root,
         _no_ids() if token_ids is None else token_ids, config.format_fingerprint,

@@ -224,6 +224,18 @@ def imported(scene):
     scene.tokens[slot] = TEXTS[2][:19]
 
 
+def reserved(scene):
+    scene.manager.drop_incoming(scene.manager.reserve_request(2 * BLOCK))
+
+
+def accepted(scene):
+    manager, saved = scene.manager, scene.exported
+    incoming = manager.reserve_request(saved.length + 1)
+    manager.write_incoming(incoming, 0, saved.blocks)
+    slot = manager.accept_request(incoming, saved)
+    scene.tokens[slot] = TEXTS[2][:19]
+
+
 def noted(scene):
     ids = [*TEXTS[2][21:24], *TEXTS[2][21:23], *TEXTS[3][:5]]
     scene.manager.note_tokens(
@@ -267,7 +279,7 @@ def committed(scene):
 CALLS = {each.__name__: each for each in (
     opened, resumed, resumed_from_the_host, step, chunk_from_a_checkpoint, settled, truncated,
     truncated_to_a_checkpoint, emptied, forked, freed, swapped_out, swapped_in, dropped, saved,
-    loaded, imported, noted, reset, cancelled, freed_inside_a_forward,
+    loaded, imported, reserved, accepted, noted, reset, cancelled, freed_inside_a_forward,
     committed, prefetched, adopted, resumed_from_disk,
 )}  # fmt: skip
 
