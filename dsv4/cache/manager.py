@@ -139,7 +139,9 @@ class KVCacheManager(NotCopyable):
         self.schedule = config.schedule
         self.schemas = build_schemas(config)
         prefix_bytes = check_int("prefix_bytes", prefix_bytes, at_least=0)
-        block_bytes = block_layout(self.schemas, page_align=config.page_align).num_bytes
+        block_bytes = block_layout(
+            self.schemas, page_align=config.page_align, at_least=config.least_block_bytes
+        ).num_bytes
         if num_checkpoints is None:
             num_checkpoints = DEVICE_CHECKPOINTS if prefix_bytes else 0
         self.capacity = Capacity(
