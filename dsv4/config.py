@@ -71,6 +71,26 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """The place of some layers in their model: a pipeline stage, or draft layers alone.
+
+    A cache of them counts blocks and replays as the whole model's does. So the caches of all stages
+    need the same blocks for the same lengths, and each can have a prefix cache.
+
+    Attributes:
+        model_ratios: `compress_ratios` of the whole model.
+        first_layer: The first of these layers.
+    """
+
+    model_ratios: tuple[int, ...]
+    first_layer: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model_ratios", _known_ratios("model_ratios", self.model_ratios))
+        _make_ints(self, "first_layer", at_least=0, at_most=len(self.model_ratios) - 1)
+
+
+@dataclass(frozen=True)
 class CacheConfig:
     """The model's attention geometry and the choices of the cache.
 
@@ -87,6 +107,8 @@ class CacheConfig:
         block_tokens: Tokens a block covers, a multiple of the largest ratio.
         page_align: KV pages, blocks and window rings are rounded up to it.
         drafts_per_step: The most tokens of one step that may be rejected afterwards.
+        stage: The place of these layers in their model; None for a whole model. `cut_layers` sets
+            it.
     """
 
     compress_ratios: tuple[int, ...]
@@ -111,9 +133,11 @@ class CacheConfig:
     block_tokens: int = 256
     page_align: int = 576
     drafts_per_step: int = 0
+    stage: Stage | None = None
 
     def __post_init__(self) -> None:
-        _make_ratios(self)
+        ratios = _known_ratios("compress_ratios", self.compress_ratios)
+        object.__setattr__(self, "compress_ratios", ratios)
         _check_numbers(self)
         for problem in _problems(self):
             raise ValueError(problem)
@@ -139,6 +163,25 @@ class CacheConfig:
     def num_layers(self) -> int:
         return len(self.compress_ratios)
 
+    @property
+    def model_ratios(self) -> tuple[int, ...]:
+        """`compress_ratios` of the whole model."""
+        return self.compress_ratios if self.stage is None else self.stage.model_ratios
+
+    def cut_layers(self, first: int, last: int) -> "CacheConfig":
+        """Return the config of layers `first` to `last - 1`, for a cache of their own.
+
+        They are numbered from 0 there.
+        """
+        first = check_int("first", first, at_least=0, at_most=self.num_layers - 1)
+        last = check_int("last", last, at_least=first + 1, at_most=self.num_layers)
+        before = 0 if self.stage is None else self.stage.first_layer
+        num_mtp = max(0, last - max(first, self.num_layers - self.num_mtp_layers))
+        return dataclasses.replace(
+            self, compress_ratios=self.compress_ratios[first:last], num_mtp_layers=num_mtp,
+            stage=Stage(self.model_ratios, before + first),
+        )  # fmt: skip
+
     @cached_property
     def num_layer_writes(self) -> int:
         """Writes of a whole forward: every layer's window, every compressed layer's entries."""
@@ -146,8 +189,13 @@ class CacheConfig:
 
     @cached_property
     def smallest_ratio(self) -> int:
-        """Tokens per entry of the densest compressed layer; 0 if there is none."""
-        return min((ratio for ratio in self.compress_ratios if ratio), default=0)
+        """Tokens per entry of the model's densest compressed layer; 0 if there is none."""
+        return min((ratio for ratio in self.model_ratios if ratio), default=0)
+
+    @property
+    def least_block_bytes(self) -> int:
+        """Bytes of a block of a stage without compressed layers, in a model that has some."""
+        return self.page_align if self.smallest_ratio else 0
 
     @property
     def halo_tokens(self) -> int:
@@ -157,7 +205,7 @@ class CacheConfig:
         window after that layer's, whatever the rings held at first; entries must be known.
         """
         rows = max(self.sliding_window, self.smallest_ratio)  # of the last layer, tails included
-        return rows + (self.num_layers - 1) * (self.sliding_window - 1)
+        return rows + (len(self.model_ratios) - 1) * (self.sliding_window - 1)
 
     @property
     def tail_torch_dtype(self) -> torch.dtype:
@@ -177,8 +225,12 @@ class CacheConfig:
         known = {field.name for field in dataclasses.fields(cls)} - _READ_FIELDS
         if not {"compress_ratios"} <= set(fields) <= known:
             raise ValueError(f"Invalid config: expected stored fields, got {list(fields)}")
-        yarn = fields.get("yarn")
-        return cls(**{**fields, "yarn": None if yarn is None else YarnScaling(**yarn)})
+        made = {
+            name: None if fields[name] is None else kind(**fields[name])
+            for name, kind in (("yarn", YarnScaling), ("stage", Stage))
+            if name in fields
+        }
+        return cls(**{**fields, **made})
 
     @cached_property
     def format_fingerprint(self) -> str:
@@ -273,18 +325,15 @@ class CacheConfig:
         return cls(**fields)
 
 
-def _make_ratios(config: CacheConfig) -> None:
+def _known_ratios(name: str, given: Any) -> tuple[int, ...]:
     try:
-        ratios = tuple(config.compress_ratios)
+        ratios = tuple(given)
     except TypeError:
-        got = type(config.compress_ratios).__name__
-        raise ValueError(f"Invalid compress_ratios: expected a sequence, got {got}") from None
+        got = type(given).__name__
+        raise ValueError(f"Invalid {name}: expected a sequence, got {got}") from None
     if not 1 <= len(ratios) <= MAX_LAYERS:
-        raise ValueError(
-            f"Invalid compress_ratios: expected 1 to {MAX_LAYERS} layers, got {len(ratios)}"
-        )
-    known = tuple(AttentionType.from_ratio(ratio).ratio for ratio in ratios)
-    object.__setattr__(config, "compress_ratios", known)
+        raise ValueError(f"Invalid {name}: expected 1 to {MAX_LAYERS} layers, got {len(ratios)}")
+    return tuple(AttentionType.from_ratio(ratio).ratio for ratio in ratios)
 
 
 def _check_numbers(config: CacheConfig) -> None:
@@ -317,7 +366,18 @@ def _problems(config: CacheConfig) -> Iterator[str]:
         )
     if config.index_hadamard and index_dim & (index_dim - 1):
         yield f"index_hadamard needs index_head_dim to be a power of two, got {index_dim}"
-    largest, align = max(config.compress_ratios), config.page_align
+    stage = config.stage
+    if stage is not None and not isinstance(stage, Stage):
+        yield f"Invalid stage: expected a Stage or None, got {type(stage).__name__}"
+    if stage is not None:
+        place = slice(stage.first_layer, stage.first_layer + config.num_layers)
+        if stage.model_ratios[place] != config.compress_ratios:
+            yield (
+                f"Invalid stage: expected compress_ratios {list(stage.model_ratios[place])}, as "
+                f"the model has from layer {stage.first_layer} on, got "
+                f"{list(config.compress_ratios)}"
+            )
+    largest, align = max(config.model_ratios), config.page_align
     if largest and config.block_tokens % largest:
         yield (
             f"Invalid block_tokens: expected a multiple of the largest ratio ({largest}), "

@@ -51,3 +51,23 @@ class LostCacheError(RuntimeError):
 
 class IntegrityError(RuntimeError):
     """The books of a manager contradict each other."""
+
+
+class HandoverError(RuntimeError):
+    """A request was not handed over. The sender still has it, and the receiver does not."""
+
+
+class HandoverRefusedError(HandoverError):
+    """The receiver refused a request: its bytes mean something else, or there is no room."""
+
+
+class PeerLostError(HandoverError):
+    """The other process is gone, or too late. What it was sent or sends is dropped."""
+
+
+class HandoverInDoubtError(PeerLostError):
+    """The peer was lost after it was told to commit: it may have the request.
+
+    The sender still has it. Offer it again by the same id before it runs on, unless the peer is
+    known to be dead.
+    """

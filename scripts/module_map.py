@@ -43,6 +43,7 @@ LEVELS = [
     "dsv4/cache",
     "dsv4/cache/graphs",
     "dsv4/model",
+    "dsv4/distributed",
     "dsv4/integrations",
     "dsv4/engine",
     "dsv4/serve",

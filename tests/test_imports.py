@@ -21,7 +21,7 @@ LEVELS = [
     ["dsv4.cache.prefix"],
     ["dsv4.cache"],
     ["dsv4.cache.graphs"],
-    ["dsv4.model", "dsv4.testing"],
+    ["dsv4.model", "dsv4.testing", "dsv4.distributed"],
     ["dsv4.integrations", "dsv4.engine"],
     ["dsv4.serve"],
     ["dsv4.tools"],

@@ -47,7 +47,7 @@ def _slot_problems(requests: RequestTable) -> Iterator[str]:
     for name, dtype in (
         ("lengths", np.int64), ("num_blocks", np.int64), ("rollback_floor", np.int64),
         ("num_read_only", np.int64), ("is_open", np.bool_), ("is_closing", np.bool_),
-        ("block_table", np.int32),
+        ("is_hidden", np.bool_), ("block_table", np.int32),
     ):  # fmt: skip
         if getattr(requests, name).dtype != dtype:
             yield f"{name} is {getattr(requests, name).dtype}, expected {np.dtype(dtype)}"
@@ -55,6 +55,10 @@ def _slot_problems(requests: RequestTable) -> Iterator[str]:
         yield "a free slot is not an int"
     if lengths[is_closed].any() or requests.is_closing[is_closed].any():
         yield "a slot that is not open has a length or is closing"
+    is_hidden = requests.is_closing.copy()
+    is_hidden[list(requests.incoming)] = True
+    if (is_hidden != requests.is_hidden).any() or is_hidden[is_closed].any():
+        yield "the hidden slots are not the closing ones and those of incoming requests"
     if (lengths < 0).any():
         yield "a slot has a negative length"
     if sorted(requests.free_slots) != np.flatnonzero(is_closed).tolist():

@@ -5,15 +5,17 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dsv4.cache.books import CacheBooks
 from dsv4.cache.current_forward import CurrentForward
 from dsv4.cache.forward_planner import ForwardPlanner, Ints
 from dsv4.cache.handle import LayerCacheHandle, LayerParts
+from dsv4.cache.incoming import IncomingRequest
 from dsv4.cache.integrity import check_integrity
 from dsv4.cache.layer_checks import LayerChecks
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
-from dsv4.cache.memory.capacity import Capacity, ComponentBytes
+from dsv4.cache.memory.capacity import Capacity, ComponentBytes, blocks_for
 from dsv4.cache.memory.checkpoints import CheckpointPolicy
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.memory.journal import Journal
@@ -26,7 +28,13 @@ from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch, 
 from dsv4.cache.prefix.store import PrefixStore
 from dsv4.cache.prefix.token_store import TokenIds, as_token_ids
 from dsv4.cache.request_table import Extent, RequestTable
-from dsv4.cache.saved_request import copy_request, read_saved, write_saved
+from dsv4.cache.saved_request import (
+    SavedRequest,
+    check_request,
+    copy_request,
+    read_saved,
+    write_saved,
+)
 from dsv4.cache.stats import CacheStats, collect_stats
 from dsv4.cache.swap import SwappedRequest
 from dsv4.checks import NotCopyable, check_bool, check_int, check_ints, check_one_or_more
@@ -131,7 +139,9 @@ class KVCacheManager(NotCopyable):
         self.schedule = config.schedule
         self.schemas = build_schemas(config)
         prefix_bytes = check_int("prefix_bytes", prefix_bytes, at_least=0)
-        block_bytes = block_layout(self.schemas, page_align=config.page_align).num_bytes
+        block_bytes = block_layout(
+            self.schemas, page_align=config.page_align, at_least=config.least_block_bytes
+        ).num_bytes
         if num_checkpoints is None:
             num_checkpoints = DEVICE_CHECKPOINTS if prefix_bytes else 0
         self.capacity = Capacity(
@@ -163,7 +173,7 @@ class KVCacheManager(NotCopyable):
     def lengths(self) -> Int64Array:
         """`[max_requests]`, tokens of each slot; a copy. Waits for a step that was committed."""
         self.settle()
-        return np.where(self._requests.is_closing, 0, self._requests.lengths)
+        return np.where(self._requests.is_hidden, 0, self._requests.lengths)
 
     @property
     def rollback_floor(self) -> Int64Array:
@@ -173,13 +183,13 @@ class KVCacheManager(NotCopyable):
         step that was committed.
         """
         self.settle()
-        return np.where(self._requests.is_closing, 0, self._requests.rollback_floor)
+        return np.where(self._requests.is_hidden, 0, self._requests.rollback_floor)
 
     @property
     def is_open(self) -> BoolArray:
         """`[max_requests]`, slots in use; a copy."""
         self._journal.finish()
-        return self._requests.is_open & ~self._requests.is_closing
+        return self._requests.is_open & ~self._requests.is_hidden
 
     @property
     def open_slots(self) -> list[int]:
@@ -432,6 +442,125 @@ class KVCacheManager(NotCopyable):
         with self._journal:
             self._books.swapped.drop(swapped)
 
+    def export_request(self, slot: int, *, first_block: int = 0) -> SavedRequest:
+        """Copy a request to tensors on the manager's device, for `import_request`.
+
+        They hold all that it can read, at any length from its floor on, and nothing of others.
+
+        Args:
+            first_block: Leave out the blocks before it; such a request cannot be imported.
+
+        Raises:
+            ValueError: The request has tokens to replay.
+            LiveForwardError: A forward of the request is neither complete nor cancelled.
+        """
+        slot = self._idle_slot(slot)
+        most = int(self._requests.num_blocks[slot])
+        check_int("first_block", first_block, at_least=0, at_most=most)
+        return self._copy_request(slot, int(self._requests.rollback_floor[slot]), first_block)
+
+    def import_request(self, saved: SavedRequest) -> int:
+        """Open a request as `export_request` copied it and return its slot.
+
+        It may be of any manager whose bytes mean the same, on any device. It continues as the
+        exported one would have, with the same floor. Its known tokens and its salt, as a hash,
+        come with it.
+
+        Raises:
+            ValueError: It is of a cache whose bytes mean something else.
+            NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
+        """
+        check_request(saved, self.config, self.device_memory.layout)
+        self._check_fits(saved.length)
+        self._begin()
+        self._requests.check_free_slots()
+        self._books.make_room(len(saved.blocks))
+        with self._journal:
+            slot = self._books.open_slots(1)[0]
+            blocks = self._books.acquire_blocks(len(saved.blocks))
+            self.state.storage[slot] = saved.slot.to(self.device)
+            self.paged.storage[torch.from_numpy(blocks).long()] = saved.blocks.to(self.device)
+            self._requests.fill_slot(slot, blocks, Extent(saved.length, saved.rollback_floor))
+            self._track(slot, saved)
+            return slot
+
+    def final_tokens(self, slot: int) -> int:
+        """Count the first tokens of a request that nothing but a checkpoint or 0 can bring back.
+
+        Their entries do not change any more, also while a forward of the request is live.
+        """
+        slot = int(self._open_rows(slot)[0])
+        requests, plan = self._requests, self._forward.live_plan
+        length = int(requests.lengths[slot])
+        if plan is not None and slot in self._forward.live_slots:
+            length = int(plan.positions_before[plan.request_slots == slot][0])
+        return min(length, int(requests.rollback_floor[slot]))
+
+    def reserve_request(self, num_tokens: int) -> IncomingRequest:
+        """Keep a slot and blocks for a request of up to so many tokens that is on its way.
+
+        No other call sees it before `accept_request`.
+
+        Raises:
+            ValueError: It can never fit.
+            NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
+        """
+        num_tokens = check_int("num_tokens", num_tokens, at_least=0)
+        self._check_fits(num_tokens)
+        self._begin()
+        self._requests.check_free_slots()
+        num_blocks = int(blocks_for(self.config, np.array([num_tokens]))[0])
+        self._books.make_room(num_blocks)
+        with self._journal:
+            slot = self._books.open_slots(1)[0]
+            blocks = self._books.acquire_blocks(num_blocks)
+            return self._requests.reserve(slot, blocks, num_tokens)
+
+    def accept_request(self, incoming: IncomingRequest, saved: SavedRequest) -> int:
+        """Open the request whose blocks were written to the room kept for it; return its slot.
+
+        Args:
+            incoming: The room. Blocks that the request does not need are given back.
+            saved: The request. Its blocks are in the room already, so their bytes are not read.
+
+        Raises:
+            ValueError: It is no request of such a cache, or the room is not its own.
+        """
+        self._begin()
+        requests = self._requests
+        requests.check_incoming(incoming)
+        check_request(saved, self.config, self.device_memory.layout)
+        if saved.length > incoming.num_tokens:
+            raise ValueError(
+                f"Invalid request: expected at most the {incoming.num_tokens} tokens that room is "
+                f"kept for, got {saved.length}"
+            )
+        slot = incoming.slot
+        with self._journal:
+            self.state.storage[slot] = saved.slot.to(self.device)
+            self._books.drop_blocks(np.array([slot]), np.array([saved.length]), np.zeros(1, int))
+            requests.set_floors(np.array([slot]), np.array([saved.rollback_floor]))
+            requests.reveal(incoming)
+            self._track(slot, saved)
+            return slot
+
+    def write_incoming(self, incoming: IncomingRequest, first_block: int, rows: Tensor) -> None:
+        """Write some blocks of a request that is on its way.
+
+        Args:
+            rows: `[n, block_bytes]` uint8 on any device, its blocks from `first_block` on.
+        """
+        self._journal.finish()
+        self._requests.check_incoming(incoming)
+        self.paged.write_blocks(incoming.blocks[first_block : first_block + len(rows)], rows)
+
+    def drop_incoming(self, incoming: IncomingRequest) -> None:
+        """Give up the room that is kept for a request; again does nothing more."""
+        self._begin()
+        if self._requests.incoming.get(incoming.slot) is incoming:
+            with self._journal:
+                self._books.close_slots(np.array([incoming.slot]))
+
     def save_request(self, slot: int, path: str | os.PathLike[str]) -> None:
         """Write a request to a safetensors file, whole or not at all; waits for the device.
 
@@ -439,22 +568,7 @@ class KVCacheManager(NotCopyable):
             ValueError: The request has tokens to replay.
         """
         slot = self._idle_slot(slot)
-        requests, prefix = self._requests, self._books.prefix
-        end = int(requests.num_read_only[slot]) * self.config.block_tokens
-        if requests.lengths[slot] < end:
-            raise ValueError(
-                f"Cannot save slot {slot}: expected a request that has replayed its {end} known "
-                f"tokens, got one at {requests.lengths[slot]}"
-            )
-        root, ids = "", None
-        if prefix is not None and slot in prefix.requests:
-            root = prefix.requests[slot].root.hex()
-            ids = torch.from_numpy(prefix.ids.read(slot).copy())
-        saved = copy_request(
-            self.device_memory.layout, self.state, self.paged, slot=slot,
-            blocks=torch.from_numpy(requests.blocks_of(slot)).long(),
-            length=int(requests.lengths[slot]), prefix_root=root, token_ids=ids,
-        )  # fmt: skip
+        saved = self._copy_request(slot, int(self._requests.lengths[slot]))
         write_saved(path, saved, self.config)
 
     def load_request(self, path: str | os.PathLike[str]) -> int:
@@ -469,19 +583,7 @@ class KVCacheManager(NotCopyable):
         """
         saved = read_saved(path, self.config, self.device_memory.layout)
         self._check_fits(saved.length, f" in {os.fspath(path)}")
-        self._begin()
-        self._requests.check_free_slots()
-        self._books.make_room(len(saved.blocks))
-        with self._journal:
-            slot = self._books.open_slots(1)[0]
-            blocks = self._books.acquire_blocks(len(saved.blocks))
-            self.state.storage[slot] = saved.slot.to(self.device)
-            self.paged.storage[torch.from_numpy(blocks).long()] = saved.blocks.to(self.device)
-            self._requests.fill_slot(slot, blocks, Extent(saved.length, saved.rollback_floor))
-            if self._books.prefix is not None and saved.prefix_root:
-                root, ids = bytes.fromhex(saved.prefix_root), saved.token_ids.numpy()
-                self._books.prefix.track(slot, TrackedRequest(root), ids)
-            return slot
+        return self.import_request(saved)
 
     def free_request(self, slot: int) -> None:
         """Close a request and give its blocks back.
@@ -502,7 +604,7 @@ class KVCacheManager(NotCopyable):
             self._books.close_slots(rows[~is_live])
 
     def reset(self) -> None:
-        """Cancel the live forward, free all requests and drop the swapped ones.
+        """Cancel the live forward, free all requests, drop the swapped and the incoming ones.
 
         The prefix cache stays.
         """
@@ -512,6 +614,7 @@ class KVCacheManager(NotCopyable):
             if self._forward.live_plan is not None:
                 self._forward.undo(self._forward.live_plan)
             self._forward.retire_for(self._requests.open_slots)
+            self._books.close_slots(np.array([*self._requests.incoming], dtype=np.int64))
             for swapped in self._books.swapped:
                 self._books.swapped.drop(swapped)
             self._books.close_slots(self._requests.open_slots)
@@ -729,10 +832,11 @@ class KVCacheManager(NotCopyable):
         allocator, prefix = self._books.allocator, self._books.prefix
         evictable = 0 if prefix is None else prefix.tree.num_evictable
         used = allocator.num_blocks - allocator.num_free - evictable
-        if self.open_slots or used:
+        in_use = np.flatnonzero(self._requests.is_open).tolist()
+        if in_use or used:
             raise RuntimeError(
                 f"Cannot sleep: expected no open request and no block in use, got slots "
-                f"{self.open_slots} and {used} blocks; free, save or swap out the requests"
+                f"{in_use} and {used} blocks; free, save or swap out the requests"
             )
         if prefix is not None:
             if prefix.tier is not None:
@@ -804,6 +908,31 @@ class KVCacheManager(NotCopyable):
             raise ValueError(
                 f"Too many tokens in one request: expected at most {limit}, got {num_tokens}{where}"
             )
+
+    def _track(self, slot: int, saved: SavedRequest) -> None:
+        """Tell the prefix cache the ids and the salt of a request that has come."""
+        if self._books.prefix is not None and saved.prefix_root:
+            root, ids = bytes.fromhex(saved.prefix_root), saved.token_ids.cpu().numpy()
+            self._books.prefix.track(slot, TrackedRequest(root), ids)
+
+    def _copy_request(self, slot: int, floor: int, first_block: int = 0) -> SavedRequest:
+        requests, prefix = self._requests, self._books.prefix
+        length = int(requests.lengths[slot])
+        end = int(requests.num_read_only[slot]) * self.config.block_tokens
+        if length < end:
+            raise ValueError(
+                f"Cannot save slot {slot}: expected a request that has replayed its {end} known "
+                f"tokens, got one at {length}"
+            )
+        root, ids = "", None
+        if prefix is not None and slot in prefix.requests:
+            root = prefix.requests[slot].root.hex()
+            ids = torch.from_numpy(prefix.ids.read(slot).copy())
+        return copy_request(
+            self.config, self.device_memory.layout, self.state, self.paged, slot=slot,
+            blocks=torch.from_numpy(requests.blocks_of(slot)).long(), length=length, floor=floor,
+            first_block=first_block, prefix_root=root, token_ids=ids,
+        )  # fmt: skip
 
     def _layer_parts(self, layer_idx: int) -> LayerParts:
         layer, schema = self.schedule[layer_idx], self.schemas[layer_idx]

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dsv4.cache.incoming import IncomingRequest
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray, ragged
 from dsv4.cache.memory.capacity import Capacity, blocks_for
 from dsv4.cache.memory.journal import Journal
@@ -29,6 +30,9 @@ class RequestTable:
         num_blocks: `[max_requests]`, blocks of each slot.
         is_open: `[max_requests]`, slots in use.
         is_closing: `[max_requests]`, slots that were freed inside a forward and wait for its end.
+        is_hidden: `[max_requests]`, slots in use that the user does not see: those that are
+            closing, and those of incoming requests.
+        incoming: The requests that are on their way, by slot.
         rollback_floor: `[max_requests]`, the shortest length, beside 0, that a slot can return to.
             It lies above the length of a request that replays.
         num_read_only: `[max_requests]`, first blocks of each slot that it reads and never writes.
@@ -42,6 +46,8 @@ class RequestTable:
         self.num_blocks: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self.is_open: BoolArray = np.zeros(max_requests, dtype=np.bool_)
         self.is_closing: BoolArray = np.zeros(max_requests, dtype=np.bool_)
+        self.is_hidden: BoolArray = np.zeros(max_requests, dtype=np.bool_)
+        self.incoming: dict[int, IncomingRequest] = {}
         self.rollback_floor: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self.num_read_only: Int64Array = np.zeros(max_requests, dtype=np.int64)
         shape = (max_requests, capacity.max_request_blocks)
@@ -58,8 +64,8 @@ class RequestTable:
 
     @property
     def open_slots(self) -> Int64Array:
-        """Slots that are open and not closing, in rising order."""
-        return np.flatnonzero(self.is_open & ~self.is_closing)
+        """Slots that are open and not hidden, in rising order."""
+        return np.flatnonzero(self.is_open & ~self.is_hidden)
 
     def open_slots_for(self, count: int) -> list[int]:
         """Open empty slots and return them."""
@@ -76,11 +82,42 @@ class RequestTable:
         self._journal.note_tail(self._free_slots, len(self._free_slots))
         self._journal.set_rows(self.is_open, slots, False)
         self._journal.set_rows(self.is_closing, slots, False)
+        self._journal.set_rows(self.is_hidden, slots, False)
+        for slot in self.incoming.keys() & set(slots.tolist()):
+            self._journal.drop_item(self.incoming, slot)
         self._free_slots += slots[::-1].tolist()
 
     def mark_closing(self, slots: Int64Array) -> None:
         """Take slots from the user, but keep them until the current forward has ended."""
         self._journal.set_rows(self.is_closing, slots, True)
+        self._journal.set_rows(self.is_hidden, slots, True)
+
+    def reserve(self, slot: int, blocks: IntArray, num_tokens: int) -> IncomingRequest:
+        """Keep an empty slot with these blocks for a request of up to so many tokens."""
+        incoming = IncomingRequest(slot, num_tokens, blocks)
+        self.fill_slot(slot, blocks, Extent(num_tokens, num_tokens))
+        self._journal.set_item(self.incoming, slot, incoming)
+        self._journal.set_rows(self.is_hidden, slot, True)
+        return incoming
+
+    def reveal(self, incoming: IncomingRequest) -> None:
+        """Make the request of a kept slot an ordinary one."""
+        self._journal.drop_item(self.incoming, incoming.slot)
+        self._journal.set_rows(self.is_hidden, incoming.slot, False)
+        self._journal.set_attribute(incoming, "is_accepted", True)
+
+    def check_incoming(self, incoming: IncomingRequest) -> None:
+        """Refuse room that is not kept, or no more."""
+        if not isinstance(incoming, IncomingRequest):
+            raise TypeError(
+                "Invalid incoming request: expected one that reserve_request returned, "
+                f"got {type(incoming).__name__}"
+            )
+        if self.incoming.get(incoming.slot) is not incoming:
+            raise ValueError(
+                "Invalid incoming request: expected one that this manager keeps room for, "
+                "got one that was accepted or dropped, or another manager's"
+            )
 
     def blocks_of(self, slot: int) -> IntArray:
         """Copy the blocks of a slot, in order."""
@@ -183,7 +220,7 @@ class RequestTable:
 
     def check_open(self, slots: Int64Array, name: str) -> None:
         """Refuse slots, all in range, that are not open or are named twice."""
-        is_open = self.is_open[slots] > self.is_closing[slots]
+        is_open = self.is_open[slots] > self.is_hidden[slots]
         if not is_open.all():
             raise ValueError(f"Invalid {name}: slot {slots[~is_open][0]} is not open")
         if len(slots) > 1 and np.bincount(slots).max() > 1:

@@ -1,7 +1,7 @@
-"""`SavedRequest`: one request as a file.
+"""`SavedRequest`: one request outside of its manager, as tensors or as a file.
 
-The file has the layout of a slot and of blocks. It holds the rows that the request's length needs,
-and zeros elsewhere. A cache that would give the bytes another meaning refuses it.
+It has the layout of a slot and of blocks. It holds the rows that the request can read, and zeros
+elsewhere. A cache that would give the bytes another meaning refuses it.
 """
 
 import json
@@ -34,7 +34,7 @@ def _no_ids() -> Tensor:
 
 @dataclass(frozen=True)
 class SavedRequest:
-    """A request outside of its manager, on the CPU.
+    """A request outside of its manager, on any device; one of a file is on the CPU.
 
     Attributes:
         length: Tokens of the request.
@@ -45,6 +45,7 @@ class SavedRequest:
             the prefix cache does not track it.
         token_ids: `[n]` int32, the known ids from position 0 on. They can be fewer or more than
             `length`.
+        fingerprint: `CacheConfig.format_fingerprint` of its cache.
     """
 
     length: int
@@ -53,6 +54,16 @@ class SavedRequest:
     blocks: Tensor
     prefix_root: str = ""
     token_ids: Tensor = field(default_factory=_no_ids)
+    fingerprint: str = ""
+
+    @property
+    def description(self) -> dict[str, str]:
+        """Its numbers and its salt as text."""
+        return {
+            "length": str(self.length),
+            "rollback_floor": str(self.rollback_floor),
+            "prefix_root": self.prefix_root,
+        }
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -60,6 +71,7 @@ class SavedRequest:
 
 
 def copy_request(
+    config: CacheConfig,
     layout: CacheLayout,
     state: StateCachePool,
     paged: PagedKVPool,
@@ -67,30 +79,48 @@ def copy_request(
     slot: int,
     blocks: Tensor,
     length: int,
+    floor: int,
+    first_block: int = 0,
     prefix_root: str = "",
     token_ids: Tensor | None = None,
 ) -> SavedRequest:
-    """Copy the rows that `length` tokens need, and none of an earlier request.
+    """Copy the rows that lengths from `floor` to `length` need, and none of an earlier request.
 
     Args:
         blocks: `[num_blocks]` int64, the request's blocks in order.
+        floor: The shortest length, beside 0, that the copy can be cut to.
+        first_block: Blocks before it are left out.
         prefix_root, token_ids: As in `SavedRequest`.
     """
-    cpu = torch.device("cpu")
-    old_state, new_state = (StateCachePool(layout, max_requests=1, device=cpu) for _ in range(2))
-    old_paged, new_paged = (
-        PagedKVPool(layout, num_blocks=len(blocks), index_global_scale=None, device=cpu)
-        for _ in range(2)
-    )
-    old_state.storage[0] = state.storage[slot].cpu()
-    old_paged.storage[:] = paged.storage[blocks].cpu()
+    device, blocks = state.storage.device, blocks[first_block:]
+    entries_from = first_block * config.block_tokens
+    new_state = StateCachePool(layout, max_requests=1, device=device)
+    new_paged = PagedKVPool(layout, num_blocks=len(blocks), index_global_scale=None, device=device)
     for layer_idx, layer in enumerate(layout.layers):
-        _copy_state(layer, old_state.layer(layer_idx), new_state.layer(layer_idx), length)
-        _copy_entries(layer, old_paged.layer(layer_idx), new_paged.layer(layer_idx), length)
+        source, target = state.layer(layer_idx), new_state.layer(layer_idx)
+        _copy_state(layer, source, slot, target, floor, length)
+        pages, new_pages = paged.layer(layer_idx), new_paged.layer(layer_idx)
+        _copy_entries(layer, pages, blocks, new_pages, length - entries_from)
     return SavedRequest(
-        length, length, new_state.storage[0], new_paged.storage, prefix_root,
-        _no_ids() if token_ids is None else token_ids,
+        length, floor, new_state.storage[0], new_paged.storage, prefix_root,
+        _no_ids() if token_ids is None else token_ids, config.format_fingerprint,
     )  # fmt: skip
+
+
+def check_request(saved: SavedRequest, config: CacheConfig, layout: CacheLayout) -> None:
+    """Refuse tensors that are no request of a cache with this meaning."""
+    if not isinstance(saved, SavedRequest):
+        raise TypeError(
+            "Invalid request: expected one that export_request returned, "
+            f"got {type(saved).__name__}"
+        )
+    if saved.fingerprint != config.format_fingerprint:
+        raise ValueError(
+            f"Invalid request: expected one of a cache with the fingerprint "
+            f"{config.format_fingerprint}, got {saved.fingerprint}"
+        )
+    for problem in _problems(saved.description, saved.tensors, config, layout):
+        raise ValueError(f"Invalid request: {problem}")
 
 
 def first_window_position(window: int, length: int) -> int:
@@ -110,26 +140,34 @@ def closed_groups(length: int) -> range:
     return range(num_closed // HCA_GROUPS * HCA_GROUPS, num_closed)
 
 
-def _copy_state(layer: LayerLayout, source: LayerState, target: LayerState, length: int) -> None:
-    rows = torch.arange(first_window_position(layer.window, length), length) % layer.ring_rows
-    target.ring.data[0, rows] = source.ring.data[0, rows]
-    target.ring.scales[0, rows] = source.ring.scales[0, rows]
+def _copy_state(
+    layer: LayerLayout, source: LayerState, slot: int, target: LayerState, floor: int, length: int
+) -> None:
+    rows = torch.arange(first_window_position(layer.window, floor), length) % layer.ring_rows
+    target.ring.data[0, rows] = source.ring.data[slot, rows]
+    target.ring.scales[0, rows] = source.ring.scales[slot, rows]
     if not layer.ratio:
         return
-    rows = torch.arange(first_tail_position(layer, length), length) % layer.tail_rows
+    rows = torch.arange(first_tail_position(layer, floor), length) % layer.tail_rows
     for from_tail, to_tail in (
         (source.tail, target.tail),
         (source.index_tail, target.index_tail),
     ):
         if from_tail is not None and to_tail is not None:
-            to_tail[0, rows] = from_tail[0, rows]
+            to_tail[0, rows] = from_tail[slot, rows]
     if source.sums is not None and target.sums is not None:
-        rows = torch.tensor(closed_groups(length), dtype=torch.int64) % sum_ring(layer.sum_rows)
-        target.sums[0, rows] = source.sums[0, rows]
+        groups = torch.arange(closed_groups(floor).start, length // GROUP_ROWS)
+        is_stored = groups % HCA_GROUPS < HCA_GROUPS - 1
+        rows = groups[is_stored] % sum_ring(layer.sum_rows)
+        target.sums[0, rows] = source.sums[slot, rows]
 
 
 def _copy_entries(
-    layer: LayerLayout, source: LayerPages | None, target: LayerPages | None, length: int
+    layer: LayerLayout,
+    source: LayerPages | None,
+    blocks: Tensor,
+    target: LayerPages | None,
+    length: int,
 ) -> None:
     if source is None or target is None:
         return
@@ -142,20 +180,19 @@ def _copy_entries(
             continue
         for part in ("data", "scales"):
             mine, theirs = getattr(from_rows, part), getattr(to_rows, part)
-            theirs[:full] = mine[:full]
-            theirs[full : full + 1, :rest] = mine[full : full + 1, :rest]
+            theirs[:full] = mine[blocks[:full]]
+            theirs[full : full + 1, :rest] = mine[blocks[full : full + 1], :rest]
 
 
 def write_saved(path: FilePath, saved: SavedRequest, config: CacheConfig) -> None:
     """Write a request to a file; a crash leaves the old file or none."""
     description = {
         **_meaning(config),
-        "length": str(saved.length),
-        "rollback_floor": str(saved.rollback_floor),
-        "prefix_root": saved.prefix_root,
+        **saved.description,
         "config": json.dumps(config.stored_fields),
     }
-    REQUEST_FILE.write(path, description, saved.tensors)
+    tensors = {name: tensor.cpu() for name, tensor in saved.tensors.items()}
+    REQUEST_FILE.write(path, description, tensors)
 
 
 def read_saved(path: FilePath, config: CacheConfig, layout: CacheLayout) -> SavedRequest:
@@ -222,6 +259,7 @@ def _read_request(
     return SavedRequest(
         int(description["length"]), int(description["rollback_floor"]),
         tensors["slot"], tensors["blocks"], description["prefix_root"], tensors["token_ids"],
+        config.format_fingerprint,
     )  # fmt: skip
 
 

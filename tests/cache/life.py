@@ -676,15 +676,25 @@ class Life(RuleBasedStateMachine):
         slot = self.slot(choice)
         path = Path(self.folder.name) / str(len(self.saved))
         self.manager.save_request(slot, path)
-        self.saved.append((path, self.tokens[slot], self.known[slot]))
+        floor = len(self.tokens[slot])
+        self.saved.append(("load_request", path, self.tokens[slot], floor,
+                           self.known[slot]))  # fmt: skip
+
+    @precondition(lambda self: self.tokens and len(self.saved) < 3)
+    @rule(choice=choices)
+    def export(self, choice):
+        slot = self.slot(choice)
+        saved = self.manager.export_request(slot)
+        self.saved.append(("import_request", saved, self.tokens[slot],
+                           self.floors[slot], self.known[slot]))  # fmt: skip
 
     @precondition(lambda self: self.saved)
     @rule(choice=choices)
     def load(self, choice):
-        path, tokens, known = self.saved[choice % len(self.saved)]
-        slot = self.open_another(lambda: self.manager.load_request(path))
+        read, saved, tokens, floor, known = self.saved[choice % len(self.saved)]
+        slot = self.open_another(lambda: getattr(self.manager, read)(saved))
         if slot is not None:
-            self.add(slot, tokens, len(tokens), known)
+            self.add(slot, tokens, floor, known)
 
     def open_another(self, make):
         self.manager.stats()

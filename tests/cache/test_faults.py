@@ -43,6 +43,7 @@ class Scene:
         self.grow({self.first: TEXTS[2][:18]})
         self.grow({self.first: TEXTS[2][:19]})
         manager.save_request(self.first, self.path)
+        self.exported = manager.export_request(self.first)
         self.fork = manager.fork(self.first)
         self.tokens[self.fork] = self.tokens[self.first]
         self.swapped = manager.swap_out(swapped)
@@ -217,6 +218,24 @@ def loaded(scene):
     scene.tokens[slot] = TEXTS[2][:19]
 
 
+def imported(scene):
+    scene.manager.export_request(scene.fork)
+    slot = scene.manager.import_request(scene.exported)
+    scene.tokens[slot] = TEXTS[2][:19]
+
+
+def reserved(scene):
+    scene.manager.drop_incoming(scene.manager.reserve_request(2 * BLOCK))
+
+
+def accepted(scene):
+    manager, saved = scene.manager, scene.exported
+    incoming = manager.reserve_request(saved.length + 1)
+    manager.write_incoming(incoming, 0, saved.blocks)
+    slot = manager.accept_request(incoming, saved)
+    scene.tokens[slot] = TEXTS[2][:19]
+
+
 def noted(scene):
     ids = [*TEXTS[2][21:24], *TEXTS[2][21:23], *TEXTS[3][:5]]
     scene.manager.note_tokens(
@@ -260,8 +279,8 @@ def committed(scene):
 CALLS = {each.__name__: each for each in (
     opened, resumed, resumed_from_the_host, step, chunk_from_a_checkpoint, settled, truncated,
     truncated_to_a_checkpoint, emptied, forked, freed, swapped_out, swapped_in, dropped, saved,
-    loaded, noted, reset, cancelled, freed_inside_a_forward, committed, prefetched, adopted,
-    resumed_from_disk,
+    loaded, imported, reserved, accepted, noted, reset, cancelled, freed_inside_a_forward,
+    committed, prefetched, adopted, resumed_from_disk,
 )}  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 
 from dsv4 import KVCacheManager
-from dsv4.cache import saved_request, tensor_file
+from dsv4.cache import tensor_file
 from dsv4.cache.saved_request import SavedRequest, read_any, read_saved, write_saved
 from tests.cache.test_saved_request import CONFIG, books, grown_manager, make_manager
 
@@ -218,11 +218,7 @@ def test_only_regular_files_are_replaced(manager, path, target):
 
 
 def read_of(manager) -> SavedRequest:
-    layout = manager.device_memory.layout
-    return saved_request.copy_request(
-        layout, manager.state, manager.paged, slot=0, length=LENGTH,
-        blocks=torch.from_numpy(manager._books.requests.blocks_of(0)).long(),
-    )  # fmt: skip
+    return dataclasses.replace(manager.export_request(0), rollback_floor=LENGTH)
 
 
 def test_a_link_stays_a_link(manager, path):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig, prepare_forward
+from dsv4.cache.memory.arrays import joined_runs
 from dsv4.cache.memory.capacity import Capacity
-from dsv4.cache.memory.host_memory import _runs
 from dsv4.errors import LiveForwardError, NoFreeSlotError, OutOfBlocksError
 from tests.cache.test_prefix_cache import (
     GPU,
@@ -212,8 +212,8 @@ def test_a_lost_host_block_is_found():
 def test_neighbours_are_copied_at_once():
     sources = torch.tensor([3, 4, 5, 9, 8, 7]).numpy()
     targets = torch.tensor([0, 1, 2, 3, 4, 5]).numpy()
-    assert _runs(sources, targets) == [(0, 3), (3, 1), (4, 1), (5, 1)]
-    assert _runs(sources[:0], targets[:0]) == []
+    assert joined_runs(sources, targets) == [(0, 3), (3, 1), (4, 1), (5, 1)]
+    assert joined_runs(sources[:0], targets[:0]) == []
 
 
 def test_host_memory_is_in_the_plan():

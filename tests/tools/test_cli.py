@@ -186,6 +186,16 @@ def test_bench_prefix(capsys):
     assert "A prefix hit of 768 tokens" in "".join(lines)
 
 
+def test_bench_handover(capsys):
+    assert main(["bench", "handover", "--tokens", "600", "--rounds", "2"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(lines[-1])
+    names = {row["name"] for row in result["rows"]}
+    assert names == {"one message", "hand-over", "hand-over without xxh3"}
+    assert all(len(row["seconds"]) == 2 and row["ratio"] > 0 for row in result["rows"])
+    assert not result["errors"] and "A request of 600 tokens" in "".join(lines)
+
+
 def test_bench_disk(capsys, tmp_path):
     assert main(["bench", "disk", str(tmp_path), "--records", "3", "--rounds", "2"]) == 0
     lines = capsys.readouterr().out.strip().splitlines()

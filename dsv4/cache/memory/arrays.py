@@ -26,3 +26,15 @@ def ragged(
     total = int(ends[-1]) if ends.size else 0
     columns = np.arange(total) + np.repeat(first - ends + counts, counts)
     return np.repeat(slots, counts), columns
+
+
+def joined_runs(
+    sources: NDArray[np.integer], targets: NDArray[np.integer]
+) -> list[tuple[int, int]]:
+    """Return first index and length of each stretch in which both rise one by one."""
+    if not len(sources):
+        return []
+    is_break = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    starts = np.concatenate(([0], np.flatnonzero(is_break) + 1))
+    counts = np.diff(np.concatenate((starts, [len(sources)])))
+    return list(zip(starts.tolist(), counts.tolist(), strict=True))

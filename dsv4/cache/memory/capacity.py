@@ -215,7 +215,7 @@ class Capacity:
         config, schemas = self.config, build_schemas(self.config)
         csa = [s for s in schemas if s.attention_type is AttentionType.CSA]
         hca = [s for s in schemas if s.attention_type is AttentionType.HCA]
-        blocks = block_layout(schemas, page_align=config.page_align)
+        blocks = self._block_layout(schemas)
         slots = slot_layout(schemas, page_align=config.page_align)
         num_blocks, max_requests, row = self.num_blocks, self.max_requests, config.kv_row
 
@@ -258,9 +258,15 @@ class Capacity:
         """Count the bytes of blocks and slots in host memory."""
         schemas, align = build_schemas(self.config), self.config.page_align
         return {
-            "host_blocks": _runs(self.host_blocks, block_layout(schemas, page_align=align)),
+            "host_blocks": _runs(self.host_blocks, self._block_layout(schemas)),
             "host_slots": _runs(self.host_slots, slot_layout(schemas, page_align=align)),
         }
+
+    def _block_layout(self, schemas: tuple[LayerCacheSchema, ...]) -> RunLayout:
+        config = self.config
+        return block_layout(
+            schemas, page_align=config.page_align, at_least=config.least_block_bytes
+        )
 
     def _checkpoints(self, schemas: tuple[LayerCacheSchema, ...]) -> ComponentBytes:
         """Count checkpoints: a boundary needs one window of each ring and tail, a slot has more."""

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.memory.arrays import IntArray
+from dsv4.cache.memory.arrays import IntArray, joined_runs
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.journal import Journal
 
@@ -145,7 +145,7 @@ class HostMemory:
     ) -> int:
         """Copy rows, consecutive ones at once, and return their bytes."""
         with self._copying():
-            for first, count in _runs(source_rows, target_rows):
+            for first, count in joined_runs(source_rows, target_rows):
                 start, to = int(source_rows[first]), int(target_rows[first])
                 target[to : to + count].copy_(source[start : start + count], non_blocking=True)
         return len(source_rows) * source.shape[1]
@@ -155,13 +155,3 @@ def _rows_like(storage: Tensor, num_rows: int) -> Tensor:
     """Allocate host memory for rows of a storage, pinned if that is a GPU's."""
     is_pinned = storage.is_cuda and num_rows > 0
     return torch.empty(num_rows, storage.shape[1], dtype=torch.uint8, pin_memory=is_pinned)
-
-
-def _runs(sources: NDArray[np.integer], targets: NDArray[np.integer]) -> list[tuple[int, int]]:
-    """Return first index and length of each stretch in which both rise one by one."""
-    if not len(sources):
-        return []
-    is_break = (np.diff(sources) != 1) | (np.diff(targets) != 1)
-    starts = np.concatenate(([0], np.flatnonzero(is_break) + 1))
-    counts = np.diff(np.concatenate((starts, [len(sources)])))
-    return list(zip(starts.tolist(), counts.tolist(), strict=True))

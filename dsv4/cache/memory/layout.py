@@ -53,8 +53,10 @@ class CacheLayout:
     layers: tuple[LayerLayout, ...]
 
 
-def block_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> RunLayout:
-    """Lay out the pages of one block: all KV entries, then all index keys."""
+def block_layout(
+    schemas: tuple[LayerCacheSchema, ...], *, page_align: int, at_least: int = 0
+) -> RunLayout:
+    """Lay out the pages of one block, `at_least` bytes: all KV entries, then all index keys."""
     return _lay_out(
         len(schemas),
         [
@@ -62,6 +64,7 @@ def block_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> R
             *((idx, "index_keys", s.index_page_bytes) for idx, s in enumerate(schemas)),
         ],
         align=page_align,
+        at_least=at_least,
     )
 
 
@@ -91,7 +94,7 @@ def cache_layout(
     config: CacheConfig, schemas: tuple[LayerCacheSchema, ...], *, workspace_rows: int = 0
 ) -> CacheLayout:
     """Lay out blocks and slots, and describe each layer's rows in them."""
-    blocks = block_layout(schemas, page_align=config.page_align)
+    blocks = block_layout(schemas, page_align=config.page_align, at_least=config.least_block_bytes)
     slots = slot_layout(schemas, page_align=config.page_align)
     layers = tuple(
         LayerLayout(
@@ -124,14 +127,17 @@ def cache_layout(
     return CacheLayout(blocks, slots, layers)
 
 
-def _lay_out(num_layers: int, parts: Iterable[tuple[int, str, int]], *, align: int) -> RunLayout:
+def _lay_out(
+    num_layers: int, parts: Iterable[tuple[int, str, int]], *, align: int, at_least: int = 0
+) -> RunLayout:
     offsets: tuple[dict[str, int], ...] = tuple({} for _ in range(num_layers))
     end = 0
     for layer_idx, name, size in parts:
         if size:
             offsets[layer_idx][name] = end
             end += size
-    return RunLayout(offsets, round_up(end, align), round_up(end, align) - end)
+    num_bytes = max(at_least, round_up(end, align))
+    return RunLayout(offsets, num_bytes, num_bytes - end)
 
 
 def byte_rows(

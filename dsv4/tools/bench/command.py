@@ -70,6 +70,10 @@ BENCHES = {
             "--plot": {"type": Path, "help": "draw right answers over margins: .png or .svg"},
         },
     ),
+    "handover": Bench(
+        "a request to another process, beside a plain copy over the same transport",
+        {"tokens": 100_000, "rounds": 10},
+    ),
     "swap": Bench("a request to host memory and back, on a GPU", {"tokens": 1 << 20, "rounds": 10}),
     "write": Bench("the write path of a layer, on a GPU", external="SGLang"),
     "step": Bench("a captured decode step, on a GPU", {"requests": 256, "steps": 400}),

@@ -51,6 +51,11 @@ LISTINGS = (
         ("", "{name}"), ("median GB/s", "{median:.2f}"), ("of dd", "{ratio:.2f}"),
         ("CPU s a GB", "{cpu_s_per_gb:.2f}"),
     ), num_left=1),
+    Listing("handover", "A request of {num_tokens:,} tokens of V4-Flash, {num_bytes:,} bytes, to "
+            "another process (target {target} of one message)", (
+        ("transport", "{transport}"), ("", "{name}"), ("median GB/s", "{gb_per_s:.2f}"),
+        ("of one message", "{ratio:.2f}"),
+    ), num_left=2),
     Listing("trace", "Found of the prompt tokens: {file}, requests {first} to {last}", (
         ("blocks", "{size}"), ("policy", "{policy}"), ("bound", "{bound:.2%}"),
         ("plain LRU", "{lru:.2%}"), ("found", "{found:.2%}"), ("of LRU", "{ratio}"),

@@ -24,8 +24,8 @@ CHOICES = ("kv_format", "index_format", "tail_dtype", "block_tokens", "page_alig
 # Numbers of a plan that its JSON has under their own names.
 REPORTED = (
     "context_tokens", "num_requests", "max_forward_tokens", "num_checkpoints", "undo_slots",
-    "num_ranks", "blocks_per_request", "gpu_bytes", "reserved_bytes", "cache_bytes", "free_bytes",
-    "fits", "max_requests", "max_blocks", "max_tokens",
+    "num_ranks", "num_stages", "blocks_per_request", "gpu_bytes", "reserved_bytes", "cache_bytes",
+    "free_bytes", "fits", "max_requests", "max_blocks", "max_tokens",
 )  # fmt: skip
 MAX_NUMBER = 2**20  # of an option that counts things
 MAX_DIGITS, MAX_SHOWN = 18, 40
@@ -55,6 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="other memory of each GPU: activations, the CUDA context")  # fmt: skip
     add("--tp", type=positive, default=1, dest="num_ranks", metavar="TP",
         help="tensor-parallel ranks")  # fmt: skip
+    add("--pp", type=positive, default=1, dest="num_stages", metavar="PP",
+        help="pipeline stages, each with ranks of its own")  # fmt: skip
     add("--kv", choices=KV_FORMATS, default="fp8", dest="kv_format", help="row format of the KV")
     add("--index", choices=INDEX_FORMATS, default="mxfp4", dest="index_format",
         help="row format of the index keys")  # fmt: skip
@@ -113,6 +115,8 @@ def build_plan(options: argparse.Namespace) -> MemoryPlan:
         gpu_bytes = parse_gpu(options.gpu)
     except ValueError as error:
         raise ValueError(f"argument --gpu: {error}") from None
+    if options.num_stages > 1 and options.html is not None:
+        raise ValueError("argument --html: expected --pp 1, the page has no stages")
     sizes = {name: getattr(options, name) for name in LIMITS if name != "gpu_bytes"}
     return MemoryPlan(_config(options), gpu_bytes=gpu_bytes, **sizes)
 
@@ -152,6 +156,9 @@ def as_json(plan: MemoryPlan, *, model: str) -> dict[str, Any]:
         "bytes_per_request": _sizes(plan.per_request()),
         "bytes_shared": _sizes(plan.shared()),
         "bytes_of_all": _sizes(plan.memory),
+        "stages": [
+            {"layers": list(layers), "cache_bytes": size} for layers, size in plan.stages.items()
+        ],
         "one_request": plan.one_request()._asdict(),
         "weights_bytes_per_rank": plan.rank_weights_bytes,
         "max_context_tokens": plan.max_context,
@@ -188,6 +195,8 @@ def print_plan(plan: MemoryPlan, console: Console, *, model: str, gpu: str) -> N
     console.print()
     console.print(_component_table(plan))
     console.print(_gpu_table(plan, gpu=gpu))
+    if plan.num_stages > 1:
+        console.print(_stage_table(plan))
     changes = find_changes(plan)
     if changes:
         console.print(_change_table(changes))
@@ -220,15 +229,25 @@ def _cells(row: tuple[Any, Any], spec: str) -> list[str]:
     return [format(float(value) if "f" in spec else value, spec) for value in values]
 
 
+def _stage_table(plan: MemoryPlan) -> Table:
+    rows = [
+        (f"{first} to {end - 1}", f"{size:,}", format_bytes(size))
+        for (first, end), size in plan.stages.items()
+    ]
+    return make_table("The cache of each pipeline stage", ("layers", "bytes", ""), rows)
+
+
 def _gpu_table(plan: MemoryPlan, *, gpu: str) -> Table:
-    ranks = f"each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else "one GPU"
+    num_ranks = plan.num_ranks * plan.num_stages
+    ranks = f"each of {num_ranks} ranks" if num_ranks > 1 else "one GPU"
     rows = [("memory", plan.gpu_bytes)]
     if plan.weights_bytes:
-        share = f" / {plan.num_ranks}" if plan.num_ranks > 1 else ""
+        share = f" / {num_ranks}" if num_ranks > 1 else ""
         rows.append((f"weights{share}", plan.rank_weights_bytes))
     if plan.reserved_bytes:
         rows.append(("reserved", plan.reserved_bytes))
-    rows.append(("cache", plan.cache_bytes))
+    largest = " of the largest stage" if plan.num_stages > 1 else ""
+    rows.append((f"cache{largest}", plan.cache_bytes))
     rows.append(("free", plan.free_bytes) if plan.fits else ("missing", -plan.free_bytes))
     cells = [(label, f"{size:,}", format_bytes(size)) for label, size in rows]
     return make_table(f"{gpu}, {ranks}", ("", "bytes", ""), cells)

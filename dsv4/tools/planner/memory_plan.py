@@ -34,6 +34,7 @@ LIMITS = {
     "weights_bytes": (0, MAX_BYTES),
     "reserved_bytes": (0, MAX_BYTES),
     "num_ranks": (1, 10**6),
+    "num_stages": (1, 4096),
     "max_forward_tokens": (1, 2**30),
     "num_checkpoints": (0, 10**6),
     "undo_slots": (0, 10**6),
@@ -53,6 +54,8 @@ class MemoryPlan:
         reserved_bytes: Other memory of a rank: activations, the CUDA context, other pools.
         num_ranks: Tensor-parallel ranks. Each keeps the whole cache, since all query heads share
             one head of K = V.
+        num_stages: Pipeline stages, of as equal numbers of layers as possible, longer ones first.
+            Each has ranks of its own, and a cache of its layers.
         max_forward_tokens: Tokens of one forward: the longest prefill chunk.
         num_checkpoints: Block boundaries at which the prefix cache can resume a request.
         undo_slots: Chunks of one forward that a cancelled plan brings back.
@@ -65,6 +68,7 @@ class MemoryPlan:
     weights_bytes: int = 0
     reserved_bytes: int = 0
     num_ranks: int = 1
+    num_stages: int = 1
     max_forward_tokens: int = 8192
     num_checkpoints: int = 0
     undo_slots: int = 1
@@ -77,6 +81,10 @@ class MemoryPlan:
                 f"Invalid context_tokens: expected at most {self.config.max_position} "
                 f"(max_position), got {self.context_tokens}"
             )
+        check_int(
+            "num_stages", self.num_stages, at_least=1, at_most=self.config.num_layers,
+            limit="the layers of the model",
+        )  # fmt: skip
         _ = self.capacity
 
     @property
@@ -102,15 +110,29 @@ class MemoryPlan:
         """Bytes by component, for all requests."""
         return self.capacity.memory()
 
+    @cached_property
+    def stages(self) -> dict[tuple[int, int], int]:
+        """Bytes that the manager of each stage allocates, by its first layer and its end."""
+        return self._stage_bytes(self.capacity)
+
+    def _stage_bytes(self, capacity: Capacity) -> dict[tuple[int, int], int]:
+        if self.num_stages == 1:
+            return {(0, self.config.num_layers): _allocated(capacity)}
+        parts = np.array_split(np.arange(self.config.num_layers), self.num_stages)
+        cuts = [(int(part[0]), int(part[-1]) + 1) for part in parts]
+        return {
+            cut: _allocated(replace(capacity, config=self.config.cut_layers(*cut))) for cut in cuts
+        }
+
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the manager allocates."""
-        return _allocated(self.capacity)
+        """Bytes that the manager allocates: that of the largest stage."""
+        return max(self.stages.values())
 
     @property
     def rank_weights_bytes(self) -> int:
         """Weights of one rank."""
-        return -(-self.weights_bytes // self.num_ranks)
+        return -(-self.weights_bytes // (self.num_ranks * self.num_stages))
 
     @property
     def needed_bytes(self) -> int:
@@ -173,7 +195,12 @@ class MemoryPlan:
         if not self.config.smallest_ratio:
             return None
         budget = self.budget_bytes
-        return largest(lambda n: _allocated(replace(self.capacity, num_blocks=n)) <= budget)
+
+        def fits(number: int) -> bool:
+            stages = self._stage_bytes(replace(self.capacity, num_blocks=number))
+            return max(stages.values()) <= budget
+
+        return largest(fits)
 
     @property
     def max_tokens(self) -> int | None:

@@ -74,6 +74,19 @@ def test_options_reach_the_plan(capsys):
     assert {name: result[name] for name in expected} == expected
 
 
+def test_pipeline_stages(capsys, tmp_path):
+    assert main([*FLASH, "--pp", "2", "--tp", "2", "--weights", "160GB"]) == 0
+    out = words(capsys.readouterr().out)
+    assert "each of 4 ranks" in out and "weights / 4" in out and "cache of the largest stage" in out
+    assert "The cache of each pipeline stage" in out and "0 to 21" in out and "22 to 43" in out
+    result = run_json(capsys, *FLASH, "--pp", "2")
+    assert [stage["layers"] for stage in result["stages"]] == [[0, 22], [22, 44]]
+    assert result["cache_bytes"] == max(stage["cache_bytes"] for stage in result["stages"])
+    with pytest.raises(SystemExit):
+        main([*FLASH, "--pp", "2", "--html", str(tmp_path / "page.html")])
+    assert "expected --pp 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 def test_a_config_of_transformers(capsys, tmp_path, is_folder):
     path = tmp_path / "config.json"

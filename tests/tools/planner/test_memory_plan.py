@@ -126,6 +126,22 @@ def test_ranks_divide_the_weights_alone():
     assert four.needed_bytes == four.cache_bytes + 251
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_a_stage_is_as_large_as_its_manager(num_stages):
+    plan = tiny_plan(num_requests=3, context_tokens=300, num_stages=num_stages, weights_bytes=1001)
+    ends = [end for _, end in plan.stages]
+    assert [first for first, _ in plan.stages] == [0, *ends[:-1]] and ends[-1] == 4
+    for layers, num_bytes in plan.stages.items():
+        stage = replace(plan.capacity, config=plan.config.cut_layers(*layers))
+        assert num_bytes == tensor_bytes(build_manager(stage))
+    assert plan.cache_bytes == max(plan.stages.values())
+    assert plan.rank_weights_bytes == -(-1001 // num_stages)
+    tight = replace(plan, gpu_bytes=plan.needed_bytes)
+    assert tight.fits and tight.max_requests == 3
+    assert tight.max_blocks == plan.capacity.num_blocks
+    assert not replace(plan, gpu_bytes=plan.needed_bytes - 1).fits
+
+
 @pytest.mark.parametrize("tokens", [1, 127, 129, 1000])
 @pytest.mark.parametrize("requests", [1, 2, 7])
 def test_requests_that_fit_do_fit(requests, tokens):
@@ -226,6 +242,7 @@ def test_largest(number):
             {"reserved_bytes": 0.5},
             "Invalid reserved_bytes: expected an integer from 0 to .*, got 0.5",
         ),
+        ({"num_stages": 5}, "Invalid num_stages: expected an integer from 1 to 4 .*, got 5"),
         ({"num_ranks": 0}, "Invalid num_ranks: expected an integer from 1 to .*, got 0"),
         ({"num_requests": 0}, "Invalid num_requests: expected an integer from 1 to .*, got 0"),
         ({"context_tokens": 0}, "Invalid context_tokens: expected an integer from 1 to .*, got 0"),

@@ -1,0 +1,25 @@
+"""`IncomingRequest`: a slot and blocks that are kept for a request which is still on its way."""
+
+from dataclasses import dataclass
+
+from dsv4.cache.memory.arrays import IntArray
+from dsv4.checks import NotCopyable
+
+
+@dataclass(eq=False)
+class IncomingRequest(NotCopyable):
+    """Room that `reserve_request` keeps, until `accept_request` or `drop_incoming` takes it.
+
+    Nobody else sees the slot. Its owner may write to it and to the blocks.
+
+    Attributes:
+        slot: The slot that the request will have.
+        num_tokens: The most tokens that it may have.
+        blocks: Blocks on the device for so many tokens, in order.
+        is_accepted: It has become an open request.
+    """
+
+    slot: int
+    num_tokens: int
+    blocks: IntArray
+    is_accepted: bool = False

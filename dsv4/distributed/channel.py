@@ -1,0 +1,151 @@
+"""`Channel`: what two sides of a hand-over say to each other, and how regions travel.
+
+The memory of a transport is two short messages, one a direction, and pieces of data. While some
+pieces travel, another is filled or read.
+
+    | out 4 KiB | in 4 KiB | piece 0 | piece 1 | piece 2 | piece 3 |
+
+A region is rows of equal bytes: blocks in a request's order, a slot, or token ids. It is one
+message that names it, then its rows in as few pieces as fit. A piece ends with its xxh3-64.
+"""
+
+import json
+import time
+from collections.abc import Callable, Generator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.distributed.transport import Pending, Transport
+from dsv4.errors import HandoverError, PeerLostError
+
+MESSAGE_BYTES = 4096
+CHECK_BYTES = 8
+NUM_PIECES = 4
+Steps = Generator[Pending | None, None, Any]
+RegionKind = Literal["blocks", "slot", "token_ids"]
+
+
+class Region(NamedTuple):
+    """Rows of a request: `num_rows` of them from `first` on, of `row_bytes` each."""
+
+    kind: RegionKind
+    first: int
+    num_rows: int
+    row_bytes: int
+
+
+def load_xxh3() -> Callable[[Any], bytes]:
+    """Return xxh3-64."""
+    try:
+        from xxhash import xxh3_64_digest
+    except ImportError as error:
+        raise ImportError("Checked hand-overs need xxhash: pip install 'dsv4[store]'") from error
+    return xxh3_64_digest
+
+
+class Channel:
+    """One side of a connection. Each call is a generator that yields what it waits for.
+
+    Args:
+        transport: The connection.
+        deadline: Seconds after which a peer that says nothing is lost.
+    """
+
+    def __init__(self, transport: Transport, deadline: float) -> None:
+        self.transport, self.deadline = transport, deadline
+        self._out, self._in, rest = transport.memory.split(
+            [MESSAGE_BYTES, MESSAGE_BYTES, len(transport.memory) - 2 * MESSAGE_BYTES]
+        )
+        self.piece_bytes = len(rest) // NUM_PIECES - CHECK_BYTES
+        self._pieces = rest.split(self.piece_bytes + CHECK_BYTES)[:NUM_PIECES]
+        self._sent: list[Pending | None] = [None] * NUM_PIECES
+        self._next = 0
+
+    def put(self, kind: str, **fields: Any) -> Steps:
+        """Send a message."""
+        data = json.dumps({"kind": kind, **fields}).encode().ljust(MESSAGE_BYTES)
+        if len(data) > MESSAGE_BYTES:
+            raise HandoverError(f"A message is too long: expected {MESSAGE_BYTES} bytes at most")
+        self._out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        yield from self._until(self.transport.send(self._out))
+
+    def get(self, *expected: str, has_deadline: bool = True) -> Steps:
+        """Receive a message of one of these kinds, as a dict."""
+        yield from self._until(self.transport.receive(self._in), has_deadline=has_deadline)
+        try:
+            message = json.loads(bytes(self._in.cpu().numpy()))
+            kind = message["kind"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise PeerLostError("The peer sent what is no message") from None
+        if kind not in expected:
+            raise PeerLostError(f"The peer sent {kind!r}: expected {' or '.join(expected)}")
+        return message
+
+    def rows_per_piece(self, row_bytes: int) -> int:
+        """Rows that a piece holds; refuses rows longer than a piece."""
+        if row_bytes > self.piece_bytes:
+            raise ValueError(
+                f"Invalid memory of a transport: expected {NUM_PIECES} pieces of at least "
+                f"{row_bytes} bytes, got {self.piece_bytes}"
+            )
+        return self.piece_bytes // max(1, row_bytes)
+
+    def send_region(
+        self,
+        region: Region,
+        read: Callable[[int, int, Tensor], None],
+        check: Callable[[Any], bytes] | None,
+    ) -> Steps:
+        """Send rows; `read(first, count, into)` gives some of them, `[count, row_bytes]`."""
+        per_piece = self.rows_per_piece(region.row_bytes)
+        yield from self.put("region", region=region)
+        end = region.first + region.num_rows
+        for first in range(region.first, end, per_piece):
+            count = min(per_piece, end - first)
+            piece, num_bytes = self._pieces[self._next], count * region.row_bytes
+            yield from self._until(self._sent[self._next])
+            read(first, count, piece[:num_bytes].view(count, region.row_bytes))
+            data = piece[: num_bytes + CHECK_BYTES]
+            digest = bytes(CHECK_BYTES) if check is None else check(piece[:num_bytes].cpu().numpy())
+            data[num_bytes:].copy_(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+            self._sent[self._next] = self.transport.send(data)
+            self._next = (self._next + 1) % NUM_PIECES
+        for pending in self._sent:
+            yield from self._until(pending)
+
+    def receive_region(
+        self,
+        region: Region,
+        write: Callable[[int, int, Tensor], None],
+        check: Callable[[Any], bytes] | None,
+    ) -> Steps:
+        """Receive rows; `write(first, count, rows)` takes some. Return whether all are right."""
+        per_piece, is_right = self.rows_per_piece(region.row_bytes), True
+        end = region.first + region.num_rows
+        starts = range(region.first, end, per_piece)
+        counts = [min(per_piece, end - first) for first in starts]
+
+        def start(i: int) -> tuple[Tensor, Pending]:
+            data = self._pieces[i % NUM_PIECES][: counts[i] * region.row_bytes + CHECK_BYTES]
+            return data, self.transport.receive(data)
+
+        coming = [start(i) for i in range(min(NUM_PIECES, len(counts)))]
+        for i, (first, count) in enumerate(zip(starts, counts, strict=True)):
+            data, pending = coming[i]
+            yield from self._until(pending)
+            rows, digest = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
+            if check is not None:
+                is_right &= check(rows.cpu().numpy()) == bytes(digest.cpu().numpy())
+            write(first, count, rows.view(count, region.row_bytes))
+            if i + NUM_PIECES < len(counts):
+                coming.append(start(i + NUM_PIECES))
+        return is_right
+
+    def _until(self, pending: Pending | None, *, has_deadline: bool = True) -> Steps:
+        end = time.monotonic() + self.deadline
+        while pending is not None and not pending.wait(0):
+            if has_deadline and time.monotonic() > end:
+                raise PeerLostError(f"The peer is late: it said nothing for {self.deadline} s")
+            yield pending

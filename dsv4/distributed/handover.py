@@ -1,0 +1,429 @@
+"""Hand-over of a request to a manager in another process: one of both has it, always.
+
+    sender                                        receiver
+    offer: id, fingerprint, most tokens    →
+                                           ←      accept | refuse | have
+    blocks, as soon as they are final      →      writes to room that nobody sees
+    last block, slot, ids; end: length,    →
+    floor, salt
+                                           ←      ready | refuse
+    commit                                 →      opens the request
+                                           ←      done
+    frees the request
+
+Whatever fails before the commit leaves the receiver as before, and the sender with the request.
+After it the sender is in doubt. It offers the request again by its id. A receiver that has it says
+so, and any other takes it anew.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.incoming import IncomingRequest
+from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.saved_request import SavedRequest, check_request
+from dsv4.distributed.channel import Channel, Region, Steps, load_xxh3
+from dsv4.distributed.transport import Transport
+from dsv4.errors import (
+    HandoverError,
+    HandoverInDoubtError,
+    HandoverRefusedError,
+    NoFreeSlotError,
+    OutOfBlocksError,
+    PeerLostError,
+)
+
+DEADLINE_SECONDS = 30.0
+NUM_REMEMBERED = 4096
+MAX_ID = 256  # characters
+WAIT_SECONDS = 0.02
+
+
+class _Driver:
+    """Takes the steps of one side; one thread at a time, the manager's."""
+
+    def __init__(self, manager: KVCacheManager, transport: Transport, deadline: float) -> None:
+        self._manager, self._transport = manager, transport
+        self._channel = Channel(transport, deadline)
+        self._channel.rows_per_piece(manager.paged.storage.shape[1])  # refuse too small a memory
+        self._steps: Steps = self._run()
+        self._failure: BaseException | None = None
+
+    def _run(self) -> Steps:
+        raise NotImplementedError
+
+    def _advance(self, seconds: float = 0.0) -> bool:
+        """Go on until the peer keeps it waiting for so long; return whether all is done."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            while True:
+                pending = next(self._steps)
+                if pending is None or not pending.wait(seconds):
+                    return False
+        except StopIteration:
+            return True
+        except BaseException as error:
+            self._failure = error
+            if not isinstance(error, HandoverRefusedError):
+                self.close()
+            raise
+
+    def close(self) -> None:
+        """Give up what is on its way, and end the connection."""
+        self._steps.close()
+        self._transport.close()
+
+
+class Handover(_Driver):
+    """The sender's side of one hand-over.
+
+    Call `poll` between the forwards of a prefill: final blocks leave meanwhile. Call `finish` once
+    the request is as it should arrive, then `wait`. The request must not be truncated or run on
+    after `finish`. It is freed when the receiver has it.
+
+    Args:
+        manager, slot: The request.
+        transport: A connection that nobody else uses meanwhile.
+        request_id: Names the request on both sides, at any time.
+        num_tokens: The most tokens that it will have at `finish`.
+        deadline: Seconds after which a peer that says nothing is lost.
+        has_checks: Let the receiver check each piece by its xxh3.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        slot: int,
+        transport: Transport,
+        request_id: str,
+        *,
+        num_tokens: int,
+        deadline: float = DEADLINE_SECONDS,
+        has_checks: bool = True,
+    ) -> None:
+        if not 0 < len(request_id) <= MAX_ID:
+            raise ValueError(
+                f"Invalid request_id: expected 1 to {MAX_ID} characters, got {len(request_id)}"
+            )
+        self._slot, self._id, self._num_tokens = slot, request_id, num_tokens
+        self._check = load_xxh3() if has_checks else None
+        self._rest: SavedRequest | None = None
+        self._is_in_doubt = self._is_done = False
+        self._num_sent = 0
+        super().__init__(manager, transport, deadline)
+
+    def finish(self) -> None:
+        """Say that the request is complete.
+
+        Raises:
+            LiveForwardError: A forward of it is neither complete nor cancelled.
+        """
+        self._rest = self._manager.export_request(self._slot, first_block=self._num_final())
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Send what can be sent; return whether the receiver has the request.
+
+        Args:
+            seconds: How long it may wait for the peer.
+
+        Raises:
+            HandoverError: It was refused, or the peer is lost. The request is as it was. After a
+                refusal the connection can be used again.
+            HandoverInDoubtError: The peer may have it all the same.
+        """
+        if not self._is_done:
+            try:
+                self._is_done = self._advance(seconds)
+            except HandoverError as error:
+                if self._is_in_doubt:
+                    raise HandoverInDoubtError(f"{error}; it may have the request") from error
+                raise
+        return self._is_done
+
+    def wait(self) -> None:
+        """Poll until the receiver has the request; `finish` comes first."""
+        if self._rest is None:
+            raise RuntimeError("Cannot wait for a hand-over: call finish() first")
+        while not self.poll(WAIT_SECONDS):
+            pass
+
+    def _num_final(self) -> int:
+        """Count the blocks that no forward changes any more."""
+        if self._rest is not None:
+            return len(self._manager.blocks_of(self._slot)) - len(self._rest.blocks)
+        final = self._manager.final_tokens(self._slot) // self._manager.config.block_tokens
+        return min(final, len(self._manager.blocks_of(self._slot)))
+
+    def _run(self) -> Steps:
+        channel, config = self._channel, self._manager.config
+        yield from channel.put(
+            "offer", id=self._id, fingerprint=config.format_fingerprint,
+            num_tokens=self._num_tokens, piece_bytes=channel.piece_bytes,
+            has_checks=self._check is not None,
+        )  # fmt: skip
+        answer = yield from channel.get("accept", "refuse", "have")
+        if answer["kind"] == "accept":
+            yield from self._send_blocks()
+            assert self._rest is not None
+            yield from self._send_rest(self._rest)
+            yield from channel.put("end", **self._rest.description)
+            answer = yield from channel.get("ready", "refuse")
+        if answer["kind"] == "refuse":
+            raise HandoverRefusedError(
+                f"The receiver refused request {self._id!r}: {answer['why']}"
+            )
+        if answer["kind"] == "ready":
+            self._check_unchanged()
+            self._is_in_doubt = True
+            yield from channel.put("commit")
+            yield from channel.get("done")
+        self._manager.free_request(self._slot)
+
+    def _send_blocks(self) -> Steps:
+        """Send final blocks until the request is complete, and a sign of life meanwhile."""
+        said = time.monotonic()
+        while True:
+            self._check_unchanged()
+            count = self._num_final() - self._num_sent
+            if count > 0:
+                row_bytes = self._manager.paged.storage.shape[1]
+                region = Region("blocks", self._num_sent, count, row_bytes)
+                yield from self._channel.send_region(region, self._read_blocks, self._check)
+                self._num_sent += count
+            elif self._rest is not None:
+                return
+            elif time.monotonic() > said + self._channel.deadline / 4:
+                yield from self._channel.put("alive")
+            else:
+                yield None
+                continue
+            said = time.monotonic()
+
+    def _send_rest(self, rest: SavedRequest) -> Steps:
+        """Send the blocks that could still change, the slot and the known ids."""
+        ids = rest.token_ids.contiguous().view(torch.uint8).view(-1, 4)
+        for kind, first, rows in (
+            ("blocks", self._num_sent, rest.blocks),
+            ("slot", 0, rest.slot.view(-1, self._manager.config.page_align)),
+            ("token_ids", 0, ids),
+        ):  # fmt: skip
+            if len(rows):
+                region = Region(kind, first, *rows.shape)  # type: ignore[arg-type]
+                yield from self._channel.send_region(region, _reader(rows, first), self._check)
+
+    def _read_blocks(self, first: int, count: int, into: Tensor) -> None:
+        blocks = self._manager.blocks_of(self._slot)[first : first + count]
+        self._manager.paged.read_blocks(blocks, into)
+
+    def _check_unchanged(self) -> None:
+        """Refuse a request that has lost tokens that were sent, or changed after `finish`."""
+        manager, rest = self._manager, self._rest
+        length = int(manager.lengths[self._slot]) if manager.is_open[self._slot] else -1
+        is_short = length < self._num_sent * manager.config.block_tokens
+        if is_short or (rest is not None and length != rest.length):
+            raise HandoverError(
+                f"Request {self._id!r} was freed or changed during its hand-over, which is given up"
+            )
+
+
+class Arrived(NamedTuple):
+    """A request that was handed over, by its id, and the slot that it has here."""
+
+    request_id: str
+    slot: int
+
+
+class Inbox:
+    """The requests that one manager takes from other processes, whatever their connections.
+
+    Attributes:
+        taken: The last requests that have arrived, by id, with the slots that they got.
+    """
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.manager = manager
+        self.taken: dict[str, int] = {}
+        self._coming: dict[str, IncomingRequest] = {}
+
+    def reserve(self, request_id: str, num_tokens: int) -> IncomingRequest:
+        """Keep room for a request; one with its id that is still on its way is given up."""
+        if request_id in self._coming:
+            self.manager.drop_incoming(self._coming.pop(request_id))
+        incoming = self._coming[request_id] = self.manager.reserve_request(num_tokens)
+        return incoming
+
+    def accept(self, request_id: str, incoming: IncomingRequest, saved: SavedRequest) -> Arrived:
+        """Open a request and remember its id, both or neither."""
+        slot = self.taken[request_id] = incoming.slot
+        try:
+            self.manager.accept_request(incoming, saved)
+        finally:
+            if not incoming.is_accepted:
+                del self.taken[request_id]
+        while len(self.taken) > NUM_REMEMBERED:
+            del self.taken[next(iter(self.taken))]
+        return Arrived(request_id, slot)
+
+    def drop(self, request_id: str, incoming: IncomingRequest) -> None:
+        """Give up what was not accepted; again does nothing more."""
+        if self._coming.get(request_id) is incoming:
+            del self._coming[request_id]
+        self.manager.drop_incoming(incoming)
+
+
+class Receiver(_Driver):
+    """The receiver's side of a connection, for one request after the other.
+
+    Args:
+        inbox: Where requests arrive; connections of a manager share it.
+        transport: A connection that nobody else uses.
+        deadline: Seconds after which a peer that says nothing inside a hand-over is lost.
+    """
+
+    def __init__(
+        self, inbox: Inbox, transport: Transport, *, deadline: float = DEADLINE_SECONDS
+    ) -> None:
+        self._inbox = inbox
+        self._arrived: list[Arrived] = []
+        super().__init__(inbox.manager, transport, deadline)
+
+    def poll(self, seconds: float = 0.0) -> list[Arrived]:
+        """Receive what has come; return the requests that have arrived.
+
+        Args:
+            seconds: How long it may wait for the peer.
+
+        Raises:
+            PeerLostError: The connection is over, and all that arrived was returned. A request
+                that was on its way is dropped.
+        """
+        try:
+            self._advance(seconds)
+        except PeerLostError:
+            if not self._arrived:
+                raise
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def wait(self) -> list[Arrived]:
+        """Poll until requests have arrived."""
+        while not (arrived := self.poll(WAIT_SECONDS)):
+            pass
+        return arrived
+
+    def _run(self) -> Steps:
+        while True:
+            offer = yield from self._channel.get("offer", has_deadline=False)
+            yield from self._receive(offer)
+
+    def _receive(self, offer: dict[str, Any]) -> Steps:
+        channel, inbox = self._channel, self._inbox
+        if offer["id"] in inbox.taken:
+            yield from channel.put("have")
+            return
+        try:
+            self._check_offer(offer)
+            incoming = inbox.reserve(offer["id"], offer["num_tokens"])
+        except (ValueError, TypeError, KeyError, NoFreeSlotError, OutOfBlocksError) as error:
+            yield from channel.put("refuse", why=str(error)[:1000])
+            return
+        try:
+            yield from channel.put("accept")
+            saved = yield from self._receive_parts(offer, incoming)
+            if isinstance(saved, SavedRequest):
+                yield from channel.put("ready")
+                yield from channel.get("commit")
+                arrived = inbox.accept(offer["id"], incoming, saved)
+                try:
+                    yield from channel.put("done")
+                finally:
+                    self._arrived.append(arrived)
+            else:
+                yield from channel.put("refuse", why=saved[:1000])
+        except ValueError as error:  # its room was given up meanwhile
+            raise PeerLostError(f"The hand-over is over: {error}") from error
+        finally:
+            inbox.drop(offer["id"], incoming)
+
+    def _check_offer(self, offer: dict[str, Any]) -> None:
+        fingerprint = self._manager.config.format_fingerprint
+        for name, mine in (
+            ("fingerprint", fingerprint), ("piece_bytes", self._channel.piece_bytes),
+        ):  # fmt: skip
+            if offer[name] != mine:
+                raise ValueError(f"expected the {name} {mine}, got {offer[name]}")
+        if not isinstance(offer["id"], str) or not 0 < len(offer["id"]) <= MAX_ID:
+            raise ValueError(f"expected an id of 1 to {MAX_ID} characters")
+
+    def _receive_parts(self, offer: dict[str, Any], incoming: IncomingRequest) -> Steps:
+        """Receive all regions; return the request, or why it is none."""
+        manager, problem = self._manager, ""
+        check = load_xxh3() if offer["has_checks"] else None
+        slot_bytes, page_align = manager.state.storage.shape[1], manager.config.page_align
+        slot = torch.zeros(slot_bytes // page_align, page_align, dtype=torch.uint8)
+        ids = torch.zeros(0, 4, dtype=torch.uint8)
+        block_bytes = manager.paged.storage.shape[1]
+        num_rows = {"blocks": 0, "slot": 0, "token_ids": 0}
+        limits = {  # most rows, and their bytes
+            "blocks": (len(incoming.blocks), block_bytes), "slot": tuple(slot.shape),
+            "token_ids": (manager.config.max_position, 4),
+        }  # fmt: skip
+
+        def write(first: int, count: int, rows: Tensor) -> None:
+            if region.kind == "blocks":
+                manager.write_incoming(incoming, first, rows)
+            else:
+                (slot if region.kind == "slot" else ids)[first : first + count].copy_(rows)
+
+        while True:
+            message = yield from self._channel.get("region", "alive", "end")
+            if message["kind"] == "alive":
+                continue
+            if message["kind"] == "end":
+                break
+            region = Region(*message["region"])
+            most, row_bytes = limits[region.kind]
+            is_next = region.first == num_rows[region.kind] and region.row_bytes == row_bytes
+            if not is_next or not 0 < region.num_rows <= most - region.first:
+                raise PeerLostError(f"The peer sent a region that is not expected: {region}")
+            if region.kind == "token_ids":
+                ids = torch.cat((ids, torch.zeros(region.num_rows, 4, dtype=torch.uint8)))
+            is_right = yield from self._channel.receive_region(region, write, check)
+            if not is_right:
+                problem = f"the {region.kind} from {region.first} on have another xxh3"
+            num_rows[region.kind] += region.num_rows
+        return problem or self._request(message, slot, ids, num_rows, offer["fingerprint"])
+
+    def _request(
+        self,
+        message: dict[str, str],
+        slot: Tensor,
+        ids: Tensor,
+        num_rows: dict[str, int],
+        fingerprint: str,
+    ) -> SavedRequest | str:
+        """Return the request if it is one, or why not."""
+        token_ids = ids.reshape(-1).view(torch.int32)
+        blocks = self._manager.paged.storage[: num_rows["blocks"]]
+        try:
+            saved = SavedRequest(
+                int(message["length"]), int(message["rollback_floor"]), slot.reshape(-1), blocks,
+                message["prefix_root"], token_ids, fingerprint,
+            )  # fmt: skip
+            manager = self._manager
+            check_request(saved, manager.config, manager.device_memory.layout)
+        except (ValueError, TypeError, KeyError) as error:
+            return str(error)
+        return saved if num_rows["slot"] == len(slot) else "expected a whole slot"
+
+
+def _reader(rows: Tensor, offset: int) -> Callable[[int, int, Tensor], None]:
+    def read(first: int, count: int, into: Tensor) -> None:
+        into.copy_(rows[first - offset : first - offset + count])
+
+    return read

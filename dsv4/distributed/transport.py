@@ -1,0 +1,144 @@
+"""`Transport`: messages between two processes, in order, over an engine that others wrote.
+
+`TorchTransport` is torch.distributed with gloo or NCCL. `dsv4.distributed.nixl` has NIXL.
+"""
+
+import threading
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsv4.errors import PeerLostError
+
+MEMORY_BYTES = 32 << 20
+NO_LIMIT = timedelta(days=1)  # deadlines are the caller's
+
+
+class Pending(Protocol):
+    """A message on its way."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long at most; return whether it has arrived.
+
+        Raises:
+            PeerLostError: It never will.
+        """
+
+
+class Transport(Protocol):
+    """Sends and receives messages, each in the order of the calls.
+
+    Attributes:
+        memory: `[num_bytes]` uint8. Messages are views of it, which do not change on their way.
+    """
+
+    memory: Tensor
+
+    def send(self, data: Tensor) -> Pending:
+        """Start to send a message."""
+
+    def receive(self, data: Tensor) -> Pending:
+        """Start to receive a message of this length."""
+
+    def close(self) -> None:
+        """End the connection."""
+
+
+class _Waiter:
+    """A thread that waits for works in their order: gloo has no other way to learn of their end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._works: SimpleQueue[tuple[Any, _TorchPending] | None] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def add(self, work: Any) -> "_TorchPending":
+        pending = _TorchPending()
+        self._works.put((work, pending))
+        return pending
+
+    def close(self) -> None:
+        self._works.put(None)
+
+    def _run(self) -> None:
+        while (item := self._works.get()) is not None:
+            work, pending = item
+            try:
+                work.wait(NO_LIMIT)
+                if self._device.type == "cuda":  # NCCL's works wait on the device alone
+                    torch.cuda.current_stream(self._device).synchronize()
+            except Exception as error:
+                pending.error = error
+            pending.is_over.set()
+
+
+class _TorchPending:
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self, seconds: float) -> bool:
+        is_over = self.is_over.wait(seconds)
+        if is_over and self.error is not None:
+            raise PeerLostError(f"The peer is lost: {self.error}") from self.error
+        return is_over
+
+
+class TorchTransport:
+    """Messages over a process group of torch.distributed.
+
+    Args:
+        group: A gloo or NCCL backend in which nobody else sends to the peer.
+        peer: The other rank.
+        memory_bytes: Bytes of `memory`; a few pieces of data share it.
+        device: The device of `memory`: the CPU for gloo, a GPU for NCCL.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        peer: int,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        is_pinned = torch.device(device).type == "cpu" and torch.cuda.is_available()
+        self.memory = torch.empty(
+            memory_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned
+        )
+        self._group, self._peer = group, peer
+        self._sends, self._receives = (_Waiter(self.memory.device) for _ in range(2))
+
+    @classmethod
+    def connect(
+        cls, store: Any, rank: int, *, host: str = "127.0.0.1", **sizes: Any
+    ) -> "TorchTransport":
+        """Connect ranks 0 and 1 over gloo; they meet at a store of torch.distributed.
+
+        Args:
+            host: This rank's address, on the network that the peer can reach.
+        """
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        return cls(dist.ProcessGroupGloo(store, rank, 2, options), 1 - rank, **sizes)
+
+    def send(self, data: Tensor) -> Pending:
+        return self._sends.add(self._start(self._group.send, data))
+
+    def receive(self, data: Tensor) -> Pending:
+        return self._receives.add(self._start(self._group.recv, data))
+
+    def _start(self, call: Any, data: Tensor) -> Any:
+        try:
+            return call([data], self._peer, 0)
+        except RuntimeError as error:
+            raise PeerLostError(f"The peer is lost: {error}") from error
+
+    def close(self) -> None:
+        self._group.abort()
+        self._sends.close()
+        self._receives.close()

@@ -1,0 +1,1 @@
+"""Tests of `dsv4.distributed`."""
