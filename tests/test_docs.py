@@ -24,7 +24,10 @@ from tests.cache.test_captured_forward import EagerGraph
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
-GUIDES = ["engine", "formats", "graphs", "inspecting", "op-level", "planning", "prefix", "serving"]
+GUIDES = [
+    "engine", "formats", "graphs", "inspecting", "op-level", "planning", "prefix", "scale",
+    "serving",
+]  # fmt: skip
 
 
 def read(page: str) -> str:
