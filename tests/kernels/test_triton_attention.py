@@ -416,8 +416,9 @@ def test_parts_in_few_places(monkeypatch):
     assert_within_bound(handle, inputs, got)
 
 
-CUTS = [(1, 2, 8, 1), (16, 2, 8, 1), (32, 2, 16, 1), (64, 2, 64, 1), (1, 6, 8, 6), (1, 10, 8, 10),
-        (16, 10, 64, 5), (128, 10, 64, 1)]  # fmt: skip
+CUTS = [(1, 2, 8, 1), (16, 2, 8, 1), (32, 2, 16, 1), (64, 2, 64, 1), (1, 6, 8, 6), (8, 6, 64, 6),
+        (1, 10, 8, 10), (2, 10, 8, 5), (16, 10, 64, 5), (128, 10, 64, 1),
+        (1, 130, 16, 33)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("num_tokens", "num_tiles", "heads", "num_splits"), CUTS)
@@ -685,8 +686,10 @@ def fill_entries(handle, low: int, high: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("scales", [(0, 20), (110, 122), (140, 160)], ids=str)
-def test_any_code_and_scale(heads, scales):
+@pytest.mark.parametrize("wave", [1, 132])
+def test_any_code_and_scale(heads, scales, wave, monkeypatch):
     """Every E4M3 code, subnormal ones too, under scales from the smallest to large ones."""
+    split_as_often_as(wave, monkeypatch)
     handle = real("flash", CSA, "decode", num_query_heads=heads)
     fill_entries(handle, *scales)
     inputs = make_inputs(handle)
@@ -707,6 +710,22 @@ def test_a_nan_code_is_nan_everywhere(heads, code, channel):
     slot = int(handle.tokens.request_slots[token])
     block = int(handle.tokens.block_table[slot, 7])
     handle.memory.entries.data[block, 1, channel] = code
+    got = run(triton(), handle, inputs)
+    assert got.output[token].isnan().all()
+    others = [i for i in range(len(inputs.query)) if i != token]
+    assert torch.equal(got.output[others], before.output[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wave", [1, 132])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_nan_code_of_a_listed_row_is_nan_everywhere(code, wave, monkeypatch):
+    split_as_often_as(wave, monkeypatch)
+    handle = real("flash", CSA, "decode")
+    inputs, token = make_inputs(handle), 3
+    before = run(triton(), handle, inputs)
+    entries, row = handle.memory.entries, int(inputs.rows[token, 77])
+    entries.data[row // entries.rows_per_page, row % entries.rows_per_page, 65] = code
     got = run(triton(), handle, inputs)
     assert got.output[token].isnan().all()
     others = [i for i in range(len(inputs.query)) if i != token]

@@ -81,7 +81,7 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
                 "stages": 3,
                 "decoding_registers": 128,
                 "multiplying_registers": 128,
-                "start_cost": 90,
+                "start_cost": 92,
                 "tile_cost": 42,
             },
             {
@@ -90,8 +90,8 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
                 "stages": 3,
                 "decoding_registers": 128,
                 "multiplying_registers": 128,
-                "start_cost": 131,
-                "tile_cost": 37,
+                "start_cost": 141,
+                "tile_cost": 34,
             },
             {
                 "up_to": None,

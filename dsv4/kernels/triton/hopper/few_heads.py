@@ -38,6 +38,8 @@ from dsv4.kernels.triton.hopper.softmax import (
 )
 
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+# Rows of a split as they lie in memory: a warp stores a head's fp32 channels side by side.
+SPLIT_ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 
 
 class SideMemory(NamedTuple):
@@ -147,7 +149,8 @@ def merge_sides(quarters, num_tiles, exchange, results, out_loc, NUM_HEADS: gl.c
                 HEADS: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
                 SIDE: gl.constexpr):  # fmt: skip
     """Merge both sides' results of one half of the channels, and store them."""
-    HEAD: gl.constexpr = gl.SliceLayout(1, DENSE)
+    LAYOUT: gl.constexpr = SPLIT_ROWS if IS_SPLIT else DENSE
+    HEAD: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     head = gl.arange(0, HEADS, layout=HEAD)  # [HEADS]
     is_head = out_loc.first_head + head < NUM_HEADS
     side_0, side_1 = exchange.memories[0], exchange.memories[1]
@@ -168,10 +171,10 @@ def merge_sides(quarters, num_tiles, exchange, results, out_loc, NUM_HEADS: gl.c
         factor = output_factor(sink, largest, total)
         grow_0, grow_1 = grow_0 * factor, grow_1 * factor
     for quarter in gl.static_range(SIDE * SIDE_QUARTERS, (SIDE + 1) * SIDE_QUARTERS):
-        left = left_values(quarters[quarter], num_tiles, HEADS, STAGES, 0).load(DENSE)
-        right = left_values(quarters[quarter], num_tiles, HEADS, STAGES, 1).load(DENSE)
+        left = left_values(quarters[quarter], num_tiles, HEADS, STAGES, 0).load(LAYOUT)
+        right = left_values(quarters[quarter], num_tiles, HEADS, STAGES, 1).load(LAYOUT)
         values = left * grow_0[:, None] + right * grow_1[:, None]  # [HEADS, CHANNEL_QUARTER]
-        at = quarter_offsets(quarter, HEADS, DENSE)
+        at = quarter_offsets(quarter, HEADS, LAYOUT)
         if IS_SPLIT:
             mask = is_head[:, None] & (num_tiles > 0)
             gl.store(results.partials_ptr + part_row * DIM + at, values, mask=mask)
