@@ -239,6 +239,7 @@ class CacheConfig:
         Two caches with the same fingerprint can exchange blocks and slots byte for byte.
         """
         meaning = self.stored_fields
+        meaning["slots"] = "HCA groups as sums"
         meaning["index_global_scale"] = self.index_global_scale or 1.0
         for row in (self.kv_row, self.index_row):
             meaning[f"{row.name}/{row.dim}"] = [
