@@ -36,7 +36,7 @@ from dsv4.kernels.triton.primitives import (
 HEADS = (64, 128)  # numbers of query heads that FlashMLA has kernels for
 MAX_TOKENS = 1024  # per call: FlashMLA's accumulators take 128 or 256 KiB a token
 MAX_LIST_BYTES = 64 << 20
-FINISHED_HEADS = 8  # heads that a program prepares or rotates back
+FINISHED_HEADS = 8  # heads that a program rotates back
 
 
 @triton.jit
@@ -106,20 +106,18 @@ def _list_kernel(
 
 @triton.jit
 def _prepare_kernel(
-    prepared_ptr, query_ptr, cos_ptr, sin_ptr, EPS: tl.constexpr,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
+    prepared_ptr, query_ptr, cos_ptr, sin_ptr, EPS: tl.constexpr, NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate ROWS heads of a token's raw query."""
-    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_head = head < NUM_HEADS
-    row = tl.program_id(0).to(tl.int64) * NUM_HEADS + head
-    at = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    x = tl.load(query_ptr + at, mask=is_head[:, None], other=0.0).to(tl.float32)
-    token = tl.program_id(0) + tl.zeros((ROWS,), tl.int32)
-    cos, sin = load_rope((cos_ptr, sin_ptr), token, is_head, DIM, ROPE, DIM)
-    factor = query_factor(fold_pairs(x * x, halvings(DIM)), EPS, DIM)  # [ROWS, 1]
-    x = rotate_tail(x * factor, cos, sin, ROWS, DIM, ROPE, DIM)
-    tl.store(prepared_ptr.to(tl.pointer_type(tl.uint16)) + at, bf16_bits(x), mask=is_head[:, None])
+    """Norm and rotate one head of a token's raw query."""
+    token = tl.program_id(0) + tl.zeros((1,), tl.int32)
+    row = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
+    at = row * DIM + tl.arange(0, DIM)[None, :]
+    x = tl.load(query_ptr + at).to(tl.float32)  # [1, DIM]
+    cos, sin = load_rope((cos_ptr, sin_ptr), token, token >= 0, DIM, ROPE, DIM)
+    factor = query_factor(fold_pairs(x * x, halvings(DIM)), EPS, DIM)
+    x = rotate_tail(x * factor, cos, sin, 1, DIM, ROPE, DIM)
+    tl.store(prepared_ptr.to(tl.pointer_type(tl.uint16)) + at, bf16_bits(x))
 
 
 @triton.jit(
@@ -193,10 +191,10 @@ def prepare_query(query: Tensor, memory: LayerMemory) -> Tensor:
     """See `kernels.reference.attention`."""
     num_tokens, num_heads, dim = query.shape
     prepared = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    _prepare_kernel[(num_tokens, triton.cdiv(num_heads, FINISHED_HEADS))](
+    _prepare_kernel[(num_tokens, num_heads)](
         prepared_ptr=prepared, query_ptr=query.contiguous(), cos_ptr=memory.rope.cos,
         sin_ptr=memory.rope.sin, EPS=memory.layout.rms_norm_eps, NUM_HEADS=num_heads, DIM=dim,
-        ROPE=memory.layout.rope_dim, ROWS=FINISHED_HEADS, num_warps=4, enable_fp_fusion=False,
+        ROPE=memory.layout.rope_dim, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return prepared
 
