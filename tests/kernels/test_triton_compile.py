@@ -17,6 +17,7 @@ OTHERS = [80, 89, 120]
 GENERAL = {
     "_write_kernel", "_edge_kernel", "_gather_kernel", "_query_kernel", "_score_kernel",
     "_group_kernel", "_topk_kernel", "_attend_kernel", "_combine_kernel", "_rope_kernel",
+    "_accept_kernel",
 }  # fmt: skip
 
 
