@@ -1,8 +1,9 @@
 """Row formats: the bytes of one stored row, and of a page of rows. Every layout is here, once.
 
-A page of B rows is B data records, then B scale records, then padding up to the page's stride:
+A page of B rows has one of two arrangements, with padding up to the page's stride:
 
-    | data 0 | data 1 | ... | data B-1 | scales 0 | ... | scales B-1 | padding |
+    split    | data 0 | data 1 | ... | data B-1 | scales 0 | ... | scales B-1 | padding |
+    joined   | data 0 | scales 0 | data 1 | scales 1 | ... | data B-1 | scales B-1 | padding |
 
                     data record                                   scale record
     KV
@@ -10,18 +11,21 @@ A page of B rows is B data records, then B scale records, then padding up to the
     fp8_entry_scale 448 E4M3 | 64 BF16              (576 B)       1 fp32                  (4 B)
     bf16            448 BF16 | 64 BF16             (1024 B)       -
     fp32            448 fp32 | 64 fp32             (2048 B)       -
+    fp8_32          512 E4M3                        (512 B)       16 UE8M0, one per 32   (16 B)
+    nvfp4_16        512 E2M1, low nibble first      (256 B)       32 E4M3, one per 16    (32 B)
     index key
     mxfp4           128 E2M1, low nibble first       (64 B)       4 UE8M0, one per 32     (4 B)
     nvfp4           128 E2M1, low nibble first       (64 B)       8 E4M3, one per 16      (8 B)
     fp8             128 E4M3                        (128 B)       1 fp32, a power of two  (4 B)
     bf16 / fp32     128 values                (256 / 512 B)       -
 
-The widths above are DeepSeek-V4's (head_dim 512, 64 of them rotated; index_head_dim 128); the
-same rules build the rows of smaller models. Values are turned into these bytes by
+`fp8_32` and `nvfp4_16` are DeepSeek-V4.1's rows of windows and of entries, rotated channels
+included. The widths above are DeepSeek-V4's (head_dim 512, 64 of them rotated; index_head_dim 128);
+the same rules build the rows of smaller models. Values are turned into these bytes by
 `kernels.reference.codec`; this file holds no arithmetic on values.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -30,9 +34,13 @@ from torch import Tensor
 
 from dsv4.layer_schedule import HCA_GROUPS
 
-KVFormatName = Literal["fp8", "fp8_entry_scale", "bf16", "fp32"]
+KVFormatName = Literal["fp8", "fp8_entry_scale", "bf16", "fp32", "fp8_32", "nvfp4_16"]
 IndexFormatName = Literal["mxfp4", "nvfp4", "fp8", "bf16", "fp32"]
-ScaleRule = Literal["none", "ue8m0", "pow2_fp32", "amax_fp32", "e4m3"]
+ScaleRule = Literal[
+    "none", "ue8m0", "ue8m0_scale_floor", "pow2_fp32", "amax_fp32", "e4m3", "e4m3_poison"
+]  # fmt: skip
+PageArrangement = Literal["split", "joined"]
+ScaleFloor = Literal["amax", "scale"]
 
 BYTE_ALIGN = 16  # every page, ring and tail starts on a 16-byte boundary
 
@@ -72,6 +80,8 @@ class RowFormat:
         fields: The records' parts, in order.
         data_bytes: Bytes of the data record.
         scale_bytes: Bytes of the scale record.
+        is_joined: A row's scales lie behind its data, not behind all data of the page.
+        rounds_first: Values are rounded to BF16 before they are quantised.
     """
 
     name: str
@@ -83,6 +93,8 @@ class RowFormat:
     fields: tuple[Field, ...]
     data_bytes: int
     scale_bytes: int
+    is_joined: bool = False
+    rounds_first: bool = True
 
     @property
     def row_bytes(self) -> int:
@@ -139,20 +151,20 @@ class PagedRows:
     @cached_property
     def data(self) -> Tensor:
         """`[num_pages, rows_per_page, data_bytes]` uint8."""
-        return self._section(self.offset, self.format.data_bytes)
+        return self._section(0, self.format.data_bytes)
 
     @cached_property
     def scales(self) -> Tensor:
         """`[num_pages, rows_per_page, scale_bytes]` uint8."""
-        start = self.offset + self.rows_per_page * self.format.data_bytes
-        return self._section(start, self.format.scale_bytes)
+        rows_before = 1 if self.format.is_joined else self.rows_per_page
+        return self._section(rows_before * self.format.data_bytes, self.format.scale_bytes)
 
     def _section(self, start: int, size: int) -> Tensor:
         num_pages, run_bytes = self.storage.shape
         return self.storage.as_strided(
             (num_pages, self.rows_per_page, size),
-            (run_bytes, size, 1),
-            self.storage.storage_offset() + start,
+            (run_bytes, self.format.row_bytes if self.format.is_joined else size, 1),
+            self.storage.storage_offset() + self.offset + start,
         )
 
     def field(self, name: str) -> Tensor:
@@ -171,8 +183,30 @@ def sum_ring(sum_rows: int) -> int:
     return max(sum_rows, HCA_GROUPS)
 
 
-def kv_row(name: KVFormatName, *, head_dim: int, rope_dim: int) -> RowFormat:
-    """Build the row of one KV vector: `head_dim - rope_dim` channels, then the rotated ones."""
+def kv_row(
+    name: KVFormatName,
+    *,
+    head_dim: int,
+    rope_dim: int,
+    arrangement: PageArrangement = "split",
+    scale_floor: ScaleFloor = "amax",
+) -> RowFormat:
+    """Build the row of one KV vector: `head_dim - rope_dim` channels, then the rotated ones.
+
+    Args:
+        scale_floor: Whether `fp8_32` bounds amax or the scale, amax / 448, to at least 1e-4.
+    """
+    if arrangement not in ARRANGEMENTS:
+        known = ", ".join(ARRANGEMENTS)
+        raise ValueError(f"Unknown page_arrangement: expected one of {known}, got {arrangement!r}")
+    if scale_floor not in SCALE_FLOORS:
+        known = ", ".join(SCALE_FLOORS)
+        raise ValueError(f"Unknown scale_floor: expected one of {known}, got {scale_floor!r}")
+    row = _kv_row(name, head_dim, rope_dim, scale_floor)
+    return replace(row, is_joined=arrangement == "joined" and row.scale_bytes > 0)
+
+
+def _kv_row(name: KVFormatName, head_dim: int, rope_dim: int, scale_floor: ScaleFloor) -> RowFormat:
     nope_dim = head_dim - rope_dim
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
     if name in ("bf16", "fp32"):
@@ -193,11 +227,29 @@ def kv_row(name: KVFormatName, *, head_dim: int, rope_dim: int) -> RowFormat:
             name, head_dim, rope_dim, bf16, data,
             group=nope_dim, scale_rule="amax_fp32", scale=(torch.float32, 1),
         )  # fmt: skip
-    raise ValueError(f"Unknown KV format: expected one of {', '.join(KV_FORMATS)}, got {name!r}")
+    if name == "fp8_32":
+        _check_groups(name, "head_dim", head_dim, 32)
+        return _row(
+            name, head_dim, 0, bf16, [("kv", fp8, head_dim)], group=32, rounds_first=False,
+            scale_rule="ue8m0" if scale_floor == "amax" else "ue8m0_scale_floor",
+            scale=(torch.float8_e8m0fnu, head_dim // 32),
+        )  # fmt: skip
+    if name == "nvfp4_16":
+        _check_groups(name, "head_dim", head_dim, 16)
+        return _row(
+            name, head_dim, 0, bf16, [("kv", torch.uint8, head_dim // 2)], group=16,
+            rounds_first=False, scale_rule="e4m3_poison", scale=(fp8, head_dim // 16),
+        )  # fmt: skip
+    known = ", ".join((*KV_FORMATS, *V41_FORMATS))
+    raise ValueError(f"Unknown KV format: expected one of {known}, got {name!r}")
 
 
-def index_row(name: IndexFormatName, *, head_dim: int) -> RowFormat:
+def index_row(name: IndexFormatName, *, head_dim: int, rounds_first: bool = True) -> RowFormat:
     """Build the row of one index key of `head_dim` channels; rotation does not split it."""
+    return replace(_index_row(name, head_dim), rounds_first=rounds_first)
+
+
+def _index_row(name: IndexFormatName, head_dim: int) -> RowFormat:
     fp32 = torch.float32
     if name in ("bf16", "fp32"):
         dtype = torch.bfloat16 if name == "bf16" else fp32
@@ -221,6 +273,9 @@ def index_row(name: IndexFormatName, *, head_dim: int) -> RowFormat:
 
 
 KV_FORMATS: tuple[KVFormatName, ...] = ("fp8", "fp8_entry_scale", "bf16", "fp32")
+V41_FORMATS: tuple[KVFormatName, ...] = ("fp8_32", "nvfp4_16")
+ARRANGEMENTS: tuple[PageArrangement, ...] = ("split", "joined")
+SCALE_FLOORS: tuple[ScaleFloor, ...] = ("amax", "scale")
 INDEX_FORMATS: tuple[IndexFormatName, ...] = ("mxfp4", "nvfp4", "fp8", "bf16", "fp32")
 
 
@@ -235,6 +290,7 @@ def _row(
     scale_rule: ScaleRule = "none",
     scale: tuple[torch.dtype, int] | None = None,
     scale_align: int = 1,
+    rounds_first: bool = True,
 ) -> RowFormat:
     fields, offset, scale_bytes = [], 0, 0
     for field_name, dtype, count in data:
@@ -244,8 +300,9 @@ def _row(
         fields.append(Field("scale", "scale", 0, *scale))
         scale_bytes = round_up(scale[0].itemsize * scale[1], scale_align)
     return RowFormat(
-        name, dim, rope_dim, group, scale_rule, value_dtype, tuple(fields), offset, scale_bytes
-    )
+        name, dim, rope_dim, group, scale_rule, value_dtype, tuple(fields), offset, scale_bytes,
+        rounds_first=rounds_first,
+    )  # fmt: skip
 
 
 def _check_groups(name: str, what: str, dim: int, group: int) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from dsv4.formats import INDEX_FORMATS, KV_FORMATS, index_row, kv_row, round_up
+from dsv4.formats import INDEX_FORMATS, KV_FORMATS, V41_FORMATS, index_row, kv_row, round_up
 
 BF16, FP8, UE8M0, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
 KV_WIDTHS = {"head_dim": 512, "rope_dim": 64}
@@ -25,6 +25,12 @@ KV_ROWS = {
     ]),
     "fp32": ((2048, FP32, 0, "none"), [
         ("nope", "data", 0, FP32, 448), ("rope", "data", 1792, FP32, 64),
+    ]),
+    "fp8_32": ((528, BF16, 32, "ue8m0"), [
+        ("kv", "data", 0, FP8, 512), ("scale", "scale", 0, UE8M0, 16),
+    ]),
+    "nvfp4_16": ((288, BF16, 16, "e4m3_poison"), [
+        ("kv", "data", 0, torch.uint8, 256), ("scale", "scale", 0, FP8, 32),
     ]),
 }  # fmt: skip
 INDEX_ROWS = {
@@ -48,7 +54,7 @@ for_every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 
 
 def test_every_format_is_in_the_tables():
-    assert tuple(KV_ROWS) == KV_FORMATS
+    assert tuple(KV_ROWS) == (*KV_FORMATS, *V41_FORMATS)
     assert tuple(INDEX_ROWS) == INDEX_FORMATS
 
 
@@ -183,7 +189,8 @@ def test_pages_of_a_part_of_a_larger_storage():
 def test_unknown_formats_list_the_valid_ones():
     with pytest.raises(
         ValueError,
-        match="Unknown KV format: expected one of fp8, fp8_entry_scale, bf16, fp32, got 'mxfp4'",
+        match="Unknown KV format: expected one of fp8, fp8_entry_scale, bf16, fp32, fp8_32, "
+        "nvfp4_16, got 'mxfp4'",
     ):
         kv_row("mxfp4", **KV_WIDTHS)
     with pytest.raises(
@@ -203,7 +210,42 @@ def test_unknown_field_lists_the_fields():
         pages.field("scale")
 
 
+@pytest.mark.parametrize("name", ["fp8_32", "nvfp4_16", "fp8"])
+def test_joined_pages_have_each_rows_scales_behind_its_data(name):
+    row = kv_row(name, **KV_WIDTHS, arrangement="joined")
+    storage = torch.zeros(2, 32 + row.page_bytes(3, align=16), dtype=torch.uint8)
+    pages = row.pages(storage, offset=32, rows_per_page=3)
+    pages.data.fill_(1)
+    pages.scales.fill_(2)
+    run = torch.tensor([1] * row.data_bytes + [2] * row.scale_bytes, dtype=torch.uint8).repeat(3)
+    assert torch.equal(storage[:, 32 : 32 + len(run)], run.expand(2, -1))
+    assert not storage[:, :32].any() and not storage[:, 32 + len(run) :].any()
+    assert pages.field("scale").shape == (2, 3, row.num_groups)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"arrangement": "tiled"}, "Unknown page_arrangement: expected one of split, joined, got"),
+        ({"scale_floor": "none"}, "Unknown scale_floor: expected one of amax, scale, got 'none'"),
+    ],
+)
+def test_unknown_choices_of_rows_list_the_valid_ones(choice, message):
+    with pytest.raises(ValueError, match=message):
+        kv_row("fp8_32", **KV_WIDTHS, **choice)
+
+
+def test_rows_of_v41_are_quantised_from_fp32():
+    assert [kv_row(name, **KV_WIDTHS).rounds_first for name in V41_FORMATS] == [False, False]
+    assert kv_row("fp8", **KV_WIDTHS).rounds_first and index_row("mxfp4", head_dim=128).rounds_first
+    assert not index_row("mxfp4", head_dim=128, rounds_first=False).rounds_first
+
+
 def test_groups_must_divide_the_row():
+    for name, dim, group in (("fp8_32", 80, 32), ("nvfp4_16", 72, 16)):
+        message = f"Format {name} needs head_dim divisible by {group}, got {dim}"
+        with pytest.raises(ValueError, match=message):
+            kv_row(name, head_dim=dim, rope_dim=8)
     with pytest.raises(
         ValueError, match="Format fp8 needs head_dim - rope_dim divisible by 64, got 416"
     ):

@@ -8,8 +8,9 @@ Special values:
     ±inf          ±448 × scale                 ±6 × scale                 kept
     too large     saturates                    saturates                  (BF16: rounds to inf)
 
-Values are rounded to BF16 before they are quantised. A group's amax is at most BF16's largest
-number, so every scale is finite. Its product with the largest code may overflow: with a
+In `nvfp4_16` a NaN makes its group's scale NaN, and so all its values. Values are rounded to BF16
+before they are quantised, except in V4.1's rows. A group's amax is at most BF16's largest number,
+so every other scale is finite. Its product with the largest code may overflow: with a
 power-of-two scale, numbers above 1.93 × 2^127 (fp8) or 1.75 × 2^127 (mxfp4) decode to inf.
 """
 
@@ -25,6 +26,7 @@ E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 AMAX_FLOOR = 1e-4  # of E4M3 groups
+AMAX_FLOORS = {"ue8m0_scale_floor": 1e-4 * E4M3_MAX}  # where the rule bounds the scale
 MXFP4_AMAX_FLOOR = E2M1_MAX * 2.0**-126
 NVFP4_SCALE_FLOOR = 2.0**-9  # E4M3's smallest number
 BF16_MAX = 3.3895313892515355e38
@@ -41,19 +43,23 @@ def encode(fmt: RowFormat, values: Tensor, *, global_scale: Tensor | None = None
     """Encode rows `[n, dim]` fp32 as bytes of `fmt`; `global_scale` is NVFP4's, 1 if None."""
     if fmt.value_dtype is torch.float32 and fmt.scale_rule == "none":
         return _pack(fmt, [torch.where(torch.isnan(values), torch.nan, values)], [])
-    rounded = round_to_bf16(values)
+    rounded = round_to_bf16(values) if fmt.rounds_first else values
     if fmt.scale_rule == "none":
         return _pack(fmt, [rounded], [])
     nope_dim = fmt.dim - fmt.rope_dim
     groups = rounded[:, :nope_dim].float().unflatten(1, (-1, fmt.group))
-    amax = torch.where(torch.isnan(groups), 0.0, groups).abs().amax(dim=-1)
+    is_nan = torch.isnan(groups)
+    amax = torch.where(is_nan, 0.0, groups).abs().amax(dim=-1)
+    if fmt.scale_rule == "e4m3_poison":
+        amax = torch.where(is_nan.any(dim=-1), torch.nan, amax)
     scale, stored_scale = _make_scale(fmt, amax.clamp(max=BF16_MAX), global_scale)
     if _is_fp4(fmt):
         codes = encode_e2m1(groups / scale[:, :, None]).flatten(1)
         payload = codes[:, 0::2] | (codes[:, 1::2] << 4)
     else:
         payload = encode_e4m3(groups / scale[:, :, None]).flatten(1)
-    return _pack(fmt, [payload, rounded[:, nope_dim:]], [stored_scale])
+    unscaled = [rounded[:, nope_dim:]] if fmt.rope_dim else []
+    return _pack(fmt, [payload, *unscaled], [stored_scale])
 
 
 def decode(fmt: RowFormat, rows: EncodedRows, *, global_scale: Tensor | None = None) -> Tensor:
@@ -66,11 +72,11 @@ def decode(fmt: RowFormat, rows: EncodedRows, *, global_scale: Tensor | None = N
     if fmt.scale_rule == "none":
         return torch.cat([field.float() for field in fields.values()], dim=1)
     scale = _read_scale(fields["scale"], global_scale if fmt.scale_rule == "e4m3" else None)
+    payload = fields[fmt.fields[0].name]
     if _is_fp4(fmt):
-        payload = fields["key"]
         values = decode_e2m1(torch.stack((payload & 15, payload >> 4), dim=-1).flatten(1))
     else:
-        values = fields["nope" if "nope" in fields else "key"].float()
+        values = payload.float()
     restored = (values.unflatten(1, (-1, fmt.group)) * scale[:, :, None]).flatten(1)
     if fmt.value_dtype is torch.bfloat16:
         restored = round_to_bf16(restored).float()
@@ -133,7 +139,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _is_fp4(fmt: RowFormat) -> bool:
-    return fmt.name in ("mxfp4", "nvfp4")
+    return fmt.name in ("mxfp4", "nvfp4", "nvfp4_16")
 
 
 def _make_scale(fmt: RowFormat, amax: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -141,14 +147,16 @@ def _make_scale(fmt: RowFormat, amax: Tensor, global_scale: Tensor | None) -> tu
     if fmt.scale_rule == "amax_fp32":
         scale = amax.clamp(min=AMAX_FLOOR) / E4M3_MAX
         return scale, scale
-    if fmt.scale_rule == "e4m3":
+    if fmt.scale_rule in ("e4m3", "e4m3_poison"):
         factor = E2M1_MAX if global_scale is None else E2M1_MAX * global_scale
         stored = encode_e4m3((amax / factor).clamp(min=NVFP4_SCALE_FLOOR))
         return _read_scale(stored.view(torch.float8_e4m3fn), global_scale), stored
-    largest, floor = (E2M1_MAX, MXFP4_AMAX_FLOOR) if _is_fp4(fmt) else (E4M3_MAX, AMAX_FLOOR)
+    largest, floor = (E2M1_MAX, MXFP4_AMAX_FLOOR) if _is_fp4(fmt) else (
+        E4M3_MAX, AMAX_FLOORS.get(fmt.scale_rule, AMAX_FLOOR)
+    )  # fmt: skip
     exponent = ceil_log2_ratio(amax.clamp(min=floor), largest)
     scale = power_of_two(exponent)
-    return scale, (exponent + 127).byte() if fmt.scale_rule == "ue8m0" else scale
+    return scale, scale if fmt.scale_rule == "pow2_fp32" else (exponent + 127).byte()
 
 
 def _read_scale(stored: Tensor, global_scale: Tensor | None) -> Tensor:
