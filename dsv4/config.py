@@ -12,16 +12,24 @@ from typing import Any, Literal
 
 import torch
 
-from dsv4.checks import check_bool, check_int
+from dsv4.checks import check_bool, check_int, check_ints
 from dsv4.formats import (
     BYTE_ALIGN,
     IndexFormatName,
     KVFormatName,
+    PageArrangement,
     RowFormat,
+    ScaleFloor,
     index_row,
     kv_row,
 )
-from dsv4.layer_schedule import AttentionType, LayerSpec, build_schedule
+from dsv4.layer_schedule import (
+    SHARED_RATIOS,
+    AttentionType,
+    LayerSpec,
+    Sources,
+    build_schedule,
+)
 
 TailDtypeName = Literal["float32", "bfloat16"]
 TAIL_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,7 +39,20 @@ MAX_LAYERS = 4096
 MAX_WIDTH = 2**20
 MAX_DRAFTS = 256
 # Fields that change reads, not stored bytes.
-_READ_FIELDS = {"num_query_heads", "index_num_heads", "index_topk", "max_position"}
+_READ_FIELDS = {
+    "num_query_heads", "index_num_heads", "index_topk", "max_position", "index_source_layer_ids",
+    "candidate_source_layer_id", "candidate_topk_blocks", "candidate_block_size",
+}  # fmt: skip
+# Fields that a description leaves out where they have their defaults, which are V4's.
+_V41_FIELDS = {"kv_source_layer_ids": (), "entry_format": None, "page_arrangement": "split",
+               "scale_floor": "amax"}  # fmt: skip
+# The rows that DeepSeek-V4.1 was trained for; a `kv_format` replaces all of them.
+_V41_ROWS = {"kv_format": "fp8_32", "entry_format": "nvfp4_16", "page_arrangement": "joined"}
+# Keys of a V4.1 config with the same name there and here.
+_SHARED_KEYS = (
+    "kv_source_layer_ids", "index_source_layer_ids", "candidate_source_layer_id",
+    "candidate_topk_blocks", "candidate_block_size",
+)  # fmt: skip
 _LEGACY_RATE_KEYS = {4: "compress_rate_csa", 128: "compress_rate_hca"}
 LAYER_TYPE_NAMES = {
     "sliding_attention": 0,
@@ -95,10 +116,21 @@ class CacheConfig:
     """The model's attention geometry and the choices of the cache.
 
     Attributes:
-        compress_ratios: One of 0 (SWA), 4 (CSA), 128 (HCA) per layer, MTP layers last.
+        compress_ratios: One of 0 (SWA), 4 (CSA), 128 (HCA) per layer, MTP layers last; of
+            DeepSeek-V4.1 one of 0, 1 and 2.
         num_mtp_layers: Trailing layers of the schedule that are MTP layers.
         num_query_heads: Query heads of this rank.
         kv_format: Row format of window rows and entries, see `dsv4.formats`.
+        entry_format: Row format of entries, if it is another one.
+        page_arrangement: Place of KV rows' scales: behind all data of a page, `split`, or behind
+            each row's own, `joined`. Index keys are split.
+        scale_floor: Whether `fp8_32` bounds a group's `amax` or its `scale` to at least 1e-4.
+        kv_source_layer_ids: Layers that make entries and index keys, each for the layers up to the
+            next one; empty where every layer makes its own.
+        index_source_layer_ids: Layers that choose entries, for the layers up to the next one;
+            empty for the kv sources.
+        candidate_source_layer_id: The layer that publishes `candidate_topk_blocks` blocks of
+            `candidate_block_size` entries, from which later index sources choose; -1 for none.
         index_format: Row format of index keys.
         index_global_scale: NVFP4's optional fp32 scale; None means 1.
         index_hadamard: Transform index keys and queries alike before quantisation, as the
@@ -134,30 +166,64 @@ class CacheConfig:
     page_align: int = 576
     drafts_per_step: int = 0
     stage: Stage | None = None
+    entry_format: KVFormatName | None = None
+    page_arrangement: PageArrangement = "split"
+    scale_floor: ScaleFloor = "amax"
+    kv_source_layer_ids: tuple[int, ...] = ()
+    index_source_layer_ids: tuple[int, ...] = ()
+    candidate_source_layer_id: int = -1
+    candidate_topk_blocks: int = 2048
+    candidate_block_size: int = 8
 
     def __post_init__(self) -> None:
         ratios = _known_ratios("compress_ratios", self.compress_ratios)
         object.__setattr__(self, "compress_ratios", ratios)
         _check_numbers(self)
+        _make_sources(self)
         for problem in _problems(self):
             raise ValueError(problem)
         check_bool("index_hadamard", self.index_hadamard)
-        _ = self.kv_row, self.index_row  # refuse unknown formats
+        _ = self.kv_row, self.entry_row, self.index_row  # refuse unknown formats
 
     @cached_property
     def schedule(self) -> tuple[LayerSpec, ...]:
         """One `LayerSpec` per layer."""
-        return build_schedule(self.compress_ratios, num_mtp_layers=self.num_mtp_layers)
+        return build_schedule(
+            self.compress_ratios, num_mtp_layers=self.num_mtp_layers, sources=self.sources
+        )
+
+    @property
+    def sources(self) -> Sources:
+        """The layers that own what others read."""
+        index = self.index_source_layer_ids or self.kv_source_layer_ids
+        return Sources(self.kv_source_layer_ids, index, self.candidate_source_layer_id)
+
+    @property
+    def has_latent_keys(self) -> bool:
+        """Its compressed layers are DeepSeek-V4.1's."""
+        return any(ratio in SHARED_RATIOS for ratio in self.compress_ratios)
 
     @cached_property
     def kv_row(self) -> RowFormat:
-        """The row of a window token or compressed entry."""
-        return kv_row(self.kv_format, head_dim=self.head_dim, rope_dim=self.rope_dim)
+        """The row of a window token."""
+        return self._kv_row(self.kv_format)
+
+    @cached_property
+    def entry_row(self) -> RowFormat:
+        """The row of a compressed entry."""
+        return self._kv_row(self.entry_format or self.kv_format)
+
+    def _kv_row(self, name: KVFormatName) -> RowFormat:
+        return kv_row(
+            name, head_dim=self.head_dim, rope_dim=self.rope_dim,
+            arrangement=self.page_arrangement, scale_floor=self.scale_floor,
+        )  # fmt: skip
 
     @cached_property
     def index_row(self) -> RowFormat:
         """The row of an index key."""
-        return index_row(self.index_format, head_dim=self.index_head_dim)
+        rounds_first = not self.has_latent_keys
+        return index_row(self.index_format, head_dim=self.index_head_dim, rounds_first=rounds_first)
 
     @property
     def num_layers(self) -> int:
@@ -171,7 +237,8 @@ class CacheConfig:
     def cut_layers(self, first: int, last: int) -> "CacheConfig":
         """Return the config of layers `first` to `last - 1`, for a cache of their own.
 
-        They are numbered from 0 there.
+        They are numbered from 0 there. Where layers share entries, the first compressed one of
+        them is a kv source.
         """
         first = check_int("first", first, at_least=0, at_most=self.num_layers - 1)
         last = check_int("last", last, at_least=first + 1, at_most=self.num_layers)
@@ -179,13 +246,28 @@ class CacheConfig:
         num_mtp = max(0, last - max(first, self.num_layers - self.num_mtp_layers))
         return dataclasses.replace(
             self, compress_ratios=self.compress_ratios[first:last], num_mtp_layers=num_mtp,
-            stage=Stage(self.model_ratios, before + first),
+            stage=Stage(self.model_ratios, before + first), **self._cut_sources(first, last),
         )  # fmt: skip
+
+    def _cut_sources(self, first: int, last: int) -> dict[str, Any]:
+        """Return the sources among layers `first` to `last - 1`, as they are numbered there."""
+        for layer in self.schedule[first:last]:
+            if 0 <= layer.entries_of < first:
+                raise ValueError(
+                    f"Layers {first} to {last - 1} cannot be cut out: expected a kv source first, "
+                    f"layer {layer.layer_idx} reads the entries of layer {layer.entries_of}"
+                )
+        kv, index, candidates = dataclasses.astuple(self.sources)
+        return {
+            "kv_source_layer_ids": tuple(idx - first for idx in kv if first <= idx < last),
+            "index_source_layer_ids": tuple(idx - first for idx in index if first <= idx < last),
+            "candidate_source_layer_id": candidates - first if first <= candidates < last else -1,
+        }
 
     @cached_property
     def num_layer_writes(self) -> int:
-        """Writes of a whole forward: every layer's window, every compressed layer's entries."""
-        return self.num_layers + sum(ratio > 0 for ratio in self.compress_ratios)
+        """Writes of a whole forward: every layer's window, every owner's entries."""
+        return self.num_layers + sum(layer.owns_entries for layer in self.schedule)
 
     @cached_property
     def smallest_ratio(self) -> int:
@@ -215,7 +297,8 @@ class CacheConfig:
     def stored_fields(self) -> dict[str, Any]:
         """The fields that give the stored bytes their meaning, as JSON can hold them."""
         fields = dataclasses.asdict(self)
-        return {name: value for name, value in fields.items() if name not in _READ_FIELDS}
+        left_out = _READ_FIELDS | {n for n, value in _V41_FIELDS.items() if fields[n] == value}
+        return {name: value for name, value in fields.items() if name not in left_out}
 
     @classmethod
     def from_stored_fields(cls, fields: Mapping[str, Any]) -> "CacheConfig":
@@ -241,7 +324,7 @@ class CacheConfig:
         meaning = self.stored_fields
         meaning["slots"] = "HCA groups as sums"
         meaning["index_global_scale"] = self.index_global_scale or 1.0
-        for row in (self.kv_row, self.index_row):
+        for row in (self.kv_row, self.entry_row, self.index_row):
             meaning[f"{row.name}/{row.dim}"] = [
                 (f.name, f.section, f.offset, str(f.dtype), f.count) for f in row.fields
             ] + [(row.group, row.scale_rule, row.data_bytes, row.scale_bytes)]
@@ -254,7 +337,8 @@ class CacheConfig:
 
         Args:
             config: A `DeepseekV4Config`, a mapping, or the path of a config.json or of its folder.
-                It has `layer_types` and `compress_rates`, or `compress_ratios`.
+                It has `layer_types` and `compress_rates`, or `compress_ratios`. V4.1's may have
+                them in `text_config`.
             include_mtp: Append the MTP layers to the schedule.
             **choices: Any other field of `CacheConfig`.
         """
@@ -278,6 +362,9 @@ class CacheConfig:
             "yarn": yarn,
             "max_position": _required(raw, "max_position_embeddings"),
         }
+        if raw.get("kv_source_layer_ids"):
+            geometry |= {name: raw[name] for name in _SHARED_KEYS if raw.get(name) is not None}
+            geometry |= _v41_choices(choices)
         return cls(**{**geometry, **choices})
 
     @classmethod
@@ -292,6 +379,20 @@ class CacheConfig:
         ratios = [128, 128] + [4, 128] * 29 + [4]
         geometry = {"num_query_heads": 128, "index_topk": 1024}
         return cls._preset(ratios, geometry, include_mtp, choices)
+
+    @classmethod
+    def v41_flash(cls, *, include_mtp: bool = False, **choices: Any) -> "CacheConfig":
+        """DeepSeek-V4.1-Flash: 2 SWA layers, 38 in four groups that share entries, 64 heads."""
+        geometry = {
+            "index_num_heads": 32,
+            "rms_norm_eps": 1e-20,
+            "kv_source_layer_ids": (2, 8, 14, 20),
+            "index_source_layer_ids": (2, 8, 14, 20, 24, 28, 32, 36),
+            "candidate_source_layer_id": 20,
+            **_v41_choices(choices),
+        }
+        ratios = [0, 0] + [2] * 18 + [1] * 20
+        return cls._preset(ratios, geometry, include_mtp, choices, num_mtp=3)
 
     @classmethod
     def tiny(cls, *, include_mtp: bool = False, **choices: Any) -> "CacheConfig":
@@ -315,8 +416,9 @@ class CacheConfig:
         geometry: dict[str, Any],
         include_mtp: bool,
         choices: dict[str, Any],
+        num_mtp: int = 1,
     ) -> "CacheConfig":
-        mtp = [0] if include_mtp else []
+        mtp = [0] * num_mtp if include_mtp else []
         fields = {
             "compress_ratios": tuple(ratios + mtp),
             "num_mtp_layers": len(mtp),
@@ -334,7 +436,46 @@ def _known_ratios(name: str, given: Any) -> tuple[int, ...]:
         raise ValueError(f"Invalid {name}: expected a sequence, got {got}") from None
     if not 1 <= len(ratios) <= MAX_LAYERS:
         raise ValueError(f"Invalid {name}: expected 1 to {MAX_LAYERS} layers, got {len(ratios)}")
-    return tuple(AttentionType.from_ratio(ratio).ratio for ratio in ratios)
+    for ratio in ratios:
+        AttentionType.from_ratio(ratio)  # refuses unknown ones
+    known = tuple(int(ratio) for ratio in ratios)
+    shared = [ratio for ratio in known if ratio in SHARED_RATIOS]
+    others = [ratio for ratio in known if ratio > max(SHARED_RATIOS)]
+    if shared and others:
+        raise ValueError(
+            f"Invalid {name}: expected those of one model, 4 and 128 or 1 and 2, "
+            f"got {others[0]} and {shared[0]}"
+        )
+    return known
+
+
+def _make_sources(config: CacheConfig) -> None:
+    """Check the layers that own what others read, and make them tuples."""
+    last = config.num_layers - 1
+    for name in ("kv_source_layer_ids", "index_source_layer_ids"):
+        ids = check_ints(name, list(getattr(config, name)), at_least=0, at_most=last)
+        object.__setattr__(config, name, tuple(ids.tolist()))
+    _make_ints(config, "candidate_source_layer_id", at_least=-1, at_most=last)
+    _make_ints(
+        config, "candidate_topk_blocks", "candidate_block_size", at_least=1, at_most=MAX_WIDTH
+    )
+    if config.index_source_layer_ids and not config.kv_source_layer_ids:
+        raise ValueError("index_source_layer_ids needs kv_source_layer_ids, which are empty")
+    for problem in config.sources.problems(config.compress_ratios):
+        raise ValueError(problem)
+    blocks, size = config.candidate_topk_blocks, config.candidate_block_size
+    fewest = (blocks - 1) * size + 1  # the newest block may hold one entry
+    if config.candidate_source_layer_id >= 0 and fewest < config.index_topk:
+        raise ValueError(
+            f"Invalid candidate_topk_blocks: {blocks} blocks of {size} may hold {fewest} entries, "
+            f"expected at least index_topk ({config.index_topk})"
+        )
+
+
+def _v41_choices(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the cache choices that DeepSeek-V4.1 was trained for, unless rows are chosen."""
+    rows = {} if "kv_format" in choices else _V41_ROWS
+    return {**rows, "index_hadamard": False, "page_align": BYTE_ALIGN}
 
 
 def _check_numbers(config: CacheConfig) -> None:
@@ -398,7 +539,7 @@ def _problems(config: CacheConfig) -> Iterator[str]:
 
 def _as_mapping(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
-        return config
+        return _section(config, "text_config") or config
     if isinstance(config, str | Path):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
@@ -412,7 +553,7 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
             raise ValueError(
                 f"Invalid config.json: expected an object, got {type(loaded).__name__}"
             )
-        return loaded
+        return _as_mapping(loaded)
     if hasattr(config, "to_dict"):
         # to_dict leaves qk_rope_head_dim out: it is a plain attribute of the transformers config.
         mapping = dict(config.to_dict())

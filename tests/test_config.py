@@ -243,9 +243,9 @@ def test_from_hf_keeps_every_draft_layer():
 
 REFUSALS = {
     "no_layers": ({"compress_ratios": ()}, "Invalid compress_ratios: expected 1 to 4096 layers"),
-    "ratio_2": (
-        {"compress_ratios": (0, 2)},
-        r"expected one of 0 \(SWA\), 4 \(CSA\), 128 \(HCA\), got 2",
+    "ratio_3": (
+        {"compress_ratios": (0, 3)},
+        r"expected one of 0 \(SWA\), 4 \(CSA\), 128 \(HCA\), 1 and 2 \(CSA of V4.1\), got 3",
     ),
     "mtp_count": ({"num_mtp_layers": 5}, "num_mtp_layers: expected an integer from 0 to 4, got 5"),
     "eps_zero": ({"rms_norm_eps": 0.0}, "Invalid rms_norm_eps: expected a number above 0, got 0.0"),
@@ -282,7 +282,8 @@ REFUSALS = {
     "tail_dtype": ({"tail_dtype": "float16"}, "expected one of float32, bfloat16, got 'float16'"),
     "kv_format": (
         {"kv_format": "fp4"},
-        "Unknown KV format: expected one of fp8, fp8_entry_scale, bf16, fp32, got 'fp4'",
+        "Unknown KV format: expected one of fp8, fp8_entry_scale, bf16, fp32, fp8_32, nvfp4_16, "
+        "got 'fp4'",
     ),
     "index_format": (
         {"index_format": "int8"},
@@ -377,7 +378,7 @@ def test_from_hf_needs_a_layer_for_each_hidden_one(spelling):
         CacheConfig.from_hf(raw | {"num_hidden_layers": 50})
 
 
-@pytest.mark.parametrize("ratio", [1, 2, 64])
+@pytest.mark.parametrize("ratio", [3, 8, 64])
 def test_from_hf_refuses_other_ratios(ratio):
     raw = flash_with(compress_ratios=[0, ratio], num_hidden_layers=2)
     with pytest.raises(ValueError, match=f"Unknown compression ratio: .* got {ratio}"):

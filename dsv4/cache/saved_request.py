@@ -146,7 +146,7 @@ def _copy_state(
     rows = torch.arange(first_window_position(layer.window, floor), length) % layer.ring_rows
     target.ring.data[0, rows] = source.ring.data[slot, rows]
     target.ring.scales[0, rows] = source.ring.scales[slot, rows]
-    if not layer.ratio:
+    if not layer.tail_rows:
         return
     rows = torch.arange(first_tail_position(layer, floor), length) % layer.tail_rows
     for from_tail, to_tail in (
@@ -169,7 +169,7 @@ def _copy_entries(
     target: LayerPages | None,
     length: int,
 ) -> None:
-    if source is None or target is None:
+    if source is None or target is None or not layer.owns_entries:
         return
     full, rest = divmod(length // layer.ratio, layer.entries_per_block)
     for from_rows, to_rows in (

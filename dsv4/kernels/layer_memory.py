@@ -9,7 +9,16 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dsv4.formats import IndexFormatName, KVFormatName, PagedRows, RowFormat, index_row, kv_row
+from dsv4.formats import (
+    IndexFormatName,
+    KVFormatName,
+    PageArrangement,
+    PagedRows,
+    RowFormat,
+    ScaleFloor,
+    index_row,
+    kv_row,
+)
 from dsv4.rope import ROW_STEPS, RopeRows
 
 _Part = TypeVar("_Part")
@@ -47,12 +56,15 @@ class LayerLayout:
         tail_offset, index_tail_offset: First byte of the tails in a slot; -1 for none.
         tail_rows: Rows of a tail.
         sums_offset, sum_rows: First byte of HCA sums in a slot, -1 for none, and their groups.
-        num_series: Projections a token carries: CSA 2, HCA 1, SWA 0.
+        num_series: Projections with gates that a token carries: CSA 2, HCA 1, SWA 0.
         head_dim, rope_dim: Width of a KV row, and of its rotated part.
         index_head_dim, index_topk: Width of an index key, and entries that a token selects.
         has_hadamard: Index queries and keys are transformed after RoPE.
         rms_norm_eps: The epsilon of every norm that the cache applies.
         kv_format, index_format, tail_dtype: Names of the row formats and of the tails' dtype.
+        entry_format, page_arrangement, scale_floor: Choices of a `CacheConfig`.
+        owns_entries: The layer writes entries and keys; the pages of others are their owner's.
+        has_latent_keys: Index keys are made of the entry before RoPE.
         key: All of the above in one string, which `from_key` reads back.
     """
 
@@ -79,6 +91,11 @@ class LayerLayout:
     kv_format: KVFormatName
     index_format: IndexFormatName
     tail_dtype: Literal["float32", "bfloat16"]
+    entry_format: KVFormatName
+    page_arrangement: PageArrangement
+    scale_floor: ScaleFloor
+    owns_entries: bool
+    has_latent_keys: bool
     key: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -92,13 +109,26 @@ class LayerLayout:
 
     @cached_property
     def kv_row(self) -> RowFormat:
-        """Row format of a window token or compressed entry."""
-        return kv_row(self.kv_format, head_dim=self.head_dim, rope_dim=self.rope_dim)
+        """Row format of a window token."""
+        return self._kv_row(self.kv_format)
+
+    @cached_property
+    def entry_row(self) -> RowFormat:
+        """Row format of a compressed entry."""
+        return self._kv_row(self.entry_format)
+
+    def _kv_row(self, name: KVFormatName) -> RowFormat:
+        return kv_row(
+            name, head_dim=self.head_dim, rope_dim=self.rope_dim,
+            arrangement=self.page_arrangement, scale_floor=self.scale_floor,
+        )  # fmt: skip
 
     @cached_property
     def index_row(self) -> RowFormat:
         """Row format of an index key."""
-        return index_row(self.index_format, head_dim=self.index_head_dim)
+        return index_row(
+            self.index_format, head_dim=self.index_head_dim, rounds_first=not self.has_latent_keys
+        )
 
     def cut_ring(self, slots: Tensor) -> PagedRows:
         """Cut the window ring out of slots `[max_requests, slot_bytes]`, one page each."""
@@ -106,7 +136,7 @@ class LayerLayout:
 
     def cut_entries(self, blocks: Tensor) -> PagedRows | None:
         """Cut the compressed entries out of blocks `[num_blocks, block_bytes]`; None for SWA."""
-        return self._cut_pages(blocks, self.entries_offset, self.kv_row)
+        return self._cut_pages(blocks, self.entries_offset, self.entry_row)
 
     def cut_index_keys(self, blocks: Tensor) -> PagedRows | None:
         """Cut the index keys out of blocks; None unless CSA."""

@@ -174,7 +174,7 @@ class Capacity:
             num_heads=config.index_num_heads,
             dim=config.index_head_dim,
             topk=config.index_topk,
-            max_entries=self.max_request_tokens // AttentionType.CSA.ratio,
+            max_entries=self.max_request_tokens // config.smallest_ratio,
             max_tokens=self.max_forward_tokens,
         )
 
@@ -218,22 +218,23 @@ class Capacity:
         blocks = self._block_layout(schemas)
         slots = slot_layout(schemas, page_align=config.page_align)
         num_blocks, max_requests, row = self.num_blocks, self.max_requests, config.kv_row
+        owners = [s for s in csa if s.layer.owns_entries]
 
         def entries(layers: list[LayerCacheSchema]) -> ComponentBytes:
-            rows = ((s.entries_per_block * row.row_bytes, s.page_bytes) for s in layers)
+            rows = ((s.entries_per_block * s.entry_row.row_bytes, s.page_bytes) for s in layers)
             return _times(num_blocks, rows)
 
         def exact(count: int, sizes: Iterable[int]) -> ComponentBytes:
             return _times(count, ((size, size) for size in sizes))
 
-        keys = ((s.entries_per_block * s.index_row.row_bytes, s.index_page_bytes) for s in csa)
+        keys = ((s.entries_per_block * s.index_row.row_bytes, s.index_page_bytes) for s in owners)
         rings = ((s.ring_rows * row.row_bytes, s.ring_bytes) for s in schemas)
         workspace = row.page_bytes(self.workspace_rows, align=BYTE_ALIGN)
         pooled = config.head_dim * FP32_BYTES + INT32_BYTES
         rope_row, num_tokens = config.rope_dim * FP32_BYTES, self.max_forward_tokens
         partials = self.attention_partials * self.partial_elements * FP32_BYTES
         return {
-            "csa_entries": entries(csa),
+            "csa_entries": entries(owners),
             "index_keys": _times(num_blocks, keys),
             "hca_entries": entries(hca),
             "block_padding": _times(num_blocks, [(0, blocks.padding)]),

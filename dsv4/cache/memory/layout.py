@@ -7,9 +7,11 @@ A block is one run of bytes over all layers, and so is a slot: copying, swapping
 one is a single copy. A layer's pool is a strided view whose stride is the run's size. Some kernels
 check that stride, so the run is rounded up to `page_align`.
 
-The sums of closed groups follow each HCA tail. At a block's end the HCA window is closed and its
-tail is not needed. HCA tails come last in a slot, so the state at a block's end, a checkpoint, is
-the front of the slot: one copy too.
+Only layers that own entries have pages and tails; the others are told the pages of their owner.
+
+The sums of closed groups follow each HCA tail. At a block's end every window is closed, so only
+tails that the next window reads again are needed. Other tails come last in a slot. So the state at
+a block's end, a checkpoint, is the front of the slot: one copy too.
 """
 
 from collections.abc import Iterable
@@ -37,6 +39,10 @@ class RunLayout:
     offsets: tuple[dict[str, int], ...]
     num_bytes: int
     padding: int
+
+    def offset(self, layer_idx: int, name: str) -> int:
+        """Return the first byte of a layer's part; -1 if the layer, or the part, is none."""
+        return self.offsets[layer_idx].get(name, -1) if layer_idx >= 0 else -1
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,9 @@ def block_layout(
 
 
 def slot_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> RunLayout:
-    """Lay out the fixed state of one request: a checkpoint's parts, then the HCA tails."""
-    hca = ((idx, s) for idx, s in enumerate(schemas) if not s.tail_buffer_size_b)
-    tails = [((idx, "tail", s.tail_bytes), (idx, "sums", s.sum_bytes)) for idx, s in hca]
+    """Lay out the fixed state of one request: a checkpoint's parts, then the other tails."""
+    rest = ((idx, s) for idx, s in enumerate(schemas) if not s.tail_buffer_size_b)
+    tails = [((idx, "tail", s.tail_bytes), (idx, "sums", s.sum_bytes)) for idx, s in rest]
     parts = [*_checkpoint_parts(schemas), *chain(*tails)]
     return _lay_out(len(schemas), parts, align=page_align)
 
@@ -103,13 +109,13 @@ def cache_layout(
             ring_offset=slots.offsets[idx]["ring"],
             ring_rows=schema.ring_rows,
             workspace_rows=workspace_rows,
-            entries_offset=blocks.offsets[idx].get("entries", -1),
-            index_offset=blocks.offsets[idx].get("index_keys", -1),
+            entries_offset=blocks.offset(schema.layer.entries_of, "entries"),
+            index_offset=blocks.offset(schema.layer.entries_of, "index_keys"),
             entries_per_block=schema.entries_per_block,
-            tail_offset=slots.offsets[idx].get("tail", -1),
-            index_tail_offset=slots.offsets[idx].get("index_tail", -1),
+            tail_offset=slots.offset(idx, "tail"),
+            index_tail_offset=slots.offset(idx, "index_tail"),
             tail_rows=schema.tail_rows,
-            sums_offset=slots.offsets[idx].get("sums", -1),
+            sums_offset=slots.offset(idx, "sums"),
             sum_rows=schema.sum_rows,
             num_series=schema.num_series,
             head_dim=config.head_dim,
@@ -121,6 +127,11 @@ def cache_layout(
             kv_format=config.kv_format,
             index_format=config.index_format,
             tail_dtype=config.tail_dtype,
+            entry_format=config.entry_format or config.kv_format,
+            page_arrangement=config.page_arrangement,
+            scale_floor=config.scale_floor,
+            owns_entries=schema.layer.owns_entries,
+            has_latent_keys=schema.layer.has_latent_keys,
         )
         for idx, schema in enumerate(schemas)
     )

@@ -28,8 +28,8 @@ class LayerPages:
 
     @property
     def entries_fp8(self) -> Tensor:
-        """`[blocks, entries_per_block, nope_dim]`: the part that is not rotated."""
-        return self.entries.field("nope")
+        """`[blocks, entries_per_block, nope_dim]`: the part that is not rotated, or all of it."""
+        return self.entries.field(self.entries.format.fields[0].name)
 
     @property
     def entries_rope(self) -> Tensor:

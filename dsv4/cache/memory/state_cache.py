@@ -54,8 +54,8 @@ class LayerState:
 
     @property
     def swa_fp8(self) -> Tensor:
-        """`[max_requests, ring_rows, nope_dim]`: the part that is not rotated."""
-        return self.ring.field("nope")
+        """`[max_requests, ring_rows, nope_dim]`: the part that is not rotated, or all of it."""
+        return self.ring.field(self.ring.format.fields[0].name)
 
     @property
     def swa_rope(self) -> Tensor:

@@ -100,7 +100,7 @@ def _parts(
         ("entries", layout.cut_entries(saved.blocks), None),
         ("index keys", layout.cut_index_keys(saved.blocks), key_scale),
     ):
-        if pages is not None:
+        if pages is not None and layout.owns_entries:
             yield Part(
                 name, pages, 0, length // ratio, ratio=ratio, overlap=schema.tail_buffer_size_b,
                 global_scale=global_scale,

@@ -96,7 +96,8 @@ def _candidates(plan: MemoryPlan, kind: str) -> Iterator[Change]:
 def _smaller(config: CacheConfig, field: str) -> list[str]:
     """List the formats with smaller rows than the present one, largest first."""
     sizes = row_bytes(config, field)
-    smaller = [name for name in sizes if sizes[name] < sizes[getattr(config, field)]]
+    present = sizes.get(getattr(config, field), 0)  # none is smaller than V4.1's own rows
+    smaller = [name for name in sizes if sizes[name] < present]
     return sorted(smaller, key=lambda name: -sizes[name])
 
 

@@ -17,7 +17,10 @@ from dsv4.tools.planner.changes import Change, find_changes
 from dsv4.tools.planner.memory_plan import LIMITS, MemoryPlan, component_label
 from dsv4.tools.planner.sizes import GPU_BYTES, format_bytes, parse_bytes, parse_gpu, parse_tokens
 
-PRESETS = {"v4-flash": CacheConfig.v4_flash, "v4-pro": CacheConfig.v4_pro}
+PRESETS = {
+    "v4-flash": CacheConfig.v4_flash, "v4-pro": CacheConfig.v4_pro,
+    "v41-flash": CacheConfig.v41_flash,
+}  # fmt: skip
 # Fields of a config that have an option; those of a plan are its `LIMITS`.
 CHOICES = ("kv_format", "index_format", "tail_dtype", "block_tokens", "page_align",
            "drafts_per_step")  # fmt: skip
@@ -41,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dsv4 plan`."""
     add, tokens, size = parser.add_argument, _argument(parse_tokens), _argument(parse_bytes)
     whole = _argument(_whole)
-    add("--model", required=True, metavar="v4-flash|v4-pro|PATH",
+    add("--model", required=True, metavar="v4-flash|v4-pro|v41-flash|PATH",
         help="a preset, or a transformers config.json or its folder")  # fmt: skip
     add("--context", required=True, type=tokens, dest="context_tokens", metavar="TOKENS",
         help="tokens of each request: 1M, 128k, 4096 (k = 1024, M = 1024k)")  # fmt: skip
@@ -57,13 +60,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tensor-parallel ranks")  # fmt: skip
     add("--pp", type=positive, default=1, dest="num_stages", metavar="PP",
         help="pipeline stages, each with ranks of its own")  # fmt: skip
-    add("--kv", choices=KV_FORMATS, default="fp8", dest="kv_format", help="row format of the KV")
+    add("--kv", choices=KV_FORMATS, dest="kv_format", help="row format of the KV")
     add("--index", choices=INDEX_FORMATS, default="mxfp4", dest="index_format",
         help="row format of the index keys")  # fmt: skip
     add("--tails", choices=tuple(TAIL_DTYPES), default="float32", dest="tail_dtype",
         help="dtype of the compression tails")  # fmt: skip
     add("--block-tokens", type=positive, default=256, metavar="N")
-    add("--page-align", type=positive, default=576, metavar="N")
+    add("--page-align", type=positive, metavar="N")
     add("--drafts", type=whole, default=0, dest="drafts_per_step", metavar="N",
         help="the most tokens of a step that may be rejected")  # fmt: skip
     add("--chunk", type=tokens, default=8192, dest="max_forward_tokens", metavar="TOKENS",
@@ -122,7 +125,8 @@ def build_plan(options: argparse.Namespace) -> MemoryPlan:
 
 
 def _config(options: argparse.Namespace) -> CacheConfig:
-    choices = {name: getattr(options, name) for name in CHOICES}
+    given = {name: getattr(options, name) for name in CHOICES}
+    choices = {name: value for name, value in given.items() if value is not None}
     if options.model in PRESETS:
         include_mtp = options.mtp is not False
         return PRESETS[options.model](include_mtp=include_mtp, **choices)
@@ -140,7 +144,9 @@ def page_models(model: str) -> dict[str, CacheConfig]:
     models = {name: preset(include_mtp=True) for name, preset in PRESETS.items()}
     if model not in models:
         models[model] = CacheConfig.from_hf(model, include_mtp=has_mtp_layers(model), **_ANY_WIDTH)
-    return models
+    if models[model].has_latent_keys:
+        raise ValueError(f"argument --html: expected a model whose layers own all, got {model!r}")
+    return {name: config for name, config in models.items() if not config.has_latent_keys}
 
 
 def as_json(plan: MemoryPlan, *, model: str) -> dict[str, Any]:
@@ -181,7 +187,8 @@ def _sizes(components: dict[str, ComponentBytes]) -> dict[str, dict[str, int]]:
 def title(plan: MemoryPlan, *, model: str) -> str:
     """Describe the plan in one line."""
     config = plan.config
-    formats = f"{config.kv_format} rows, {config.index_format} index keys"
+    entries = f", {config.entry_format} entries" if config.entry_format else ""
+    formats = f"{config.kv_format} rows{entries}, {config.index_format} index keys"
     return f"{model}, {formats}: {_requests(plan.num_requests)} of {plan.context_tokens:,} tokens"
 
 

@@ -111,7 +111,7 @@ def test_a_config_of_transformers(capsys, tmp_path, is_folder):
         (["--drafts", "x"], "expected a whole number, got 'x'"),
         (["--block-tokens", "100"], "expected a multiple of the largest ratio (128), got 100"),
         (["--page-align", "24"], "expected a multiple of 16, got 24"),
-        (["--model", "v5"], "expected v4-flash, v4-pro or the path of a config.json"),
+        (["--model", "v5"], "expected v4-flash, v4-pro, v41-flash or the path of a config"),
         (["--kv", "fp7"], "invalid choice: 'fp7'"),
         (["--plot", "plan.pdf"], "expected .png or .svg, got 'plan.pdf'"),
         (["--html", "plan.pdf"], "expected .html, got 'plan.pdf'"),
