@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -211,7 +211,7 @@ class CacheConfig:
     @cached_property
     def entry_row(self) -> RowFormat:
         """The row of a compressed entry."""
-        return self._kv_row(self.entry_format or self.kv_format)
+        return self._kv_row(self.kv_format if self.entry_format is None else self.entry_format)
 
     def _kv_row(self, name: KVFormatName) -> RowFormat:
         return kv_row(
@@ -308,6 +308,9 @@ class CacheConfig:
         known = {field.name for field in dataclasses.fields(cls)} - _READ_FIELDS
         if not {"compress_ratios"} <= set(fields) <= known:
             raise ValueError(f"Invalid config: expected stored fields, got {list(fields)}")
+        for name, default in _V41_FIELDS.items():
+            if name in fields and fields[name] in (default, list(default or ())):
+                raise ValueError(f"Invalid config: expected {name} only where it is no default")
         made = {
             name: None if fields[name] is None else kind(**fields[name])
             for name, kind in (("yarn", YarnScaling), ("stage", Stage))
@@ -453,7 +456,11 @@ def _make_sources(config: CacheConfig) -> None:
     """Check the layers that own what others read, and make them tuples."""
     last = config.num_layers - 1
     for name in ("kv_source_layer_ids", "index_source_layer_ids"):
-        ids = check_ints(name, list(getattr(config, name)), at_least=0, at_most=last)
+        given = getattr(config, name)
+        if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+            got = type(given).__name__
+            raise ValueError(f"Invalid {name}: expected a sequence, got {got}")
+        ids = check_ints(name, list(given), at_least=0, at_most=last)
         object.__setattr__(config, name, tuple(ids.tolist()))
     _make_ints(config, "candidate_source_layer_id", at_least=-1, at_most=last)
     _make_ints(
@@ -506,6 +513,8 @@ def _problems(config: CacheConfig) -> Iterator[str]:
             "Invalid index_head_dim: expected a multiple of 32 and at least rope_dim "
             f"({rope_dim}), got {index_dim}"
         )
+    if config.has_latent_keys and head_dim % 16:
+        yield f"Invalid head_dim: ratios 1 and 2 need a multiple of 16, got {head_dim}"
     if config.index_hadamard and index_dim & (index_dim - 1):
         yield f"index_hadamard needs index_head_dim to be a power of two, got {index_dim}"
     stage = config.stage

@@ -102,6 +102,16 @@ class RowFormat:
         return self.data_bytes + self.scale_bytes
 
     @property
+    def record_bytes(self) -> tuple[int, int]:
+        """Sizes of the data and the scale record."""
+        return self.data_bytes, self.scale_bytes
+
+    @property
+    def record_strides(self) -> tuple[int, int]:
+        """Bytes from a row's data and scale record to those of the next row."""
+        return (self.row_bytes, self.row_bytes) if self.is_joined else self.record_bytes
+
+    @property
     def num_groups(self) -> int:
         """Scales of a row."""
         return (self.dim - self.rope_dim) // self.group if self.group else 0
@@ -151,19 +161,20 @@ class PagedRows:
     @cached_property
     def data(self) -> Tensor:
         """`[num_pages, rows_per_page, data_bytes]` uint8."""
-        return self._section(0, self.format.data_bytes)
+        return self._section(0, self.format.data_bytes, self.format.record_strides[0])
 
     @cached_property
     def scales(self) -> Tensor:
         """`[num_pages, rows_per_page, scale_bytes]` uint8."""
         rows_before = 1 if self.format.is_joined else self.rows_per_page
-        return self._section(rows_before * self.format.data_bytes, self.format.scale_bytes)
+        start, stride = rows_before * self.format.data_bytes, self.format.record_strides[1]
+        return self._section(start, self.format.scale_bytes, stride)
 
-    def _section(self, start: int, size: int) -> Tensor:
+    def _section(self, start: int, size: int, stride: int) -> Tensor:
         num_pages, run_bytes = self.storage.shape
         return self.storage.as_strided(
             (num_pages, self.rows_per_page, size),
-            (run_bytes, self.format.row_bytes if self.format.is_joined else size, 1),
+            (run_bytes, stride, 1),
             self.storage.storage_offset() + self.offset + start,
         )
 

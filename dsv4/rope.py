@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 
 from dsv4.config import CacheConfig, YarnScaling
-from dsv4.layer_schedule import AttentionType
+from dsv4.layer_schedule import SHARED_RATIOS, AttentionType
 
 # A forward has four rows a token: at its position in the main and in the compress base, then at
 # the first position of its CSA window and of its HCA window, both in the compress base.
 ROW_STEPS = (1, 1, AttentionType.CSA.ratio, AttentionType.HCA.ratio)
+
+
+def row_steps(config: CacheConfig) -> tuple[int, ...]:
+    """Return the tokens of the windows that a token's rows are for; V4.1 has pairs for CSA."""
+    pairs = (1, 1, max(SHARED_RATIOS), AttentionType.HCA.ratio)
+    return pairs if config.has_latent_keys else ROW_STEPS
 
 
 class RopeRows(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
@@ -14,10 +15,12 @@ from dsv4.kernels.contracts import (
     CompressorInputs,
     CompressorWeights,
     IndexInputs,
+    KeyWeights,
     LayerProjections,
     LayerWeights,
+    Selection,
 )
-from dsv4.layer_schedule import AttentionType
+from dsv4.layer_schedule import AttentionType, LayerSpec
 
 _Nested = TypeVar("_Nested")
 Draw = Callable[..., Tensor]  # takes a shape and a generator, as `torch.randn` does
@@ -44,29 +47,37 @@ def poison(manager: KVCacheManager) -> None:
 
 
 def random_weights(
-    config: CacheConfig, kind: AttentionType, *, seed: int, draw: Draw = torch.randn
+    config: CacheConfig, kind: AttentionType | LayerSpec, *, seed: int, draw: Draw = torch.randn
 ) -> LayerWeights:
     """Draw the learned tensors of a layer, fp32, from a seed."""
     generator = torch.Generator().manual_seed(seed)
+    layer = kind if isinstance(kind, LayerSpec) else LayerSpec(0, kind)
 
     def normal(*shape: int, mean: float = 0.0, spread: float = 0.5) -> Tensor:
         return mean + spread * draw(shape, generator=generator)
 
     def compressor(dim: int) -> CompressorWeights:
-        width = _num_series(kind) * dim
-        return CompressorWeights(normal(kind.ratio, width), normal(dim, mean=1.0, spread=0.2))
+        bias = None if layer.has_latent_keys else normal(layer.ratio, _num_series(layer) * dim)
+        return CompressorWeights(bias, normal(dim, mean=1.0, spread=0.2))
+
+    def keys(dim: int) -> CompressorWeights | KeyWeights | None:
+        if layer.attention_type is not AttentionType.CSA or not layer.owns_entries:
+            return None
+        if not layer.has_latent_keys:
+            return compressor(dim)
+        return KeyWeights(normal(dim, config.head_dim), normal(dim, mean=1.0, spread=0.2))
 
     return LayerWeights(
         normal(config.head_dim, mean=1.0, spread=0.2),
         normal(config.num_query_heads, spread=1.0),
-        None if kind is AttentionType.SWA else compressor(config.head_dim),
-        compressor(config.index_head_dim) if kind is AttentionType.CSA else None,
+        compressor(config.head_dim) if layer.owns_entries else None,
+        keys(config.index_head_dim),
     )
 
 
 def random_projections(
     config: CacheConfig,
-    kind: AttentionType,
+    kind: AttentionType | LayerSpec,
     num_tokens: int,
     *,
     seed: int,
@@ -75,22 +86,23 @@ def random_projections(
 ) -> LayerProjections:
     """Draw normal projections of one sequence from a seed."""
     generator = torch.Generator().manual_seed(seed)
+    layer = kind if isinstance(kind, LayerSpec) else LayerSpec(0, kind)
 
     def normal(*shape: int) -> Tensor:
         return draw((num_tokens, *shape), generator=generator).to(dtype)
 
     def compressor(dim: int) -> CompressorInputs:
-        width = _num_series(kind) * dim
-        return CompressorInputs(normal(width), normal(width))
+        width = _num_series(layer) * dim
+        return CompressorInputs(normal(width), None if layer.ratio == 1 else normal(width))
 
     query, kv = normal(config.num_query_heads, config.head_dim), normal(config.head_dim)
-    if kind is AttentionType.SWA:
-        return LayerProjections(query, kv)
-    main = compressor(config.head_dim)
-    if kind is AttentionType.HCA:
+    main = compressor(config.head_dim) if layer.owns_entries else None
+    if not layer.owns_choice:
         return LayerProjections(query, kv, main)
+    own = None if layer.has_latent_keys else compressor(config.index_head_dim)
     index = IndexInputs(
-        *compressor(config.index_head_dim),
+        None if own is None else own.kv,
+        None if own is None else own.gate,
         normal(config.index_num_heads, config.index_head_dim),
         normal(config.index_num_heads),
     )
@@ -102,7 +114,7 @@ def model_weights(
 ) -> list[LayerWeights]:
     """Draw weights of every layer of the schedule."""
     return [
-        random_weights(config, layer.attention_type, seed=seed + layer.layer_idx, draw=draw)
+        random_weights(config, layer, seed=seed + layer.layer_idx, draw=draw)
         for layer in config.schedule
     ]
 
@@ -119,7 +131,7 @@ def model_projections(
     return [
         random_projections(
             config,
-            layer.attention_type,
+            layer,
             num_tokens,
             seed=seed + layer.layer_idx,
             dtype=dtype,
@@ -163,10 +175,28 @@ def run_forward(
         [row.before for row in rows],
         [row.after for row in rows],
     )
+    chosen: dict[int, Selection] = {}
     return [
-        manager.acquire(layer_idx, plan).forward(forward_inputs(rows, layer_idx), layer_weights)
-        for layer_idx, layer_weights in enumerate(weights)
+        forward_layer(manager.acquire(idx, plan), forward_inputs(rows, idx), layer_weights, chosen)
+        for idx, layer_weights in enumerate(weights)
     ]
+
+
+def forward_layer(
+    handle: LayerCacheHandle,
+    inputs: LayerProjections,
+    weights: LayerWeights,
+    chosen: dict[int, Selection],
+) -> AttentionResult:
+    """Run one layer of a forward; `chosen` has the selections so far, by the layer they are of."""
+    layer, index = handle.layer, inputs.indexer
+    if not handle.config.kv_source_layer_ids:
+        return handle.forward(inputs, weights)
+    handle.write(inputs, weights)
+    if index is not None:
+        candidates = chosen.get(layer.candidates_of)
+        chosen[layer.layer_idx] = handle.select_entries(index.query, index.head_weights, candidates)
+    return handle.attend(inputs.query, weights.sinks, chosen.get(layer.choice_of))
 
 
 def forward_inputs(rows: Sequence[Row], layer_idx: int) -> LayerProjections:
@@ -176,5 +206,5 @@ def forward_inputs(rows: Sequence[Row], layer_idx: int) -> LayerProjections:
     )
 
 
-def _num_series(kind: AttentionType) -> int:
-    return 2 if kind is AttentionType.CSA else 1
+def _num_series(layer: LayerSpec) -> int:
+    return 2 if layer.attention_type is AttentionType.CSA and not layer.has_latent_keys else 1

@@ -22,8 +22,10 @@ class RecordingHandle(LayerCacheHandle):
 
     selections: list[Tensor] = field(default_factory=list)
 
-    def select_entries(self, query: Tensor, head_weights: Tensor) -> Selection:
-        selection = super().select_entries(query, head_weights)
+    def select_entries(
+        self, query: Tensor, head_weights: Tensor, candidates: Selection | None = None
+    ) -> Selection:
+        selection = super().select_entries(query, head_weights, candidates)
         self.selections.append(selection.entry_idx)
         return selection
 
@@ -31,6 +33,6 @@ class RecordingHandle(LayerCacheHandle):
 def finish(manager, plan):
     """Mark all that a forward writes as written, with no kernel run."""
     for layer in manager.schedule:
-        progress, has_entries = plan.layer(layer.layer_idx), layer.ratio > 0
+        progress, has_entries = plan.layer(layer.layer_idx), layer.owns_entries
         plan.begin_write(progress, window=True, entries=has_entries)
         plan.end_write(progress, window=True, entries=has_entries)

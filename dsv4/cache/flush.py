@@ -37,10 +37,12 @@ def maybe_flush_hca(
 def maybe_flush(
     writes: LayerWrites, memory: LayerMemory, tokens: TokenMap, *, backend: str
 ) -> None:
-    """Flush the entries of a CSA or an HCA layer."""
+    """Flush the entries of a layer that owns some, if `writes` has any."""
     if writes.entries is None:
         return
-    if writes.index_keys is None:
+    if isinstance(writes.index_keys, EntryInputs):
+        maybe_flush_csa(writes.entries, writes.index_keys, memory, tokens, backend=backend)
+    elif writes.index_keys is None:
         maybe_flush_hca(writes.entries, memory, tokens, backend=backend)
     else:
-        maybe_flush_csa(writes.entries, writes.index_keys, memory, tokens, backend=backend)
+        ops.write_layer(writes, memory, tokens, backend=backend)

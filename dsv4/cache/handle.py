@@ -19,6 +19,7 @@ from dsv4.kernels.contracts import (
     AttentionResult,
     CompressorWeights,
     Gathered,
+    KeyWeights,
     LayerProjections,
     LayerWeights,
     LayerWrites,
@@ -36,7 +37,7 @@ class SWAView(NamedTuple):
 
     Attributes:
         fp8, rope, inv_scale: `[max_requests, ring_rows, ..]`, the fields of a row in any format;
-            inv_scale is None in formats without scales.
+            rope is None where it is no field of its own, inv_scale in formats without scales.
         positions: `[batch, ring_rows]`, the position a ring row holds after this forward, -1 for
             none.
         head: `[batch]`, the row that the next token will take.
@@ -44,7 +45,7 @@ class SWAView(NamedTuple):
     """
 
     fp8: Tensor
-    rope: Tensor
+    rope: Tensor | None
     inv_scale: Tensor | None
     positions: Tensor
     head: Tensor
@@ -55,7 +56,7 @@ class ClassicalView(NamedTuple):
     """The paged, compressed part: `[num_blocks, entries_per_block, ..]`, table and lengths."""
 
     entries_fp8: Tensor
-    entries_rope: Tensor
+    entries_rope: Tensor | None
     inv_scale: Tensor | None
     block_table: Tensor
     block_lens: Tensor
@@ -93,9 +94,10 @@ class LayerCacheHandle:
     """Typed access to one layer in one forward; made by `KVCacheManager.acquire`.
 
     In a forward a layer is written first, then read: `write_swa`, `flush_compression` (CSA and
-    HCA), `select_entries` (CSA), `attend`; `forward` is all of them. Reads see rows as they are
-    stored. Inputs are refused before anything is written, and can then be given again. Anything
-    else that is raised inside cancels the plan.
+    HCA), `select_entries` (CSA), `attend`; `forward` is all of them. A layer that owns no entries
+    has nothing to flush, and one that owns no choice attends that of another layer. Reads see rows
+    as they are stored. Inputs are refused before anything is written, and can then be given again.
+    Anything else that is raised inside cancels the plan.
     """
 
     parts: LayerParts
@@ -204,17 +206,39 @@ class LayerCacheHandle:
         return self.memory.window
 
     def forward(
-        self, inputs: LayerProjections, weights: LayerWeights, *, is_query_raw: bool = False
+        self,
+        inputs: LayerProjections,
+        weights: LayerWeights,
+        selection: Selection | None = None,
+        *,
+        is_query_raw: bool = False,
     ) -> AttentionResult:
         """Write a layer's rows, select its entries if it is CSA, and attend.
 
         All inputs are checked before anything is written. See `attend` for is_query_raw.
+
+        Args:
+            selection: That of the layer whose choice, or whose candidates, this one uses; None for
+                a layer that uses neither.
         """
+        self._check_shared(selection)
         self.write(inputs, weights)
         rows, index = None, inputs.indexer
         if index is not None:
-            rows = self.select_entries(index.query, index.head_weights).rows
+            candidates = () if selection is None else (selection,)
+            rows = self.select_entries(index.query, index.head_weights, *candidates).rows
+        elif selection is not None:
+            rows = selection.rows
         return self._attend(inputs.query, weights.sinks, rows, is_query_raw=is_query_raw)
+
+    def _check_shared(self, selection: Selection | None) -> None:
+        """Refuse a selection of any but the layer whose choice or candidates are used."""
+        layer = self.layer
+        source = layer.candidates_of if layer.owns_choice else layer.choice_of
+        self.parts.checks.check_selection(selection, self.plan.num_tokens, needs_one=source >= 0)
+        if selection is not None:
+            self._check_entries_of_owner()
+            self.parts.checks.check_own(selection, self.plan.layer(source).selected, source)
 
     def write(self, inputs: LayerProjections, weights: LayerWeights) -> None:
         """Store everything that the layer stores: `write_swa` and `flush_compression` in one."""
@@ -234,18 +258,20 @@ class LayerCacheHandle:
     def flush_compression(
         self,
         kv: Tensor,
-        gate: Tensor,
+        gate: Tensor | None,
         weights: CompressorWeights,
         *,
         index_kv: Tensor | None = None,
         index_gate: Tensor | None = None,
-        index_weights: CompressorWeights | None = None,
+        index_weights: CompressorWeights | KeyWeights | None = None,
     ) -> None:
         """Take the compressor's projections; store the entries of the windows that close.
 
         Args:
-            kv, gate: `[num_tokens, series × head_dim]` fp32 or bf16; two series for CSA.
+            kv, gate: `[num_tokens, series × head_dim]` fp32 or bf16; two series for CSA. An entry
+                of one token has no gate.
             index_kv, index_gate: `[num_tokens, 2 × index_head_dim]`; for CSA, and only there.
+            index_weights: For CSA; of V4.1 `KeyWeights`, without index_kv and index_gate.
         """
         entries, index_keys = self.parts.checks.check_compression(
             kv, gate, weights, index_kv, index_gate, index_weights, self.plan.num_tokens
@@ -259,7 +285,7 @@ class LayerCacheHandle:
         plan.begin_write(self.progress, window=window, entries=entries)
         tokens, boundaries = plan.tokens, plan.boundaries
         try:
-            if boundaries is not None and writes.index_keys is not None:
+            if boundaries is not None and self.schema.tail_buffer_size_b:
                 # Before the write, which may overwrite rows that an early boundary needs.
                 ops.checkpoint_tails(
                     boundaries, parts.memory, tokens, writes, backend=parts.backend
@@ -275,21 +301,33 @@ class LayerCacheHandle:
             raise
         plan.end_write(self.progress, window=window, entries=entries)
 
-    def select_entries(self, query: Tensor, head_weights: Tensor) -> Selection:
-        """The top-k entries of each token of a CSA layer.
+    def select_entries(
+        self, query: Tensor, head_weights: Tensor, candidates: Selection | None = None
+    ) -> Selection:
+        """The top-k entries of each token of a CSA layer that owns its choice.
 
         Args:
             query: `[num_tokens, index_heads, index_head_dim]` fp32 or bf16, before RoPE.
             head_weights: `[num_tokens, index_heads]`, as projected.
+            candidates: What `select_entries` of the candidate source returned in this forward; for
+                the layers that choose among its blocks, and only there.
         """
         self._index_pages()
+        if not self.layer.owns_choice:
+            raise ValueError(
+                f"Layer {self.layer.layer_idx} attends the choice of layer {self.layer.choice_of}: "
+                "it selects no entries"
+            )
         self.parts.checks.check_index_query(query, head_weights, self.plan.num_tokens)
         self._check_entries()
+        self._check_shared(candidates)
         parts, plan = self.parts, self.plan
         try:
             selection = ops.select_entries(
                 query, head_weights, parts.memory, plan.tokens,
-                max_entries=plan.max_entries(parts.layer.ratio), backend=parts.index_backend,
+                max_entries=plan.max_entries(parts.layer.ratio),
+                candidates=None if candidates is None else candidates.blocks,
+                backend=parts.index_backend,
             )  # fmt: skip
         except BaseException:
             self._fail()
@@ -310,8 +348,8 @@ class LayerCacheHandle:
         Args:
             query: `[num_tokens, heads, head_dim]` fp32 or bf16, normed and rotated.
             sinks: `[heads]`, or None to leave the sink out.
-            selection: What `select_entries` of this layer returned in this forward; CSA needs it,
-                other layers take None.
+            selection: What `select_entries` returned in this forward, of this layer or of the one
+                whose choice it attends; CSA needs it, other layers take None.
             is_query_raw: The query is as projected: attention norms each head, without a weight,
                 and rotates it.
 
@@ -319,13 +357,14 @@ class LayerCacheHandle:
             Output rotated back, in the query's dtype (0 for padding), and the log-sum-exp.
         """
         checks, num_tokens = self.parts.checks, self.plan.num_tokens
-        checks.check_selection(selection, num_tokens)
+        checks.check_selection(selection, num_tokens, needs_one=self.layer.choice_of >= 0)
         checks.check_query(query, sinks, num_tokens)
         self._check_window()
         if self.paged is not None:
             self._check_entries()
         if selection is not None:
-            checks.check_own(selection, self.progress.selected)
+            source = self.layer.choice_of
+            checks.check_own(selection, self.plan.layer(source).selected, source)
         rows = None if selection is None else selection.rows
         return self._attend(query, sinks, rows, is_query_raw=is_query_raw)
 
@@ -379,7 +418,7 @@ class LayerCacheHandle:
         """The window rings, with positions and head derived from the lengths."""
         return SWAView(
             self.state.swa_fp8,
-            self.state.swa_rope,
+            self.state.swa_rope if self.schema.kv_row.rope_dim else None,
             self.state.swa_inv if self.schema.kv_row.scale_bytes else None,
             self.swa_pos,
             self.swa_head,
@@ -391,8 +430,8 @@ class LayerCacheHandle:
         pages = self._pages()
         return ClassicalView(
             pages.entries_fp8,
-            pages.entries_rope,
-            pages.inv_scale if self.schema.kv_row.scale_bytes else None,
+            pages.entries_rope if self.schema.entry_row.rope_dim else None,
+            pages.inv_scale if self.schema.entry_row.scale_bytes else None,
             self.block_table,
             self.block_lens,
         )
@@ -435,7 +474,18 @@ class LayerCacheHandle:
             )
 
     def _check_entries(self) -> None:
-        self._check_written("flush_compression", is_written=self.progress.has_entries)
+        owner = self.plan.layer(self.layer.entries_of)
+        if owner is self.progress:
+            self._check_written("flush_compression", is_written=owner.has_entries)
+        elif not owner.has_entries:
+            raise RuntimeError(
+                f"Layer {self.layer.layer_idx} reads the entries of layer {owner.layer_idx} before "
+                "they are written: run that layer first"
+            )
+
+    def _check_entries_of_owner(self) -> None:
+        if not self.layer.owns_entries:
+            self._check_entries()
 
     def _check_written(self, step: str, *, is_written: bool) -> None:
         self.plan.check_current()

@@ -12,6 +12,7 @@ from dsv4.config import CacheConfig
 from dsv4.kernels.contracts import (
     CompressorWeights,
     EntryInputs,
+    KeyWeights,
     LayerProjections,
     LayerWeights,
     Selection,
@@ -24,7 +25,7 @@ QUERY_DTYPES = {"flashmla": (torch.bfloat16,)}  # by attention backend, where no
 
 def check_tensor(
     name: str,
-    tensor: Tensor,
+    tensor: Tensor | None,
     shape: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
@@ -58,7 +59,7 @@ class LayerChecks:
         self.config, self.layer, self.schema, self.device = config, layer, schema, device
         self._query_dtypes = QUERY_DTYPES.get(attention_backend, INPUT_DTYPES)
         self._is_csa = layer.attention_type is AttentionType.CSA
-        self._width = schema.num_series * config.head_dim
+        self._width = max(schema.num_series, 1) * config.head_dim if layer.owns_entries else 0
         self._index_width = schema.num_series * config.index_head_dim
         self._accepted: LayerWeights | None = None
 
@@ -81,22 +82,48 @@ class LayerChecks:
             expected = "compressor projections and weights" if has_entries else "none"
             raise ValueError(f"Invalid inputs of {self._layer_name}: expected {expected}")
         index = inputs.indexer
-        if has_entries and (
+        if self.layer.has_latent_keys:
+            self._check_latent(inputs, weights)
+        elif has_entries and (
             (index is not None) != is_csa or (weights.indexer is not None) != is_csa
         ):
             num_given = 2 * (index is not None) + (weights.indexer is not None)
             self._refuse_index(is_csa=is_csa, num_given=num_given)
         if inputs.compressor is not None:
             check("kv", inputs.compressor.kv, (num_tokens, self._width))
-            check("gate", inputs.compressor.gate, (num_tokens, self._width))
+            self._check_gate(inputs.compressor.gate, num_tokens)
         if index is not None:
-            check("index_kv", index.kv, (num_tokens, self._index_width))
-            check("index_gate", index.gate, (num_tokens, self._index_width))
+            if not self.layer.has_latent_keys:
+                check("index_kv", index.kv, (num_tokens, self._index_width))
+                check("index_gate", index.gate, (num_tokens, self._index_width))
             self.check_index_query(index.query, index.head_weights, num_tokens)
         if is_compiling() or weights is not self._accepted:
             self._check_weights(weights)
             if not is_compiling():
                 self._accepted = weights
+
+    def _check_latent(self, inputs: LayerProjections, weights: LayerWeights) -> None:
+        """Check that a layer of V4.1 is given what it owns, and nothing else of an index."""
+        index, chooses, owns = inputs.indexer, self.layer.owns_choice, self.layer.owns_entries
+        if (index is not None) != chooses:
+            expected = "an index query and head weights" if chooses else "no index inputs"
+            raise ValueError(f"Invalid inputs of {self._layer_name}: expected {expected}")
+        if index is not None and (index.kv is not None or index.gate is not None):
+            raise ValueError(
+                f"Invalid inputs of {self._layer_name}: expected no index_kv and no index_gate, "
+                "index keys are made of its entries"
+            )
+        if isinstance(weights.indexer, KeyWeights) != owns or (weights.indexer and not owns):
+            expected = "KeyWeights as" if owns else "no"
+            raise ValueError(f"Invalid weights of {self._layer_name}: expected {expected} indexer")
+
+    def _check_gate(self, gate: Tensor | None, num_tokens: int) -> None:
+        if self.schema.num_series:
+            self.check_tensor("gate", gate, (num_tokens, self._width))
+        elif gate is not None:
+            raise ValueError(
+                f"Invalid gate of {self._layer_name}: expected None, an entry has one token"
+            )
 
     def _check_weights(self, weights: LayerWeights) -> None:
         config = self.config
@@ -105,8 +132,15 @@ class LayerChecks:
             self.check_tensor("sinks", weights.sinks, (config.num_query_heads,))
         if weights.compressor is not None:
             self._check_compressor_weights("", weights.compressor, config.head_dim)
-        if weights.indexer is not None:
+        if isinstance(weights.indexer, KeyWeights):
+            self._check_key_weights(weights.indexer)
+        elif weights.indexer is not None:
             self._check_compressor_weights("index_", weights.indexer, config.index_head_dim)
+
+    def _check_key_weights(self, weights: KeyWeights) -> None:
+        dim, index_dim = self.config.head_dim, self.config.index_head_dim
+        self.check_tensor("index_projection", weights.projection, (index_dim, dim))
+        self.check_tensor("index_norm_weight", weights.norm_weight, (index_dim,))
 
     def check_kv(self, kv: Tensor, norm_weight: Tensor, num_tokens: int) -> None:
         """Check the inputs of `write_swa`."""
@@ -117,23 +151,38 @@ class LayerChecks:
     def check_compression(
         self,
         kv: Tensor,
-        gate: Tensor,
+        gate: Tensor | None,
         weights: CompressorWeights,
         index_kv: Tensor | None,
         index_gate: Tensor | None,
-        index_weights: CompressorWeights | None,
+        index_weights: CompressorWeights | KeyWeights | None,
         num_tokens: int,
-    ) -> tuple[EntryInputs, EntryInputs | None]:
+    ) -> tuple[EntryInputs, EntryInputs | KeyWeights | None]:
         """Check the inputs of `flush_compression`; return those of entries and of index keys."""
         if not self.layer.ratio:
             raise ValueError(f"Layer {self.layer.layer_idx} is SWA: it has nothing to compress")
+        if not self.layer.owns_entries:
+            raise ValueError(
+                f"Layer {self.layer.layer_idx} reads the entries of layer {self.layer.entries_of}: "
+                "it has nothing to compress"
+            )
+        if self.layer.has_latent_keys:
+            if not isinstance(index_weights, KeyWeights) or index_kv is not None:
+                raise ValueError(
+                    f"Invalid inputs of {self._layer_name}: expected KeyWeights as index_weights "
+                    "and no index_kv, index keys are made of its entries"
+                )
+            main = EntryInputs(kv, gate, weights)
+            self._check_compressor("", main, self.config.head_dim, num_tokens)
+            self._check_key_weights(index_weights)
+            return main, index_weights
         is_csa = self._is_csa
         has_keys = index_kv is not None, index_gate is not None, index_weights is not None
         if has_keys != (is_csa, is_csa, is_csa):
             self._refuse_index(is_csa=is_csa, num_given=sum(has_keys))
         entries, index_keys = EntryInputs(kv, gate, weights), None
         self._check_compressor("", entries, self.config.head_dim, num_tokens)
-        if index_kv is not None and index_gate is not None and index_weights is not None:
+        if index_kv is not None and isinstance(index_weights, CompressorWeights):
             index_keys = EntryInputs(index_kv, index_gate, index_weights)
             self._check_compressor("index_", index_keys, self.config.index_head_dim, num_tokens)
         return entries, index_keys
@@ -152,32 +201,37 @@ class LayerChecks:
         if sinks is not None:
             self.check_tensor("sinks", sinks, (heads,))
 
-    def check_selection(self, selection: Selection | None, num_tokens: int) -> None:
-        """Check that CSA, and nothing else, is given a selection."""
-        is_csa = self._is_csa
-        if is_csa != (selection is not None):
-            expected = "a selection" if is_csa else "no selection"
+    def check_selection(
+        self, selection: Selection | None, num_tokens: int, *, needs_one: bool
+    ) -> None:
+        """Check that a selection is given where one is needed, and nowhere else."""
+        if needs_one != (selection is not None):
+            expected = "a selection" if needs_one else "no selection"
             raise ValueError(f"Invalid attend of {self._layer_name}: expected {expected}")
         if selection is not None:
             shape = (num_tokens, self.config.index_topk)
             self.check_tensor("selection.rows", selection.rows, shape, (torch.int64,))
 
-    def check_own(self, selection: Selection, own: Iterable[Callable[[], Tensor | None]]) -> None:
-        """Check that a selection is of this layer and forward.
+    def check_own(
+        self, selection: Selection, own: Iterable[Callable[[], Tensor | None]], source: int
+    ) -> None:
+        """Check that a selection is of a layer and of this forward.
 
         Args:
             own: Return the rows that its `select_entries` chose, as far as they are alive.
+            source: The layer.
         """
         if not any(selection.rows is rows() for rows in own):
+            whose = "its own" if source == self.layer.layer_idx else f"layer {source}'s"
             raise ValueError(
-                f"Invalid selection of {self._layer_name}: expected the result of its own "
+                f"Invalid selection of {self._layer_name}: expected the result of {whose} "
                 "select_entries in this forward, got another one"
             )
 
     def check_tensor(
         self,
         name: str,
-        tensor: Tensor,
+        tensor: Tensor | None,
         shape: tuple[int, ...],
         dtypes: tuple[torch.dtype, ...] = INPUT_DTYPES,
     ) -> None:
@@ -191,15 +245,21 @@ class LayerChecks:
     def _check_compressor(
         self, prefix: str, inputs: EntryInputs, dim: int, num_tokens: int
     ) -> None:
-        width = self.schema.num_series * dim
+        width = max(self.schema.num_series, 1) * dim
         self.check_tensor(f"{prefix}kv", inputs.kv, (num_tokens, width))
-        self.check_tensor(f"{prefix}gate", inputs.gate, (num_tokens, width))
+        if self.layer.has_latent_keys:
+            self._check_gate(inputs.gate, num_tokens)
+        else:
+            self.check_tensor(f"{prefix}gate", inputs.gate, (num_tokens, width))
         self._check_compressor_weights(prefix, inputs.weights, dim)
 
     def _check_compressor_weights(self, prefix: str, weights: CompressorWeights, dim: int) -> None:
         width = self.schema.num_series * dim
         bias, norm_weight = weights
-        self.check_tensor(f"{prefix}position_bias", bias, (self.layer.ratio, width))
+        if not self.layer.has_latent_keys:
+            self.check_tensor(f"{prefix}position_bias", bias, (self.layer.ratio, width))
+        elif bias is not None:
+            raise ValueError(f"Invalid position_bias of {self._layer_name}: expected None")
         self.check_tensor(f"{prefix}norm_weight", norm_weight, (dim,))
 
     def _refuse_index(self, *, is_csa: bool, num_given: int) -> NoReturn:

@@ -41,7 +41,11 @@ from dsv4.checks import NotCopyable, check_bool, check_int, check_ints, check_on
 from dsv4.config import CacheConfig
 from dsv4.kernels import ops
 from dsv4.kernels.backends import check_backend, default_backend
-from dsv4.kernels.external.limits import check_attention_backend, check_index_backend
+from dsv4.kernels.external.limits import (
+    check_attention_backend,
+    check_index_backend,
+    check_latent_keys,
+)
 
 DEVICE_CHECKPOINTS = 8
 
@@ -136,6 +140,7 @@ class KVCacheManager(NotCopyable):
             check_index_backend(index_backend, config, self.device)
         self.attention_backend = attention_backend or self.backend
         self.index_backend = index_backend or self.backend
+        check_latent_keys(config, attention=self.attention_backend, index=self.index_backend)
         self.schedule = config.schedule
         self.schemas = build_schemas(config)
         prefix_bytes = check_int("prefix_bytes", prefix_bytes, at_least=0)

@@ -54,27 +54,42 @@ class Acceptance(NamedTuple):
 class CompressorWeights(NamedTuple):
     """Learned tensors of one compressor.
 
-    position_bias is `[ratio, num_series × dim]`, norm_weight `[dim]`.
+    position_bias is `[ratio, num_series × dim]`, None in V4.1; norm_weight `[dim]`.
     """
 
-    position_bias: Tensor
+    position_bias: Tensor | None
+    norm_weight: Tensor
+
+
+class KeyWeights(NamedTuple):
+    """Learned tensors that make an index key of an entry's latent, in V4.1.
+
+    projection is `[index_head_dim, head_dim]`, norm_weight `[index_head_dim]`.
+    """
+
+    projection: Tensor
     norm_weight: Tensor
 
 
 class CompressorInputs(NamedTuple):
-    """A compressor's projections, each `[num_tokens, num_series × head_dim]`."""
+    """A compressor's projections, each `[num_tokens, num_series × head_dim]`.
+
+    gate is None where an entry has one token.
+    """
 
     kv: Tensor
-    gate: Tensor
+    gate: Tensor | None
 
 
 class IndexInputs(NamedTuple):
     """The indexer's projections: kv, gate `[num_tokens, 2 × dim]` of its own compressor, query
     `[num_tokens, index_heads, dim]` before RoPE, head_weights `[num_tokens, index_heads]`.
+
+    kv and gate are None in V4.1.
     """
 
-    kv: Tensor
-    gate: Tensor
+    kv: Tensor | None
+    gate: Tensor | None
     query: Tensor
     head_weights: Tensor
 
@@ -83,8 +98,8 @@ class LayerProjections(NamedTuple):
     """A layer's inputs to the cache in one forward, fp32 or bf16.
 
     query is `[num_tokens, heads, head_dim]`, normed and rotated, or raw where the call says so;
-    kv `[num_tokens, head_dim]`, before its norm. compressor is None for SWA, indexer None unless
-    CSA.
+    kv `[num_tokens, head_dim]`, before its norm. compressor is None unless the layer owns entries,
+    indexer None unless it owns a choice.
     """
 
     query: Tensor
@@ -99,7 +114,7 @@ class LayerWeights(NamedTuple):
     kv_norm: Tensor
     sinks: Tensor | None
     compressor: CompressorWeights | None = None
-    indexer: CompressorWeights | None = None
+    indexer: CompressorWeights | KeyWeights | None = None
 
 
 class WindowInputs(NamedTuple):
@@ -113,26 +128,33 @@ class EntryInputs(NamedTuple):
     """A compressor's projections `[num_tokens, num_series × dim]` and its learned tensors."""
 
     kv: Tensor
-    gate: Tensor
+    gate: Tensor | None
     weights: CompressorWeights
 
 
 class LayerWrites(NamedTuple):
-    """Inputs of one write: window rows, entries, index keys; a part that is None is not written."""
+    """Inputs of one write: window rows, entries, index keys; a part that is None is not written.
+
+    index_keys with `KeyWeights` are made of the entries.
+    """
 
     window: WindowInputs | None = None
     entries: EntryInputs | None = None
-    index_keys: EntryInputs | None = None
+    index_keys: EntryInputs | KeyWeights | None = None
 
     @classmethod
     def of(cls, inputs: LayerProjections, weights: LayerWeights) -> "LayerWrites":
         """Inputs of everything that a layer stores in one forward."""
-        entries = index_keys = None
+        entries: EntryInputs | None = None
+        index_keys: EntryInputs | KeyWeights | None = None
         if inputs.compressor is not None and weights.compressor is not None:
             compressor = inputs.compressor
             entries = EntryInputs(compressor.kv, compressor.gate, weights.compressor)
-        if inputs.indexer is not None and weights.indexer is not None:
-            index_keys = EntryInputs(inputs.indexer.kv, inputs.indexer.gate, weights.indexer)
+        index = inputs.indexer
+        if isinstance(weights.indexer, KeyWeights):
+            index_keys = weights.indexer
+        elif index is not None and index.kv is not None and weights.indexer is not None:
+            index_keys = EntryInputs(index.kv, index.gate, weights.indexer)
         return cls(WindowInputs(inputs.kv, weights.kv_norm), entries, index_keys)
 
 
@@ -152,11 +174,14 @@ class Selection(NamedTuple):
 
     entry_idx is `[num_tokens, topk]` int32, the entry's index in its request. rows is
     `[num_tokens, topk]` int64, the flat row in the layer's pages. counts is `[num_tokens]` int32.
+    blocks is `[num_tokens, candidate_topk_blocks]` int32, the candidates that a candidate source
+    publishes, ascending, then -1; other layers have none of them.
     """
 
     entry_idx: Tensor
     rows: Tensor
     counts: Tensor
+    blocks: Tensor
 
 
 class Gathered(NamedTuple):

@@ -19,7 +19,7 @@ from dsv4.formats import (
     index_row,
     kv_row,
 )
-from dsv4.rope import ROW_STEPS, RopeRows
+from dsv4.rope import RopeRows
 
 _Part = TypeVar("_Part")
 
@@ -65,6 +65,9 @@ class LayerLayout:
         entry_format, page_arrangement, scale_floor: Choices of a `CacheConfig`.
         owns_entries: The layer writes entries and keys; the pages of others are their owner's.
         has_latent_keys: Index keys are made of the entry before RoPE.
+        candidate_blocks, candidate_size: Blocks that the layer publishes, 0 for none, and the
+            entries of a block.
+        row_steps: Tokens of the windows that a token's RoPE rows are for, see `rope.row_steps`.
         key: All of the above in one string, which `from_key` reads back.
     """
 
@@ -96,9 +99,13 @@ class LayerLayout:
     scale_floor: ScaleFloor
     owns_entries: bool
     has_latent_keys: bool
+    candidate_blocks: int
+    candidate_size: int
+    row_steps: tuple[int, ...]
     key: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "row_steps", tuple(self.row_steps))
         object.__setattr__(self, "key", json.dumps(astuple(self)[:-1]))
 
     @staticmethod
@@ -248,7 +255,9 @@ class LayerMemory(LayerStorages):
     @cached_property
     def entry_rope(self) -> RopeRows:
         """cos and sin of entries, row i for the one that token i closes; for SWA of no use."""
-        return RopeRows(*self.rope_rows[ROW_STEPS.index(self.layout.ratio or 1)])
+        layout = self.layout
+        row = layout.row_steps.index(layout.ratio, 1) if layout.ratio else 0
+        return RopeRows(*self.rope_rows[row])
 
     @cached_property
     def cut_partials(self) -> tuple[Tensor, Tensor]:

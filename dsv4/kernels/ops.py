@@ -22,6 +22,7 @@ from dsv4.kernels.contracts import (
     CompressorWeights,
     EntryInputs,
     Gathered,
+    KeyWeights,
     LayerWrites,
     Selection,
     TokenMap,
@@ -69,13 +70,14 @@ def select_entries(
     tokens: TokenMap,
     *,
     max_entries: int,
+    candidates: Tensor | None = None,
     backend: str,
 ) -> Selection:
-    """Select the `index_topk` best visible entries of each token."""
+    """Select the `index_topk` best visible entries of each token, or of its candidate blocks."""
     chosen = _run(
         "select_entries", backend,
         memory=memory, tokens=tokens, query=query, head_weights=head_weights,
-        max_entries=max_entries,
+        max_entries=max_entries, candidates=candidates,
     )  # fmt: skip
     return Selection(*chosen)
 
@@ -171,7 +173,10 @@ def _flat_writes(writes: LayerWrites) -> list[Tensor | None]:
     """List ten tensors: the window's two, the entries' four, the index keys' four."""
     flat: list[Tensor | None] = [None, None] if writes.window is None else [*writes.window]
     for part in (writes.entries, writes.index_keys):
-        flat += [None] * 4 if part is None else [part.kv, part.gate, *part.weights]
+        if isinstance(part, KeyWeights):
+            flat += [None, None, *part]
+        else:
+            flat += [None] * 4 if part is None else [part.kv, part.gate, *part.weights]
     return flat
 
 
@@ -202,15 +207,18 @@ def _writes(flat: list[Any]) -> LayerWrites:
         return None if kv is None else EntryInputs(kv, gate, CompressorWeights(bias, norm_weight))
 
     window = None if flat[0] is None else WindowInputs(flat[0], flat[1])
-    return LayerWrites(window, entries(2), entries(6))
+    is_latent = flat[6] is None and flat[8] is not None
+    return LayerWrites(window, entries(2), KeyWeights(*flat[8:]) if is_latent else entries(6))
 
 
 def _fake_select(*, query: Tensor, layout: str, **_: Any) -> tuple[Tensor, ...]:
-    shape = (query.shape[0], LayerLayout.from_key(layout).index_topk)
+    kept = LayerLayout.from_key(layout)
+    shape, blocks = (query.shape[0], kept.index_topk), (query.shape[0], kept.candidate_blocks)
     return (
         query.new_empty(shape, dtype=torch.int32),
         query.new_empty(shape, dtype=torch.int64),
         query.new_empty(shape[:1], dtype=torch.int32),
+        query.new_empty(blocks, dtype=torch.int32),
     )
 
 
@@ -244,10 +252,10 @@ def _register(
 
     def run(backend: str, *flat: Any) -> Any:
         function = getattr(load_backend(backend), name)
-        return function(**_structs(dict(zip(names, flat, strict=True))))
+        return function(**_structs(dict(zip(names, flat, strict=False))))  # defaults may miss
 
     def run_fake(backend: str, *flat: Any) -> Any:
-        return fake(**dict(zip(names, flat, strict=True)))
+        return fake(**dict(zip(names, flat, strict=False)))
 
     for device in ("CPU", "CUDA"):
         _library.impl(name, run, device)
@@ -258,9 +266,10 @@ _register("make_rope", f"{_ROTATED}, Tensor positions")
 _register("write_layer", f"{_WRITTEN}, {_TOKENS}, Tensor?[] writes")
 _register(
     "select_entries",
-    f"{_INDEXED}, {_TOKENS}, Tensor query, Tensor head_weights, SymInt max_entries",
+    f"{_INDEXED}, {_TOKENS}, Tensor query, Tensor head_weights, SymInt max_entries, "
+    "Tensor? candidates=None",
     _fake_select,
-    outputs=3,
+    outputs=4,
 )
 _register(
     "attend",

@@ -22,11 +22,12 @@ from dsv4.cache.stats import collect_stats
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels.backends import load_backend
-from dsv4.kernels.reference.dense import dense_layer
+from dsv4.kernels.reference.dense import dense_layers
 from dsv4.rope import build_rope_table
 from dsv4.testing import (
     Row,
     forward_inputs,
+    forward_layer,
     model_projections,
     model_weights,
     move_to,
@@ -35,6 +36,7 @@ from dsv4.testing import (
 from tests.cache.faults import Fault, OutOfMemoryFault, Points, at_lines
 from tests.cache.live import assert_same, dense_bytes, live_bytes
 from tests.handles import RecordingHandle, turned_into
+from tests.v41 import tiny_v41
 
 DRAFTS = 3
 BASE = {"num_query_heads": 1, "head_dim": 80, "rope_dim": 16, "index_num_heads": 16,
@@ -102,14 +104,7 @@ class World:
             base: build_rope_table(config, base, num_positions=len(tokens), device=self.device)
             for base in ("main", "compress")
         }
-        layers = [
-            dense_layer(
-                layer.attention_type, inputs, weights, ropes[layer.rope_base], config
-            )
-            for layer, inputs, weights in zip(
-                config.schedule, self.projections_of(tokens), self.weights, strict=True
-            )
-        ]  # fmt: skip
+        layers = dense_layers(config, self.projections_of(tokens), self.weights, ropes)
         live = dense_bytes(config, manager.schemas, layers, len(tokens))
         return Oracle(live, [LayerResult(layer.output, layer.selected) for layer in layers])
 
@@ -172,7 +167,17 @@ def random_world(seed):
     return World(config, max_tokens=5 * block, num_blocks=choose.choice([7, 9, 12]))
 
 
-WHOLE, SHORT = whole_world(), short_world()
+def v41_world(kind=World, **where):
+    """Two groups of layers that share entries, and candidates, in short blocks."""
+    config = tiny_v41(
+        compress_ratios=(0, 2, 1, 1), kv_source_layer_ids=(1, 2), index_source_layer_ids=(1, 2, 3),
+        candidate_source_layer_id=2, candidate_topk_blocks=3, candidate_block_size=2,
+        num_query_heads=1, index_topk=4, block_tokens=8, sliding_window=8, drafts_per_step=DRAFTS,
+    )  # fmt: skip
+    return kind(config, max_tokens=40, num_blocks=9, **where)
+
+
+WHOLE, SHORT, V41 = whole_world(), short_world(), v41_world()
 
 
 def assert_stores(world, manager, slot, tokens):
@@ -191,11 +196,12 @@ def run_layers(manager, weights, rows):
 
 def run_plan(manager, plan, weights, rows):
     """The layers of a forward that is planned."""
-    results = []
+    results, chosen = [], {}
     for idx, layer_weights in enumerate(weights):
         handle = turned_into(RecordingHandle, manager.acquire(idx, plan))
-        output = handle.forward(forward_inputs(rows, idx), layer_weights).output
-        results.append(LayerResult(output, next(iter(handle.selections), None)))
+        output = forward_layer(handle, forward_inputs(rows, idx), layer_weights, chosen).output
+        selected = chosen[handle.layer.choice_of].entry_idx if chosen and handle.paged else None
+        results.append(LayerResult(output, next(iter(handle.selections), selected)))
     return results
 
 
@@ -487,7 +493,9 @@ class Life(RuleBasedStateMachine):
             assert self.floors[row.slot] <= length
 
     def run_layer(self, plan, rows, idx):
-        self.manager.acquire(idx, plan).forward(forward_inputs(rows, idx), self.world.weights[idx])
+        chosen = vars(plan).setdefault("chosen_in_test", {})
+        handle, inputs = self.manager.acquire(idx, plan), forward_inputs(rows, idx)
+        forward_layer(handle, inputs, self.world.weights[idx], chosen)
 
     def fail_layer(self, plan, rows, idx):
         """A layer writes its rows, then raises."""
@@ -750,6 +758,13 @@ class WholeLife(Life):
     """The same with HCA layers, whose blocks are longer."""
 
     world = WHOLE
+    num_lives = num_steps = num_disk_tokens = 0
+
+
+class V41Life(Life):
+    """The same with layers of DeepSeek-V4.1."""
+
+    world = V41
     num_lives = num_steps = num_disk_tokens = 0
 
 

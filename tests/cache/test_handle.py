@@ -294,7 +294,8 @@ def test_parts_that_a_layer_lacks_are_refused(layer_idx, read, match):
 
 def a_selection():
     rows = torch.full((NUM_TOKENS, 8), -1)
-    return Selection(rows.int(), rows, torch.zeros(NUM_TOKENS, dtype=torch.int32))
+    counts = torch.zeros(NUM_TOKENS, dtype=torch.int32)
+    return Selection(rows.int(), rows, counts, rows[:, :0].int())
 
 
 @pytest.mark.parametrize(

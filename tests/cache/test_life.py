@@ -15,6 +15,7 @@ from tests.cache.life import (
     SHORT,
     WHOLE,
     Life,
+    V41Life,
     WholeLife,
     assert_stores,
     machine_in,
@@ -24,6 +25,8 @@ from tests.cache.life import (
 COMMON = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=60, stateful_step_count=50, **COMMON)
+TestV41Life = V41Life.TestCase
+TestV41Life.settings = settings(max_examples=40, stateful_step_count=50, **COMMON)
 TestWholeLife = WholeLife.TestCase
 TestWholeLife.settings = settings(max_examples=20, stateful_step_count=30, **COMMON)
 

@@ -9,27 +9,22 @@ from dsv4 import CacheConfig, KVCacheManager
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS, PagedRows
 from dsv4.kernels import reference
 from dsv4.kernels.reference.codec import EncodedRows, read_rows
-from dsv4.kernels.reference.dense import DenseLayer, dense_layer
+from dsv4.kernels.reference.dense import DenseLayer, dense_layers
 from dsv4.rope import build_rope_table
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
+from tests.v41 import tiny_v41
 
 LENGTHS = (389, 260, 131, 5, 1)
 
 
 def oracle(manager: KVCacheManager, weights, sequence) -> list[DenseLayer]:
-    return [
-        dense_layer(
-            layer.attention_type,
-            sequence[layer.layer_idx],
-            weights[layer.layer_idx],
-            build_rope_table(
-                manager.config, layer.rope_base, num_positions=len(sequence[0].kv),
-                device=manager.device,
-            ),
-            manager.config,
+    ropes = {
+        base: build_rope_table(
+            manager.config, base, num_positions=len(sequence[0].kv), device=manager.device
         )
-        for layer in manager.schedule
-    ]  # fmt: skip
+        for base in ("main", "compress")
+    }
+    return dense_layers(manager.config, sequence, weights, ropes)
 
 
 def assert_rows_equal(pages: PagedRows, rows: torch.Tensor, expected: EncodedRows, what: str):
@@ -60,6 +55,8 @@ def check_stored(manager: KVCacheManager, slot: int, length: int, layers: list[D
             if stored is not None:
                 expected = EncodedRows(expected.data[:num_entries], expected.scales[:num_entries])
                 assert_rows_equal(stored, rows, expected, f"{what} of layer {layer_idx}")
+        if not schema.tail_rows:
+            continue
         live = torch.arange(max(0, length - schema.tail_rows), length)
         for tail, expected in (
             (state.tail, dense.tails),
@@ -71,10 +68,12 @@ def check_stored(manager: KVCacheManager, slot: int, length: int, layers: list[D
                 assert torch.equal(stored[:, 1], expected.gate[live])
 
 
-def run_randomly(config: CacheConfig, *, seed: int, dtype=torch.float32, tolerance=2e-6) -> None:
+def run_randomly(
+    config: CacheConfig, *, seed: int, dtype=torch.float32, tolerance=2e-6, num_blocks=24
+) -> None:
     """Run all sequences through few slots in random chunks; check after every forward."""
     rng = random.Random(seed)
-    manager = KVCacheManager(config, max_requests=3, num_blocks=24)
+    manager = KVCacheManager(config, max_requests=3, num_blocks=num_blocks)
     poison(manager)
     weights = model_weights(config, seed=100)
     sequences = [
@@ -109,6 +108,22 @@ def run_randomly(config: CacheConfig, *, seed: int, dtype=torch.float32, toleran
                 manager.free_request(row.slot)
                 del open_rows[sequence]
         manager.check_integrity()
+
+
+V41_CHOICES = {
+    "trained": {}, "split": {"page_arrangement": "split"}, "scale_floor": {"scale_floor": "scale"},
+    "fp32": {"kv_format": "fp32", "index_format": "fp32"}, "bf16_tails": {"tail_dtype": "bfloat16"},
+    "v4_rows": {"kv_format": "fp8", "index_format": "fp8"}, "drafts": {"drafts_per_step": 3},
+    "own_choices": {"index_source_layer_ids": (), "candidate_source_layer_id": -1},
+    "own_entries": {"kv_source_layer_ids": (), "index_source_layer_ids": (),
+                    "candidate_source_layer_id": -1},
+    "big_blocks": {"candidate_topk_blocks": 2, "candidate_block_size": 7},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("choices", V41_CHOICES.values(), ids=V41_CHOICES)
+def test_v41(choices):
+    run_randomly(tiny_v41(**choices), seed=len(choices), num_blocks=64)
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)

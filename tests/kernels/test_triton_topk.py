@@ -42,6 +42,7 @@ def choose(scores, counts: list[int], topk: int, *, first: int = 0, padding=()) 
         torch.full(shape, -7, dtype=torch.int32, device=device),
         torch.full(shape, -7, dtype=torch.int64, device=device),
         torch.full(shape[:1], -7, dtype=torch.int32, device=device),
+        torch.empty(shape[0], 0, dtype=torch.int32, device=device),
     )
     num_tops = index_scratch.num_group_tops(max_entries, topk=topk)
     group_tops = torch.full((len(counts), num_tops), 123456, dtype=torch.int32, device=device)

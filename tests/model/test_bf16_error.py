@@ -38,7 +38,7 @@ class ChosenHandle(LayerCacheHandle):
         rows = entry_rows(
             self.tokens.block_table, slots, wanted, self.memory.layout.entries_per_block
         )
-        return Selection(wanted.int(), rows, (wanted >= 0).sum(dim=1).int())
+        return Selection(wanted.int(), rows, (wanted >= 0).sum(dim=1).int(), rows[:, :0].int())
 
 
 class Layer:

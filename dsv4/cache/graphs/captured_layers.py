@@ -34,6 +34,8 @@ class CapturedLayers:
         self.manager = manager
         self.batch = batch
         self.max_length = max_length
+        if manager.config.kv_source_layer_ids:
+            raise ValueError("Cannot capture layers one by one: some use the choices of others")
         check_complete(manager, "capture")
         fill_with_padding(manager, batch)
         self._graphs = new_graphs(manager.device, len(manager.schedule))
@@ -55,7 +57,7 @@ class CapturedLayers:
                 f"{plan.num_requests} requests up to {plan.longest} long"
             )
         self.manager.make_rope(plan)
-        has_entries = self.manager.schedule[layer_idx].ratio > 0
+        has_entries = self.manager.schedule[layer_idx].owns_entries
         layer = plan.layer(layer_idx)
         plan.begin_write(layer, window=True, entries=has_entries)
         try:

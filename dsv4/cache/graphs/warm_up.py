@@ -91,9 +91,11 @@ def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -
     for layer, layer_weights in zip(manager.schedule, weights, strict=True):
         compressors = (layer_weights.compressor or (), layer_weights.indexer or ())
         tensors = (layer_weights.kv_norm, *compressors[0], *compressors[1])
-        looks = tuple((x.dtype, x.data_ptr() % POINTER_ALIGN == 0) for x in tensors)
+        given = [x for x in tensors if x is not None]
+        looks = tuple((x.dtype, x.data_ptr() % POINTER_ALIGN == 0) for x in given)
         sinks = None if layer_weights.sinks is None else layer_weights.sinks.dtype
-        first.setdefault((layer.attention_type, looks, sinks), layer.layer_idx)
+        owned = (layer.owns_entries, layer.owns_choice, layer.candidates_of >= 0)
+        first.setdefault((layer.ratio, owned, looks, sinks), layer.layer_idx)
     return list(first.values())
 
 
@@ -169,7 +171,7 @@ class _Kernels:
     def _entry_numbers(self, layer_idx: int) -> tuple[int, ...]:
         """Return the fewest and the most entries of a launch."""
         ratio = self.manager.schedule[layer_idx].ratio
-        if ratio == AttentionType.CSA.ratio:
+        if self.manager.schedule[layer_idx].attention_type is AttentionType.CSA:
             return (self.config.index_topk,)
         return (1, self.capacity.max_request_tokens // ratio) if ratio else (0,)
 
@@ -196,6 +198,9 @@ class _Kernels:
     def _acquire(self, layer_idx: int, forward: _Forward) -> LayerCacheHandle:
         """Plan padding whose sizes gather at least one entry of every type."""
         plan = self.manager.padding_plan(*forward, max_length=AttentionType.HCA.ratio)
+        layer = self.manager.schedule[layer_idx]
+        if layer.ratio and not layer.owns_entries:
+            plan.layer(layer.entries_of).has_entries = True  # padding needs no owner's
         return self.manager.acquire(layer_idx, plan)
 
     def gather(self, handle: LayerCacheHandle) -> None:
@@ -214,8 +219,12 @@ class _Kernels:
         from dsv4.kernels.triton.topk import distinct_sizes
 
         config = self.config
-        if handle.layer.attention_type is not AttentionType.CSA:
+        if not handle.layer.owns_choice or self.manager.index_backend == "reference":
             return
+        candidates = None
+        if handle.layer.candidates_of >= 0:
+            blocks = (handle.plan.num_tokens, config.candidate_topk_blocks)
+            candidates = torch.full(blocks, -1, dtype=torch.int32, device=self.device)
         shape = (handle.plan.num_tokens, config.index_num_heads, config.index_head_dim)
         query = torch.zeros(shape, dtype=self.dtype, device=self.device)
         longest = self.capacity.max_request_tokens // handle.layer.ratio
@@ -231,7 +240,8 @@ class _Kernels:
             for memory in memories:
                 ops.select_entries(
                     query, query[:, :, 0].contiguous(), memory, handle.tokens,
-                    max_entries=max_entries, backend=self.manager.index_backend,
+                    max_entries=max_entries, candidates=candidates,
+                    backend=self.manager.index_backend,
                 )  # fmt: skip
 
     def score_by_deepgemm(self) -> None:
@@ -283,24 +293,25 @@ class _Kernels:
 
     def _zero_projections(self, handle: LayerCacheHandle) -> LayerProjections:
         """Return zeros in the shapes of a layer's projections; unread ones take no memory."""
-        config, kind, num_tokens = self.config, handle.layer.attention_type, handle.plan.num_tokens
+        config, layer, num_tokens = self.config, handle.layer, handle.plan.num_tokens
 
         def unread(*shape: int) -> Tensor:
             zero = torch.zeros((), dtype=self.dtype, device=self.device)
             return zero.expand(num_tokens, *shape)
 
         def compressor(dim: int) -> CompressorInputs:
-            shape = (num_tokens, handle.schema.num_series * dim)
-            zeros = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-            return CompressorInputs(*zeros)
+            shape = (num_tokens, max(handle.schema.num_series, 1) * dim)
+            kv, gate = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+            return CompressorInputs(kv, gate if handle.schema.num_series else None)
 
         query = unread(config.num_query_heads, config.head_dim)
         kv = torch.zeros(num_tokens, config.head_dim, dtype=self.dtype, device=self.device)
-        if kind is AttentionType.SWA:
-            return LayerProjections(query, kv)
-        if kind is AttentionType.HCA:
-            return LayerProjections(query, kv, compressor(config.head_dim))
+        main = compressor(config.head_dim) if layer.owns_entries else None
+        if not layer.owns_choice:
+            return LayerProjections(query, kv, main)
+        own = None if layer.has_latent_keys else compressor(config.index_head_dim)
         index_query = unread(config.index_num_heads, config.index_head_dim)
         head_weights = unread(config.index_num_heads)
-        indexer = IndexInputs(*compressor(config.index_head_dim), index_query, head_weights)
-        return LayerProjections(query, kv, compressor(config.head_dim), indexer)
+        index_kv, index_gate = (None, None) if own is None else own
+        indexer = IndexInputs(index_kv, index_gate, index_query, head_weights)
+        return LayerProjections(query, kv, main, indexer)

@@ -24,6 +24,7 @@ from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.config import CacheConfig
 from dsv4.formats import round_up
 from dsv4.kernels.layer_memory import LayerLayout
+from dsv4.rope import row_steps
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,9 @@ def cache_layout(
             scale_floor=config.scale_floor,
             owns_entries=schema.layer.owns_entries,
             has_latent_keys=schema.layer.has_latent_keys,
+            candidate_blocks=config.candidate_topk_blocks * (config.sources.candidates == idx),
+            candidate_size=config.candidate_block_size,
+            row_steps=row_steps(config),
         )
         for idx, schema in enumerate(schemas)
     )

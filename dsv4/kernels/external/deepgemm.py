@@ -65,7 +65,13 @@ def _table_kernel(
 
 
 def select_entries(
-    query: Tensor, head_weights: Tensor, memory: LayerMemory, tokens: TokenMap, *, max_entries: int
+    query: Tensor,
+    head_weights: Tensor,
+    memory: LayerMemory,
+    tokens: TokenMap,
+    *,
+    max_entries: int,
+    candidates: Tensor | None = None,
 ) -> Selection:
     """See `kernels.reference.indexer`."""
     num_tokens, layout = len(tokens.positions), memory.layout

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from dsv4.config import CacheConfig
+from dsv4.formats import V41_FORMATS
 from dsv4.kernels.backends import BACKENDS, check_backend
 from dsv4.kernels.external.find import PAGE_KEYS, load_deep_gemm, load_flash_mla
 from dsv4.layer_schedule import AttentionType
@@ -56,6 +57,23 @@ def check_index_backend(name: str, config: CacheConfig, device: torch.device) ->
     _expect(name, "block_tokens", config.block_tokens, f"{block_tokens}", is_page)
     load_deep_gemm()
     _check_device(name, device)
+
+
+def check_latent_keys(config: CacheConfig, *, attention: str, index: str) -> None:
+    """Refuse backends that cannot read layers of ratio 1 and 2, or V4.1's rows."""
+    rows = (config.kv_format, config.entry_format)
+    is_v41 = config.has_latent_keys or config.page_arrangement == "joined"
+    if attention not in BACKENDS and (is_v41 or any(name in V41_FORMATS for name in rows)):
+        raise ValueError(
+            f"{attention!r} has no kernels for DeepSeek-V4.1's rows: expected attention_backend "
+            f"{' or '.join(BACKENDS)}"
+        )
+    has_candidates = config.candidate_source_layer_id >= 0 and config.index_format != "mxfp4"
+    if index != "reference" and (has_candidates or (is_v41 and index not in BACKENDS)):
+        raise ValueError(
+            f"{index!r} has no kernels for DeepSeek-V4.1's index in {config.index_format}: "
+            "expected index_backend='reference', or mxfp4 keys and 'triton'"
+        )
 
 
 def external_problem(name: str, load: Callable[[], object]) -> str | None:

@@ -49,14 +49,16 @@ def append_swa(
 
 
 def tail_rows(
-    kv: Tensor, gate: Tensor, position_bias: Tensor, positions: Tensor, dtype: torch.dtype
+    kv: Tensor, gate: Tensor, position_bias: Tensor | None, positions: Tensor, dtype: torch.dtype
 ) -> TailRows:
-    """Projections as a tail stores them, with the bias of the position in its window added.
+    """Projections as a tail stores them, with the bias of the position in its window, if any.
 
     The compressor pools these rows, from the tail or from the same chunk. So an entry does not
     depend on how its tokens were cut into chunks.
     """
-    biased = gate.float() + position_bias.float()[positions % position_bias.shape[0]]
+    biased = gate.float()
+    if position_bias is not None:
+        biased = biased + position_bias.float()[positions % position_bias.shape[0]]
     biased = torch.where(biased.isnan(), torch.nan, biased)  # one NaN, whatever the device adds
     return TailRows(round_to(kv, dtype), round_to(biased, dtype))
 

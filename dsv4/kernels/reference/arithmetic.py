@@ -142,6 +142,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * factor) * weight.float()
 
 
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply fp32 rows `[n, dim]` by weight `[out, dim]`, in fp32.
+
+    16 sums take every 16th channel each, in order, and are then added pairwise.
+    """
+    num_sums, columns = GROUP_ROWS, weight.float().T.unflatten(0, (-1, GROUP_ROWS))
+    sums = x.new_zeros(x.shape[0], num_sums, weight.shape[0])
+    for step, column in enumerate(columns):
+        sums = sums + x[:, step * num_sums : (step + 1) * num_sums, None] * column
+    return fold_pairwise(sums)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate adjacent pairs of the trailing channels, in fp32.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.contracts import CheckpointPoints, EntryInputs, LayerWrites, TokenMap
-from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.kernels.layer_memory import LayerMemory, existing
 from dsv4.kernels.reference.append import tail_rows
 
 
@@ -45,7 +45,7 @@ def checkpoint_tails(
         (writes.entries, memory.tail, layout.cut_tail(checkpoints)),
         (writes.index_keys, memory.index_tail, layout.cut_index_tail(checkpoints)),
     ):
-        if inputs is not None and tail is not None and target is not None:
+        if isinstance(inputs, EntryInputs) and tail is not None and target is not None:
             _checkpoint_tail(points, inputs, tail, target, tokens, layout.ratio)
 
 
@@ -59,10 +59,8 @@ def _checkpoint_tail(
     token = torch.where(is_new, tokens.token_starts.long()[row][:, None] + positions - before, 0)
     slot = tokens.request_slots.long()[row][:, None]
     flat = token.flatten()
-    new = tail_rows(
-        inputs.kv[flat], inputs.gate[flat], inputs.weights.position_bias, positions.flatten(),
-        tail.dtype,
-    )  # fmt: skip
+    gate, bias = existing(inputs.gate), inputs.weights.position_bias
+    new = tail_rows(inputs.kv[flat], gate[flat], bias, positions.flatten(), tail.dtype)
     tail_row = positions % tail.shape[1]
     for index, values in enumerate(new):
         old = tail[slot, tail_row, index]

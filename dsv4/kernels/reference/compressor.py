@@ -49,6 +49,30 @@ def csa_compress_tail(
     return _close_windows(pooled, closing, norm_weight, rope, eps)
 
 
+def latent_windows(
+    rows: TailRows | None, kv: Tensor, tail: Tensor | None, norm_weight: Tensor, tokens: TokenMap,
+    *, ratio: int, eps: float,
+) -> ClosedWindows:  # fmt: skip
+    """Pool and norm V4.1's windows that close, without RoPE.
+
+    Args:
+        rows, tail: As for CSA with one series; None where an entry has one token.
+        kv: `[num_tokens, dim]`, the projections.
+    """
+    closing = _closing_tokens(tokens, ratio)
+    if rows is None or tail is None:
+        pooled = kv[closing].float()
+    else:
+        pooled = pool_rows(*_window_rows(rows, tail, tokens, closing, ratio, 0, slice(None)))
+    return ClosedWindows(closing, rms_norm(pooled, norm_weight, eps))
+
+
+def rotate_entries(closed: ClosedWindows, rope: RopeRows) -> ClosedWindows:
+    """Rotate entries at their windows' first tokens, by the rows of the closing ones."""
+    rotated = rotate(closed.entries, *rope.take(closed.token_idx))
+    return ClosedWindows(closed.token_idx, rotated)
+
+
 def hca_compress_tail(
     rows: TailRows, tail: Tensor, sums: Tensor, norm_weight: Tensor, tokens: TokenMap,
     rope: RopeRows, *, eps: float,
@@ -85,8 +109,7 @@ def _closing_tokens(tokens: TokenMap, ratio: int) -> Tensor:
 def _close_windows(
     pooled: Tensor, closing: Tensor, norm_weight: Tensor, rope: RopeRows, eps: float
 ) -> ClosedWindows:
-    normed = rms_norm(pooled, norm_weight, eps)
-    return ClosedWindows(closing, rotate(normed, *rope.take(closing)))
+    return rotate_entries(ClosedWindows(closing, rms_norm(pooled, norm_weight, eps)), rope)
 
 
 def _window_rows(

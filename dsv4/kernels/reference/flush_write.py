@@ -4,13 +4,19 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import PagedRows
-from dsv4.kernels.contracts import EntryInputs, LayerWrites, TokenMap
+from dsv4.kernels.contracts import EntryInputs, KeyWeights, LayerWrites, TokenMap
 from dsv4.kernels.layer_memory import LayerMemory, existing
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.reference.append import TailRows, append_swa, append_tail, tail_rows
-from dsv4.kernels.reference.arithmetic import hadamard
+from dsv4.kernels.reference.arithmetic import hadamard, project, rms_norm
 from dsv4.kernels.reference.codec import encode, write_rows
-from dsv4.kernels.reference.compressor import ClosedWindows, csa_compress_tail, hca_compress_tail
+from dsv4.kernels.reference.compressor import (
+    ClosedWindows,
+    csa_compress_tail,
+    hca_compress_tail,
+    latent_windows,
+    rotate_entries,
+)
 from dsv4.layer_schedule import AttentionType
 
 
@@ -24,10 +30,32 @@ def write_layer(writes: LayerWrites, memory: LayerMemory, tokens: TokenMap) -> N
         append_swa(
             *writes.window, tokens, memory.window, memory.rope, eps=memory.layout.rms_norm_eps
         )
-    if writes.entries is not None and writes.index_keys is not None:
-        _write_csa(writes.entries, writes.index_keys, memory, tokens)
-    elif writes.entries is not None:
-        _write_hca(writes.entries, memory, tokens)
+    main, keys = writes.entries, writes.index_keys
+    if main is not None and isinstance(keys, KeyWeights):
+        _write_shared(main, keys, memory, tokens)
+    elif main is not None and isinstance(keys, EntryInputs):
+        _write_csa(main, keys, memory, tokens)
+    elif main is not None:
+        _write_hca(main, memory, tokens)
+
+
+def _write_shared(
+    main: EntryInputs, weights: KeyWeights, memory: LayerMemory, tokens: TokenMap
+) -> None:
+    """Store V4.1's entries, and index keys made of the same latents before RoPE."""
+    layout, rope, tail = memory.layout, memory.entry_rope, memory.tail
+    rows = None if tail is None else _tail_rows(main, tail, tokens)
+    ratio, eps, norm_weight = layout.ratio, layout.rms_norm_eps, main.weights.norm_weight
+    latent = latent_windows(rows, main.kv, tail, norm_weight, tokens, ratio=ratio, eps=eps)
+    keys = rms_norm(project(latent.entries, weights.projection), weights.norm_weight, eps)
+    flush_write_csa(
+        rotate_entries(latent, rope),
+        rotate_entries(latent._replace(entries=keys), rope),
+        existing(memory.entries), existing(memory.index_keys), tokens, ratio=ratio,
+        has_hadamard=layout.has_hadamard, global_scale=memory.global_scale,
+    )  # fmt: skip
+    if rows is not None and tail is not None:
+        append_tail(rows, tail, tokens)
 
 
 def _write_csa(
@@ -61,7 +89,7 @@ def _write_hca(main: EntryInputs, memory: LayerMemory, tokens: TokenMap) -> None
 
 def _tail_rows(inputs: EntryInputs, tail: Tensor, tokens: TokenMap) -> TailRows:
     bias, positions = inputs.weights.position_bias, tokens.positions.long()
-    return tail_rows(inputs.kv, inputs.gate, bias, positions, tail.dtype)
+    return tail_rows(inputs.kv, existing(inputs.gate), bias, positions, tail.dtype)
 
 
 def flush_write_csa(
@@ -73,11 +101,11 @@ def flush_write_csa(
     *,
     has_hadamard: bool,
     global_scale: Tensor | None,
+    ratio: int = AttentionType.CSA.ratio,
 ) -> None:
     """Store CSA entries and their index keys at entry `position // m`."""
     if not closed.token_idx.numel():
         return
-    ratio = AttentionType.CSA.ratio
     rows = _destination(closed, tokens, ratio, entries.rows_per_page)
     write_rows(entries, rows, encode(entries.format, closed.entries))
     keys = hadamard(closed_keys.entries) if has_hadamard else closed_keys.entries

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4.formats import RowFormat
 from dsv4.kernels.contracts import Selection, TokenMap
@@ -16,7 +17,13 @@ _SLICE_ELEMENTS = 1 << 23  # key elements scored at once, to bound the temporari
 
 
 def select_entries(
-    query: Tensor, head_weights: Tensor, memory: LayerMemory, tokens: TokenMap, *, max_entries: int
+    query: Tensor,
+    head_weights: Tensor,
+    memory: LayerMemory,
+    tokens: TokenMap,
+    *,
+    max_entries: int,
+    candidates: Tensor | None = None,
 ) -> Selection:
     """Select the `index_topk` best visible entries of each token.
 
@@ -24,38 +31,86 @@ def select_entries(
         query: `[num_tokens, index_heads, index_head_dim]` fp32 or bf16, before RoPE.
         head_weights: `[num_tokens, index_heads]`, as projected; the scales are applied here.
         max_entries: Upper bound of the entries that a token of this forward sees.
+        candidates: `[num_tokens, blocks]` int32, the blocks that entries may come from, ascending,
+            then -1; None for all. They have all entries of a token that sees at most `index_topk`.
 
     Notes:
         Of equal scores the smaller entry is chosen; a NaN score is never chosen. A token that sees
         at most `index_topk` entries selects all of them, whatever their scores.
     """
-    keys, global_scale = existing(memory.index_keys), memory.global_scale
-    ratio, topk = memory.layout.ratio, memory.layout.index_topk
+    keys, global_scale, layout = existing(memory.index_keys), memory.global_scale, memory.layout
+    ratio, topk, size = layout.ratio, layout.index_topk, layout.candidate_size
     slots, positions = addressing.token_slots(tokens), tokens.positions.long()
     counts = addressing.visible_entries(positions, ratio)
     counts = torch.where(slots >= 0, counts, 0)
     width = min(topk, max_entries)
+    num_tokens = len(positions)
+    first = torch.arange(max(width, layout.candidate_blocks), device=positions.device)
+    blocks = first[: layout.candidate_blocks].expand(num_tokens, -1)
+    blocks = torch.where(blocks * size < counts[:, None], blocks, -1)
     if max_entries <= topk:
-        entry_idx = torch.arange(width, device=positions.device).expand(len(positions), -1)
-        entry_idx = torch.where(entry_idx < counts[:, None], entry_idx, -1)
+        entry_idx = torch.where(first[:width] < counts[:, None], first[:width], -1)
     else:
         quantised = index_query(
             query, keys.format, memory.rope.take(slice(len(query))),
-            has_hadamard=memory.layout.has_hadamard, global_scale=global_scale,
+            has_hadamard=layout.has_hadamard, global_scale=global_scale,
         )  # fmt: skip
         step = max(1, _SLICE_ELEMENTS // (max_entries * keys.format.dim))
-        selected = []
-        for start in range(0, len(positions), step):
+        entry_idx = positions.new_full((num_tokens, width), -1)
+        for start in range(0, num_tokens, step):
             part = slice(start, start + step)
-            rows = visible_entry_rows(keys, tokens, part, ratio=ratio, max_entries=max_entries)
+            if candidates is None:
+                listed, num_listed = None, counts[part]
+                rows = visible_entry_rows(keys, tokens, part, ratio=ratio, max_entries=max_entries)
+            else:
+                listed, num_listed = _members(candidates[part].long(), counts[part], size)
+                rows = addressing.entry_rows(
+                    tokens.block_table, slots[part, None], listed, keys.rows_per_page
+                )
             values = gather_rows(keys, rows, global_scale=global_scale)
             scores = score_entries(quantised[part], head_weights[part], values)
-            selected.append(select_topk(scores, counts[part], topk))
-        entry_idx = torch.cat(selected) if selected else positions.new_full((0, width), -1)
+            chosen = select_topk(scores, num_listed, topk)
+            if listed is not None:
+                chosen = torch.where(chosen >= 0, listed.gather(1, chosen.clamp(min=0)), -1)
+            entry_idx[part, : chosen.shape[1]] = chosen
+            if layout.candidate_blocks:
+                best = select_blocks(scores, counts[part], layout.candidate_blocks, size)
+                blocks[part, : best.shape[1]] = best
     padded = positions.new_full((len(positions), topk), -1)
     padded[:, :width] = entry_idx
     rows = addressing.entry_rows(tokens.block_table, slots[:, None], padded, keys.rows_per_page)
-    return Selection(padded.int(), rows, (padded >= 0).sum(dim=1).int())
+    return Selection(padded.int(), rows, (padded >= 0).sum(dim=1).int(), blocks.int())
+
+
+def _members(blocks: Tensor, counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Entries `[n, blocks × size]` of ascending blocks, then -1, and their number `[n]`.
+
+    The newest block is the last, so that visible entries come before all others.
+    """
+    entries = (blocks[:, :, None] * size + torch.arange(size, device=blocks.device)).flatten(1)
+    is_real = (blocks >= 0).repeat_interleave(size, dim=1) & (entries < counts[:, None])
+    return torch.where(is_real, entries, -1), is_real.sum(dim=1)
+
+
+def select_blocks(scores: Tensor, counts: Tensor, num_blocks: int, size: int) -> Tensor:
+    """Blocks of `size` entries with the largest scores, ascending, then -1.
+
+    The block of the newest entry is always among them. It may hold few entries as yet.
+
+    Args:
+        scores: `[n, entries]` fp32; those beyond `counts` `[n]` are not used.
+
+    Returns:
+        `[n, min(num_blocks, blocks of the entries)]` int64.
+    """
+    idx = torch.arange(scores.shape[1], device=scores.device)
+    is_used = (idx < counts[:, None]) & ~torch.isnan(scores)
+    used = pad(torch.where(is_used, scores, -torch.inf), (0, -len(idx) % size), value=-torch.inf)
+    largest = used.unflatten(1, (-1, size)).amax(dim=2)
+    newest = (counts - 1).div(size, rounding_mode="floor")
+    is_newest = torch.arange(largest.shape[1], device=scores.device) == newest[:, None]
+    largest = torch.where(is_newest, torch.inf, largest)
+    return select_topk(largest, -(-counts // size), num_blocks)
 
 
 def index_query(

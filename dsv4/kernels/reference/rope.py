@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.reference import addressing
-from dsv4.rope import ROW_STEPS, rope_at
+from dsv4.rope import rope_at
 
 
 def make_rope(memory: LayerMemory, positions: Tensor) -> None:
@@ -15,6 +15,6 @@ def make_rope(memory: LayerMemory, positions: Tensor) -> None:
         memory: Any layer's; all of them share the rows.
         positions: `[num_tokens]` int32.
     """
-    starts = [addressing.entry_rope_position(positions, step) for step in ROW_STEPS]
+    starts = [addressing.entry_rope_position(positions, step) for step in memory.layout.row_steps]
     rows = torch.stack(rope_at(torch.stack(starts), memory.frequencies[:, None]), dim=1)
     memory.rope_rows[:, :, : len(positions)] = rows

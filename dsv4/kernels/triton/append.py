@@ -3,18 +3,21 @@
 import triton
 import triton.language as tl
 
-from dsv4.kernels.triton.operands import Place
+from dsv4.kernels.triton.operands import CSA_RATIO, Place
 from dsv4.kernels.triton.primitives import (
     bf16_bits,
     encode_rows,
     fp32_bits,
     load_norm,
     load_pairs,
+    load_rope,
     mean_of_squares,
     padded,
     reciprocal_root,
     rotate_pairs,
+    rotate_tail,
     round_to_bf16,
+    scales_at,
     store_rotated,
     store_rows,
     wait_for_launch_before,
@@ -90,9 +93,10 @@ def load_row(compressor, token, position, column, mask, SPEC: tl.constexpr):
     source = token.to(tl.int64) * compressor.stride + column
     kv = widen(tl.load(compressor.kv_ptr + source, mask=mask, other=0.0))
     gate = widen(tl.load(compressor.gate_ptr + source, mask=mask, other=0.0))
-    bias_ptr = compressor.bias_ptr + position % SPEC.RATIO * SPEC.WIDTH + column
-    bias = tl.load(bias_ptr, mask=mask, other=0.0)
-    return as_stored(kv, SPEC), as_stored(gate + bias.to(tl.float32), SPEC)
+    if SPEC.RATIO >= CSA_RATIO:  # V4.1 has no bias
+        bias_ptr = compressor.bias_ptr + position % SPEC.RATIO * SPEC.WIDTH + column
+        gate += tl.load(bias_ptr, mask=mask, other=0.0).to(tl.float32)
+    return as_stored(kv, SPEC), as_stored(gate, SPEC)
 
 
 @triton.jit
@@ -169,14 +173,14 @@ def copy_old_rows(old_row, place, is_copied, ring_ptr, window, SPEC: tl.constexp
     is_copied = is_copied & (position >= 0)
     from_row = ((position + SPEC.RING_ROWS) % SPEC.RING_ROWS).to(tl.int64)
     to_row = (place.workspace_start + old_row).to(tl.int64)
-    copy_records(ring_ptr + from_row * ROW.DATA_BYTES,
-                 window.workspace_ptr + to_row * ROW.DATA_BYTES,
+    copy_records(ring_ptr + from_row * ROW.DATA_STRIDE,
+                 window.workspace_ptr + to_row * ROW.DATA_STRIDE,
                  is_copied, ROW.DATA_BYTES)  # fmt: skip
     if ROW.SCALE_BYTES > 0:
-        scales_ptr = window.workspace_ptr + window.workspace_rows.to(tl.int64) * ROW.DATA_BYTES
-        ring_scales_ptr = ring_ptr + SPEC.RING_ROWS * ROW.DATA_BYTES
-        copy_records(ring_scales_ptr + from_row * ROW.SCALE_BYTES,
-                     scales_ptr + to_row * ROW.SCALE_BYTES,
+        scales_ptr = window.workspace_ptr + scales_at(window.workspace_rows.to(tl.int64), ROW)
+        ring_scales_ptr = ring_ptr + scales_at(SPEC.RING_ROWS, ROW)
+        copy_records(ring_scales_ptr + from_row * ROW.SCALE_STRIDE,
+                     scales_ptr + to_row * ROW.SCALE_STRIDE,
                      is_copied, ROW.SCALE_BYTES)  # fmt: skip
 
 
@@ -220,11 +224,17 @@ def write_window_rows(
     weight = load_norm(window.norm_ptr, ROWS, ROW.DIM, ROW.BLOCK)
     position = place.position + row  # [ROWS]
     is_real = (row < count) & (place.slot >= 0)
-    rows_ptr = window.kv_ptr + (token + row).to(tl.int64) * window.stride
-    pairs = load_pairs(rows_ptr, window.norm_ptr, rope, token + row, is_real, ROW)
+    if ROW.ROPE > 0:
+        rows_ptr = window.kv_ptr + (token + row).to(tl.int64) * window.stride
+        pairs = load_pairs(rows_ptr, window.norm_ptr, rope, token + row, is_real, ROW)
+    else:
+        cos, sin = load_rope(rope, token + row, is_real, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
     factor = reciprocal_root(mean_of_squares(values, ROW.DIM) + eps)
-    even, odd = rotate_pairs(pairs, factor)  # [ROWS, ROPE / 2]
     normed = (values * factor[:, None]) * weight
+    if ROW.ROPE > 0:
+        even, odd = rotate_pairs(pairs, factor)  # [ROWS, ROPE / 2]
+    else:  # rotated channels are quantised as all others
+        normed = rotate_tail(normed, cos, sin, ROWS, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
     encoded = encode_rows(normed, 1.0, ROWS, ROW)
     ring_ptr = window.slots_ptr + place.slot * window.slot_bytes + window.ring_offset
     if HAS_CHUNKS:
@@ -234,16 +244,18 @@ def write_window_rows(
                 tl.debug_barrier()  # the old rows are read before they are overwritten
             first_row = place.workspace_start + SPEC.WINDOW - 1
             workspace_row = (first_row + position - place.before).to(tl.int64)
-            data_ptr = window.workspace_ptr + workspace_row * ROW.DATA_BYTES
-            scales_ptr = window.workspace_ptr + window.workspace_rows.to(tl.int64) * ROW.DATA_BYTES
-            store_rows(encoded, data_ptr, scales_ptr + workspace_row * ROW.SCALE_BYTES, is_real,
+            data_ptr = window.workspace_ptr + workspace_row * ROW.DATA_STRIDE
+            scales_ptr = window.workspace_ptr + scales_at(window.workspace_rows.to(tl.int64), ROW)
+            store_rows(encoded, data_ptr, scales_ptr + workspace_row * ROW.SCALE_STRIDE, is_real,
                        ROWS, ROW, HAS_ROPE=False)  # fmt: skip
-            store_rotated(even, odd, data_ptr, is_real, ROW)
+            if ROW.ROPE > 0:
+                store_rotated(even, odd, data_ptr, is_real, ROW)
         is_real = is_real & (position >= place.after - SPEC.RING_ROWS)
     if tl.max(is_real.to(tl.int32), axis=0) > 0:
         ring_row = (position % SPEC.RING_ROWS).to(tl.int64)
-        data_ptr = ring_ptr + ring_row * ROW.DATA_BYTES
-        scales_ptr = ring_ptr + SPEC.RING_ROWS * ROW.DATA_BYTES
-        store_rows(encoded, data_ptr, scales_ptr + ring_row * ROW.SCALE_BYTES, is_real, ROWS, ROW,
+        data_ptr = ring_ptr + ring_row * ROW.DATA_STRIDE
+        scales_ptr = ring_ptr + scales_at(SPEC.RING_ROWS, ROW)
+        store_rows(encoded, data_ptr, scales_ptr + ring_row * ROW.SCALE_STRIDE, is_real, ROWS, ROW,
                    HAS_ROPE=False)  # fmt: skip
-        store_rotated(even, odd, data_ptr, is_real, ROW)
+        if ROW.ROPE > 0:
+            store_rotated(even, odd, data_ptr, is_real, ROW)

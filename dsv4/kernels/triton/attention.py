@@ -67,6 +67,28 @@ class RowSource(NamedTuple):
     page_stride: tl.tensor
 
 
+class ListedRows(NamedTuple):
+    """Rows that a tensor lists by token, and the rows of the pool."""
+
+    rows_ptr: tl.tensor
+    rows_stride: tl.tensor
+    row_stride: tl.tensor
+    pool_rows: tl.tensor
+
+
+class AttendedTokens(NamedTuple):
+    """The plan's tensors that attention finds rows by, as `TokenMap` describes them."""
+
+    positions_ptr: tl.tensor
+    request_ids_ptr: tl.tensor
+    request_slots_ptr: tl.tensor
+    before_ptr: tl.tensor
+    after_ptr: tl.tensor
+    workspace_starts_ptr: tl.tensor
+    block_table_ptr: tl.tensor
+    table_stride: tl.tensor
+
+
 class SoftmaxState(NamedTuple):
     """Accumulators `[HEADS, 64]` by group of channels; largest logits and sums `[HEADS]`."""
 
@@ -152,8 +174,8 @@ def row_pointers(source, page, row, ROW: tl.constexpr):
     """Pointers to the data and scale records of rows in pages, `[TILE]`."""
     start = page.to(tl.int64) * source.page_stride
     row = row.to(tl.int64)
-    data_ptr = source.data_ptr + (start + row * ROW.DATA_BYTES)
-    return data_ptr, source.scales_ptr + (start + row * ROW.SCALE_BYTES)
+    data_ptr = source.data_ptr + (start + row * ROW.DATA_STRIDE)
+    return data_ptr, source.scales_ptr + (start + row * ROW.SCALE_STRIDE)
 
 
 @triton.jit
@@ -234,6 +256,57 @@ def store_channels(acc, factor, out, token, head, FIRST: tl.constexpr, NUM_HEADS
         tl.store(out.output_ptr.to(tl.pointer_type(tl.uint16)) + at, bf16_bits(output), mask=mask)
 
 
+@triton.jit
+def attend_tile(
+    state, query, tile, token, num_rows, scale, ring, workspace, entries, listed, tokens,
+    ROW: tl.constexpr, SPEC: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ENTRIES: tl.constexpr,
+    IS_BF16: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of a token's rows to the softmax: of its window, of its entries, or of both.
+
+    Without a window in it, entries start with the first tile behind the window's.
+    """
+    FIRST_ENTRY: tl.constexpr = SPEC.WINDOW if HAS_WINDOW else triton.cdiv(SPEC.WINDOW, TILE) * TILE
+    row = tile * TILE + tl.arange(0, TILE)  # [TILE]
+    if HAS_WINDOW:
+        page, page_row, is_present = find_window(
+            token, row, row < SPEC.WINDOW, tokens.positions_ptr, tokens.request_ids_ptr,
+            tokens.request_slots_ptr, SPEC.RING_ROWS, SPEC.WINDOW,
+        )  # fmt: skip
+        data_ptr, scale_ptr = row_pointers(ring, page, page_row, ROW)
+        if SPEC.HAS_CHUNKS:
+            copied = workspace_row(token, row, tokens.positions_ptr, tokens.request_ids_ptr,
+                                   tokens.before_ptr, tokens.workspace_starts_ptr,
+                                   SPEC.WINDOW)  # fmt: skip
+            data_ptr = tl.where(copied >= 0, workspace.data_ptr + copied * ROW.DATA_STRIDE,
+                                data_ptr)  # fmt: skip
+            scale_ptr = tl.where(copied >= 0, workspace.scales_ptr + copied * ROW.SCALE_STRIDE,
+                                 scale_ptr)  # fmt: skip
+    if HAS_ENTRIES:
+        entry = row - FIRST_ENTRY
+        is_entry = (entry >= 0) & (row < num_rows)
+        if SPEC.ENTRIES == "listed":
+            page, page_row, has_entry = find_listed(
+                token, entry, is_entry, listed.rows_ptr, listed.rows_stride, listed.row_stride,
+                listed.pool_rows, SPEC.ENTRY_ROWS,
+            )  # fmt: skip
+        else:
+            request = tl.load(tokens.request_ids_ptr + token)
+            page, page_row, has_entry = find_entries(
+                request, entry, is_entry, tokens.request_slots_ptr, tokens.after_ptr,
+                tokens.block_table_ptr, tokens.table_stride, SPEC.RATIO, SPEC.ENTRY_ROWS,
+            )  # fmt: skip
+        entry_ptr, entry_scale_ptr = row_pointers(entries, page, page_row, ROW)
+        if HAS_WINDOW:
+            data_ptr = tl.where(entry >= 0, entry_ptr, data_ptr)
+            scale_ptr = tl.where(entry >= 0, entry_scale_ptr, scale_ptr)
+            is_present = is_present | has_entry
+        else:
+            data_ptr, scale_ptr, is_present = entry_ptr, entry_scale_ptr, has_entry
+    values = load_tile(data_ptr, scale_ptr, is_present, ROW, IS_BF16)
+    return add_tile(state, query, values, is_present, scale, IS_BF16)
+
+
 @triton.jit(do_not_specialize=ATTEND_SIZES, do_not_specialize_on_alignment=ATTEND_UNALIGNED)
 def _attend_kernel(
     query_ptr, sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, scale,
@@ -242,12 +315,14 @@ def _attend_kernel(
     pool_rows, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr,
     after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
     first_token, num_splits, split_step, tile_step, tiles_per_split,
-    ROW: tl.constexpr, SPEC: tl.constexpr, NUM_HEADS: tl.constexpr, QUERY_EPS: tl.constexpr,
-    IS_SPLIT: tl.constexpr, IS_BF16: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    ROW: tl.constexpr, ENTRY: tl.constexpr, SPEC: tl.constexpr, NUM_HEADS: tl.constexpr,
+    QUERY_EPS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_MIXED: tl.constexpr,
+    IS_BF16: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Attend for one token and HEADS of its heads, over one split of the token's rows.
 
-    QUERY_EPS is the epsilon of a raw query's norm, None for a query that is prepared.
+    ROW is the window's, ENTRY that of entries, IS_MIXED whether they differ. QUERY_EPS is the
+    epsilon of a raw query's norm, None for a query that is prepared.
     """
     # The programs of `_combine_kernel` would fill processors that have no program yet.
     wait_for_launch_before(STARTS_NEXT=False)
@@ -260,7 +335,8 @@ def _attend_kernel(
     head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)  # [HEADS]
     split = tl.program_id(1)
     slot = tl.load(request_slots_ptr + tl.load(request_ids_ptr + token))
-    num_rows = SPEC.WINDOW
+    WINDOW_TILES: tl.constexpr = triton.cdiv(SPEC.WINDOW, TILE)
+    num_rows = WINDOW_TILES * TILE if IS_MIXED else SPEC.WINDOW
     if SPEC.ENTRIES == "listed":
         num_rows += num_entries
     elif SPEC.ENTRIES == "all":
@@ -282,41 +358,32 @@ def _attend_kernel(
         IS_ROUNDED: tl.constexpr = query_ptr.dtype.element_ty == tl.bfloat16
         query = prepare_query(query, (cos_ptr, sin_ptr), rope_row, QUERY_EPS, ROW, IS_ROUNDED,
                               IS_BF16)  # fmt: skip
+    tokens = AttendedTokens(positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr,
+                            after_ptr, workspace_starts_ptr, block_table_ptr,
+                            table_stride)  # fmt: skip
+    workspace = RowSource(workspace_ptr, workspace_scales_ptr, ring_stride)
+    listed = ListedRows(rows_ptr, rows_stride, row_stride, pool_rows)
     # Hoisted out of the loop, the products' descriptors would not fit the registers.
-    for tile in tl.range(loop_bound(first), loop_bound(end), loop_bound(tile_step),
-                         disable_licm=True):  # fmt: skip
-        row = tile * TILE + tl.arange(0, TILE)  # [TILE]
-        page, page_row, is_present = find_window(
-            token, row, row < SPEC.WINDOW, positions_ptr, request_ids_ptr, request_slots_ptr,
-            SPEC.RING_ROWS, SPEC.WINDOW,
-        )  # fmt: skip
-        data_ptr, scale_ptr = row_pointers(ring, page, page_row, ROW)
-        if SPEC.HAS_CHUNKS:
-            copied = workspace_row(token, row, positions_ptr, request_ids_ptr, before_ptr,
-                                   workspace_starts_ptr, SPEC.WINDOW)  # fmt: skip
-            data_ptr = tl.where(copied >= 0, workspace_ptr + copied * ROW.DATA_BYTES, data_ptr)
-            scale_ptr = tl.where(copied >= 0, workspace_scales_ptr + copied * ROW.SCALE_BYTES,
-                                 scale_ptr)  # fmt: skip
-        if SPEC.ENTRIES != "none":
-            entry = row - SPEC.WINDOW
-            is_entry = (entry >= 0) & (row < num_rows)
-            if SPEC.ENTRIES == "listed":
-                page, page_row, has_entry = find_listed(
-                    token, entry, is_entry, rows_ptr, rows_stride, row_stride, pool_rows,
-                    SPEC.ENTRY_ROWS,
-                )  # fmt: skip
-            else:
-                request = tl.load(request_ids_ptr + token)
-                page, page_row, has_entry = find_entries(
-                    request, entry, is_entry, request_slots_ptr, after_ptr, block_table_ptr,
-                    table_stride, SPEC.RATIO, SPEC.ENTRY_ROWS,
-                )  # fmt: skip
-            entry_ptr, entry_scale_ptr = row_pointers(entries, page, page_row, ROW)
-            data_ptr = tl.where(entry >= 0, entry_ptr, data_ptr)
-            scale_ptr = tl.where(entry >= 0, entry_scale_ptr, scale_ptr)
-            is_present = is_present | has_entry
-        values = load_tile(data_ptr, scale_ptr, is_present, ROW, IS_BF16)
-        state = add_tile(state, query, values, is_present, scale, IS_BF16)
+    if SPEC.ENTRIES == "none" or not IS_MIXED:
+        for tile in tl.range(loop_bound(first), loop_bound(end), loop_bound(tile_step),
+                             disable_licm=True):  # fmt: skip
+            state = attend_tile(state, query, tile, token, num_rows, scale, ring, workspace,
+                                entries, listed, tokens, ROW, SPEC, True, SPEC.ENTRIES != "none",
+                                IS_BF16, TILE)  # fmt: skip
+    else:
+        # Tiles of one format each: the window's come first.
+        window_end = tl.minimum(end, WINDOW_TILES)
+        for tile in tl.range(loop_bound(first), loop_bound(window_end), loop_bound(tile_step),
+                             disable_licm=True):  # fmt: skip
+            state = attend_tile(state, query, tile, token, num_rows, scale, ring, workspace,
+                                entries, listed, tokens, ROW, SPEC, True, False, IS_BF16,
+                                TILE)  # fmt: skip
+        first += tl.cdiv(tl.maximum(WINDOW_TILES - first, 0), tile_step) * tile_step
+        for tile in tl.range(loop_bound(first), loop_bound(end), loop_bound(tile_step),
+                             disable_licm=True):  # fmt: skip
+            state = attend_tile(state, query, tile, token, num_rows, scale, ring, workspace,
+                                entries, listed, tokens, ENTRY, SPEC, False, True, IS_BF16,
+                                TILE)  # fmt: skip
 
     if IS_SPLIT:
         at = (nth.to(tl.int64) * num_splits + split) * NUM_HEADS + head  # [HEADS]
@@ -332,7 +399,7 @@ def _attend_kernel(
         factor = output_factor(sinks_ptr, head, state.largest, state.total, NUM_HEADS)
         for group in tl.static_range(len(state.acc)):
             store_channels(state.acc[group], factor, out, token, head, group * GROUP, NUM_HEADS,
-                           ROW.DIM, ROW.ROPE)  # fmt: skip
+                           ROW.DIM, ROW.ROTATED)  # fmt: skip
 
 
 @triton.jit(
@@ -456,7 +523,10 @@ def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> Pr
     device, layout = memory.partials.device, memory.layout
     if not _is_bf16(dtype, memory):
         return find_launch(AttendLaunch, "attend fp32", device)
-    is_hopper_row = layout.kv_format == "fp8" and (layout.head_dim, layout.rope_dim) == (512, 64)
+    is_v4_row = (layout.kv_format, layout.entry_format, layout.page_arrangement) == (
+        "fp8", "fp8", "split",
+    )  # fmt: skip
+    is_hopper_row = is_v4_row and (layout.head_dim, layout.rope_dim) == (512, 64)
     is_hopper_row = is_hopper_row and layout.window % 64 == 0
     if not INTERPRETED and is_hopper(device) and is_hopper_row:
         return find_launch(HopperLaunch, "attend hopper", device, num_heads)
@@ -553,12 +623,16 @@ def combine_launch(device: torch.device, num_splits: int = 1) -> CombineLaunch:
 
 def count_tiles(memory: LayerMemory, launch: ProgramLaunch, num_entries: int) -> int:
     """The tiles of a token's window and so many entries, of a layer that has any."""
-    num_rows = memory.layout.window + (num_entries if memory.layout.ratio else 0)
-    return -(-num_rows // launch.tile)
+    layout = memory.layout
+    window = layout.window
+    if layout.entry_format != layout.kv_format:  # tiles of one format each
+        window = -(-window // launch.tile) * launch.tile
+    return -(-(window + (num_entries if layout.ratio else 0)) // launch.tile)
 
 
 def _is_bf16(dtype: torch.dtype, memory: LayerMemory) -> bool:
-    return dtype is torch.bfloat16 and memory.layout.kv_format != "fp32"
+    formats = (memory.layout.kv_format, memory.layout.entry_format)
+    return dtype is torch.bfloat16 and "fp32" not in formats
 
 
 def _row_arguments(
@@ -596,7 +670,7 @@ def _launch(
     left: Tensor | None = None,
     **arguments: Any,
 ) -> None:
-    row, num_heads = memory.layout.kv_row, query.shape[1]
+    layout, num_heads = memory.layout, query.shape[1]
     partials, stats = memory.cut_partials
     grid = (num_tokens * -(-num_heads // launch.heads), splits.num_splits)
     arguments |= {
@@ -608,7 +682,9 @@ def _launch(
         _launch_on_hopper(grid, launch, arguments, query.device, left)
         return
     _attend_kernel[grid](
-        **arguments, ROW=row_spec("kv", row, row.rope_dim),
+        **arguments, ROW=row_spec("kv", layout.kv_row, layout.rope_dim),
+        ENTRY=row_spec("kv", layout.entry_row, layout.rope_dim),
+        IS_MIXED=layout.entry_format != layout.kv_format,
         IS_BF16=_is_bf16(query.dtype, memory), HEADS=launch.heads,
         TILE=launch.tile, num_warps=launch.num_warps, num_stages=1, launch_pdl=True,
         enable_fp_fusion=False,
@@ -660,13 +736,13 @@ def _combine(
     num_tokens: int,
     **results: Any,
 ) -> None:
-    row, num_heads = memory.layout.kv_row, results["lse_ptr"].shape[1]
+    layout, num_heads = memory.layout, results["lse_ptr"].shape[1]
     partials, stats = memory.cut_partials
-    is_cut = row.dim % launch.channels == 0 and row.rope_dim <= launch.channels
-    block = launch.channels if is_cut else next_power_of_two(row.dim)
-    _combine_kernel[(num_tokens * num_heads, -(-row.dim // block))](
+    is_cut = layout.head_dim % launch.channels == 0 and layout.rope_dim <= launch.channels
+    block = launch.channels if is_cut else next_power_of_two(layout.head_dim)
+    _combine_kernel[(num_tokens * num_heads, -(-layout.head_dim // block))](
         **results, partials_ptr=partials, stats_ptr=stats, first_token=first_token,
-        num_splits=splits.num_splits, NUM_HEADS=num_heads, DIM=row.dim, ROPE=row.rope_dim,
-        BLOCK=block, SPLITS=launch.splits, num_warps=launch.num_warps, launch_pdl=True,
-        enable_fp_fusion=False,
+        num_splits=splits.num_splits, NUM_HEADS=num_heads, DIM=layout.head_dim,
+        ROPE=layout.rope_dim, BLOCK=block, SPLITS=launch.splits, num_warps=launch.num_warps,
+        launch_pdl=True, enable_fp_fusion=False,
     )  # fmt: skip

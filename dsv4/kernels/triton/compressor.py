@@ -44,6 +44,40 @@ def combine_csa(kvs, gates, has_previous, ROWS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def combine_pair(kvs, gates):
+    """Pool V4.1's pair of rows, in position order."""
+    largest = tl.maximum(gates[0], gates[1], propagate_nan=tl.PropagateNan.ALL)
+    total = tl.zeros_like(largest)
+    weighted = tl.zeros_like(largest)
+    for index in tl.static_range(2):
+        weight = exp_of_nonpositive(gates[index] - largest)
+        total += weight
+        weighted += weight * kvs[index]
+    return nan_unless_finite(largest, tl.div_rn(weighted, total))
+
+
+@triton.jit
+def project_key(latent, projection_ptr, OUT: tl.constexpr, OUT_BLOCK: tl.constexpr,
+                DIM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Multiply a latent `[1, BLOCK]` by a projection `[OUT, DIM]`: `[1, OUT_BLOCK]`.
+
+    16 sums take every 16th channel each, in order, and are then added pairwise.
+    """
+    steps = tl.reshape(latent, (BLOCK // GROUP_ROWS, GROUP_ROWS))
+    number = tl.arange(0, BLOCK // GROUP_ROWS)[:, None]
+    lane, out = tl.arange(0, GROUP_ROWS)[:, None], tl.arange(0, OUT_BLOCK)[None, :]
+    sums = tl.zeros((GROUP_ROWS, OUT_BLOCK), tl.float32)
+    for step in range(DIM // GROUP_ROWS):
+        x = tl.sum(tl.where(number == step, steps, 0.0), axis=0)[:, None]  # one term: exact
+        weight = tl.load(projection_ptr + out * DIM + step * GROUP_ROWS + lane, mask=out < OUT,
+                         other=0.0)  # [16, OUT_BLOCK]  # fmt: skip
+        sums += x * weight.to(tl.float32)
+    for fold in tl.static_range(4):
+        sums = tl.sum(tl.reshape(sums, (GROUP_ROWS // (2 << fold), 2, OUT_BLOCK)), axis=1)
+    return sums
+
+
+@triton.jit
 def pool_csa_decode(kv, gate, tail_ptr, position, column, mask, SPEC: tl.constexpr):
     """Pool the CSA window that a request's only token closes: `[1, BLOCK]`.
 

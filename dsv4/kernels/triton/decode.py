@@ -101,7 +101,17 @@ def load_group(data_ptr, scale_ptr, is_present, group: tl.constexpr, FORMAT: tl.
     is_row, data_ptr = is_present[:, None], data_ptr[:, None]
     is_channel = is_row & (lane < DIM - FIRST)
     # The lane is added first: then groups differ by a constant and share their pointers.
-    if FORMAT == "kv_fp32":
+    if FORMAT == "kv_fp8_32":
+        codes = tl.load(data_ptr + lane + FIRST, mask=is_channel, other=0)
+        scale_ptr = scale_ptr[:, None] + lane // 32
+        scale = tl.load(scale_ptr + FIRST // 32, mask=is_channel, other=0)
+        values = e4m3_values(codes) * ue8m0_values(scale)
+    elif FORMAT == "kv_nvfp4_16":
+        pairs = tl.load(data_ptr + lane // 2 + FIRST // 2, mask=is_channel, other=0).to(tl.int32)
+        scale_ptr = scale_ptr[:, None] + lane // 16
+        scale = tl.load(scale_ptr + FIRST // 16, mask=is_channel, other=0)
+        values = e2m1_values((pairs >> 4 * (lane & 1)) & 15) * e4m3_values(scale)
+    elif FORMAT == "kv_fp32":
         lane_ptr = data_ptr.to(tl.pointer_type(tl.float32)) + lane
         values = tl.load(lane_ptr + FIRST, mask=is_channel, other=0.0)
     elif FORMAT == "kv_bf16":

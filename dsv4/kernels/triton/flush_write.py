@@ -19,10 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.formats import next_power_of_two, sum_ring
-from dsv4.kernels.contracts import EntryInputs, LayerWrites, TokenMap, WindowInputs
+from dsv4.kernels.contracts import EntryInputs, KeyWeights, LayerWrites, TokenMap, WindowInputs
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton.append import (
     load_row,
+    load_stored,
     locate,
     locate_segment,
     slot_tail,
@@ -34,10 +35,12 @@ from dsv4.kernels.triton.compressor import (
     CSA_ROWS,
     GROUP_ROWS,
     GROUPS,
+    combine_pair,
     pool_csa_chunk,
     pool_csa_decode,
     pool_csa_edge,
     pool_hca,
+    project_key,
     sum_group_decode,
     sum_groups,
 )
@@ -65,6 +68,7 @@ from dsv4.kernels.triton.primitives import (
     mean_of_squares,
     reciprocal_root,
     rotate_tail,
+    scales_at,
     store_rows,
     wait_for_launch_before,
 )
@@ -95,8 +99,8 @@ def flush_rows(
     row = (position // SPEC.RATIO % SPEC.ENTRIES_PER_BLOCK).to(tl.int64)
     page_ptr = pages.blocks_ptr + block * pages.block_bytes + pages.page_offset
     encoded = encode_rows(entry, global_scale, ROWS, ROW)
-    scales_ptr = page_ptr + SPEC.ENTRIES_PER_BLOCK * ROW.DATA_BYTES
-    store_rows(encoded, page_ptr + row * ROW.DATA_BYTES, scales_ptr + row * ROW.SCALE_BYTES,
+    scales_ptr = page_ptr + scales_at(SPEC.ENTRIES_PER_BLOCK, ROW)
+    store_rows(encoded, page_ptr + row * ROW.DATA_STRIDE, scales_ptr + row * ROW.SCALE_STRIDE,
                block >= 0, ROWS, ROW, HAS_ROPE=True)  # fmt: skip
 
 
@@ -147,6 +151,58 @@ def compress_csa_token(
     mask = mask & is_kept
     store_tail(next_kv, next_gate, tail_ptr, position, column, mask, SPEC)
     store_tail(kv, gate, tail_ptr, position, column + DIM, mask, SPEC)
+
+
+@triton.jit
+def write_latent_token(
+    token, place, compressor, projection_ptr, key_norm_ptr, rope, pages, key_pages, eps,
+    global_scale, SPEC: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Flush V4.1's entry that one token closes, and its index key; keep rows of an open pair.
+
+    A step stores each row in the tail. Of a chunk the first token's program stores the last rows,
+    after it has read the one before the chunk.
+    """
+    ROW: tl.constexpr = SPEC.ROW
+    column = tl.arange(0, ROW.BLOCK)[None, :]
+    mask = column < ROW.DIM  # [1, BLOCK]
+    position = place.position
+    slot = place.slot
+    if slot >= 0:
+        if position % SPEC.RATIO == SPEC.RATIO - 1:
+            if can_write(position, slot, pages, SPEC):
+                if SPEC.RATIO == 1:
+                    source = token.to(tl.int64) * compressor.stride + column
+                    pooled = tl.load(compressor.kv_ptr + source, mask=mask, other=0.0)
+                    pooled = pooled.to(tl.float32)
+                else:
+                    kv, gate = load_row(compressor, token, position, column, mask, SPEC)
+                    if position > place.before:
+                        old_kv, old_gate = load_row(compressor, token - 1, position - 1, column,
+                                                    mask, SPEC)  # fmt: skip
+                    else:
+                        tail_ptr = slot_tail(compressor, slot, SPEC)
+                        old_kv, old_gate = load_stored(tail_ptr, position - 1, column, mask, SPEC)
+                    pooled = combine_pair((old_kv, kv), (old_gate, gate))
+                flush_rows(pooled, as_row(token), as_row(position), slot, as_row(slot) >= 0,
+                           compressor.norm_ptr, rope, pages, eps, 1.0, 1, SPEC)  # fmt: skip
+                weight = load_norm(compressor.norm_ptr, 1, ROW.DIM, ROW.BLOCK)
+                pooled = tl.where(mask, pooled, 0.0)
+                factor = reciprocal_root(mean_of_squares(pooled, ROW.DIM) + eps)  # [1]
+                key = project_key((pooled * factor[:, None]) * weight, projection_ptr,
+                                  INDEX.ROW.DIM, INDEX.ROW.BLOCK, ROW.DIM, ROW.BLOCK)  # fmt: skip
+                flush_rows(key, as_row(token), as_row(position), slot, as_row(slot) >= 0,
+                           key_norm_ptr, rope, key_pages, eps, global_scale, 1,
+                           INDEX)  # fmt: skip
+        if SPEC.RATIO > 1:
+            tail_ptr = slot_tail(compressor, slot, SPEC)
+            if place.workspace_start < 0:
+                kv, gate = load_row(compressor, token, position, column, mask, SPEC)
+                store_tail(kv, gate, tail_ptr, position, column, mask, SPEC)
+            elif position == place.before:
+                tl.debug_barrier()  # the tail's old row is read before it is overwritten
+                keep_last_rows(compressor, tail_ptr, token, position, place.after - place.before,
+                               column, mask, 2, SPEC)  # fmt: skip
 
 
 @triton.jit
@@ -362,6 +418,15 @@ def _write_kernel(
                                    compressor, pooled_ptr, arrivals_ptr, rope, pages, eps,
                                    CHANNELS, MAIN, IS_DECODE)  # fmt: skip
         program -= num_segments * CHANNEL_SPLITS
+    elif HAS_COMPRESSOR and MAIN.RATIO < CSA_RATIO:
+        if program < num_segments:
+            key_pages = PagePtrs(blocks_ptr, block_bytes, index_page_offset, block_table_ptr,
+                                 table_stride, num_read_only_ptr)  # fmt: skip
+            write_latent_token(program, locate(program, tokens, IS_DECODE), compressor,
+                               index_kv_ptr, index_norm_ptr, rope, pages, key_pages, eps,
+                               load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE), MAIN,
+                               INDEX)  # fmt: skip
+        program -= num_segments
     elif HAS_COMPRESSOR:
         if program < num_segments:
             if HAS_CHUNKS:
@@ -470,7 +535,8 @@ def write_layer(
         launch = launch_parameters(ratio, kind, num_tokens, memory.slots.device)
     arguments = _arguments(writes, memory, tokens, ratio=ratio)
     num_programs, segments = _grid(writes, memory, tokens, launch, ratio=ratio)
-    if has_chunks and writes.index_keys is not None:
+    has_index = isinstance(writes.index_keys, EntryInputs)
+    if has_chunks and has_index:
         # A chunk has at most two windows with rows in the tail, other requests a step of tokens.
         max_windows = max(2, memory.layout.tail_rows - (CSA_ROWS.value - 1))
         _edge_kernel[(len(tokens.request_slots), max_windows, 2)](**arguments, num_warps=8)
@@ -478,7 +544,7 @@ def write_layer(
         **arguments, **_window_arguments(writes.window, memory, tokens), **segments,
         num_tokens=num_tokens, pooled_ptr=memory.pooled, arrivals_ptr=memory.arrivals,
         ROWS=launch.rows, WINDOW_ROWS=launch.window_rows, HAS_WINDOW=writes.window is not None,
-        HAS_COMPRESSOR=writes.entries is not None, HAS_INDEX=writes.index_keys is not None,
+        HAS_COMPRESSOR=writes.entries is not None, HAS_INDEX=has_index,
         HAS_CHUNKS=has_chunks, IS_DECODE=is_decode, num_warps=launch.num_warps,
         maxnreg=launch.maxnreg,
     )  # fmt: skip
@@ -494,7 +560,7 @@ def _grid(
     channels = min(launch.channels, block)
     is_hca = ratio == AttentionType.HCA.ratio
     tile, index_tile = 1, 1
-    if len(tokens.chunk_ids):
+    if len(tokens.chunk_ids) and not memory.layout.has_latent_keys:
         csa_ratio = AttentionType.CSA.ratio
         tile, index_tile = ratio if is_hca else csa_ratio * launch.rows, csa_ratio * index_rows
     num_segments = _num_segments(tokens, tile)
@@ -502,7 +568,7 @@ def _grid(
     num_programs = 0
     if writes.entries is not None:
         num_programs += num_segments * (block // channels if is_hca else 1)
-    if writes.index_keys is not None:
+    if isinstance(writes.index_keys, EntryInputs):
         num_programs += num_index_segments
     if writes.window is not None:
         num_programs += _num_segments(tokens, launch.window_rows)
@@ -526,7 +592,7 @@ def _arguments(
     scale = memory.global_scale
     cos, sin = memory.entry_rope
     main = CompressorSpec(
-        ROW=row_spec("kv", layout.kv_row, layout.rope_dim),
+        ROW=row_spec("kv", layout.entry_row, layout.rope_dim),
         RATIO=ratio or 1,  # kernels divide by it, also those of an SWA layer
         WIDTH=layout.num_series * layout.head_dim,
         TAIL_ROWS=layout.tail_rows,
@@ -574,14 +640,20 @@ def _window_arguments(
     }  # fmt: skip
 
 
-def _entry_arguments(prefix: str, entry: EntryInputs | None, tokens: TokenMap) -> dict[str, Any]:
-    if entry is None:
-        kv = gate = bias = norm_weight = tokens.positions  # any pointer: nothing is read
-    else:
-        kv, gate = _contiguous_rows(entry.kv), _contiguous_rows(entry.gate)
+def _entry_arguments(
+    prefix: str, entry: EntryInputs | KeyWeights | None, tokens: TokenMap
+) -> dict[str, Any]:
+    kv = gate = bias = norm_weight = tokens.positions  # any pointer: nothing is read
+    if isinstance(entry, KeyWeights):
+        kv, norm_weight = (weight.contiguous() for weight in entry)
+    elif entry is not None:
+        kv = _contiguous_rows(entry.kv)
+        gate = kv if entry.gate is None else _contiguous_rows(entry.gate)
         if _row_stride(kv) != _row_stride(gate):
             kv, gate = kv.contiguous(), gate.contiguous()
-        bias, norm_weight = (weight.contiguous() for weight in entry.weights)
+        norm_weight = entry.weights.norm_weight.contiguous()
+        learned = entry.weights.position_bias
+        bias = norm_weight if learned is None else learned.contiguous()
     return {
         f"{prefix}kv_ptr": kv, f"{prefix}gate_ptr": gate, f"{prefix}stride": _row_stride(kv),
         f"{prefix}bias_ptr": bias, f"{prefix}norm_ptr": norm_weight,

@@ -14,7 +14,14 @@ from torch import Tensor
 from dsv4.formats import PagedRows
 from dsv4.kernels.contracts import Gathered, TokenMap
 from dsv4.kernels.layer_memory import LayerMemory, existing
-from dsv4.kernels.triton.decode import e4m3_values, load_channels, load_scales, store_channels
+from dsv4.kernels.triton.decode import (
+    GROUP,
+    e4m3_values,
+    load_channels,
+    load_group,
+    load_scales,
+    store_channels,
+)
 from dsv4.kernels.triton.launch import GatherLaunch, gather_launch
 from dsv4.kernels.triton.operands import PLAN_PTRS, row_spec, token_arguments
 from dsv4.kernels.triton.primitives import bf16_bits
@@ -88,6 +95,12 @@ def gather_records(
         if FORMAT == "kv_bf16":
             values = load_channels(data_ptr.to(tl.pointer_type(tl.uint16)), is_present, DIM)
             store_channels(to_ptr, values, is_output, DIM)
+        elif FORMAT == "kv_fp8_32" or FORMAT == "kv_nvfp4_16":
+            for group in tl.static_range((DIM + GROUP - 1) // GROUP):
+                values = load_group(data_ptr, scale_ptr, is_present, group, FORMAT, DIM, 0)
+                channel = group * GROUP + tl.arange(0, GROUP)[None, :]
+                tl.store(to_ptr[:, None] + channel, bf16_bits(values),
+                         mask=is_output[:, None] & (channel < DIM))  # fmt: skip
         else:
             codes = load_channels(data_ptr, is_present, NOPE)
             scales = load_scales(scale_ptr, is_present, FORMAT, NOPE)
@@ -133,13 +146,13 @@ def _gather_kernel(
                                             request_ids_ptr, request_slots_ptr, ROWS_PER_PAGE,
                                             WINDOW)  # fmt: skip
     page_start = page.to(tl.int64) * page_stride
-    data_ptr = data_ptr + (page_start + row.to(tl.int64) * ROW.DATA_BYTES)
-    scale_ptr = scales_ptr + (page_start + row.to(tl.int64) * ROW.SCALE_BYTES)
+    data_ptr = data_ptr + (page_start + row.to(tl.int64) * ROW.DATA_STRIDE)
+    scale_ptr = scales_ptr + (page_start + row.to(tl.int64) * ROW.SCALE_STRIDE)
     if HAS_CHUNKS:
         row = workspace_row(outer, inner, positions_ptr, request_ids_ptr, before_ptr,
                             workspace_starts_ptr, WINDOW)  # fmt: skip
-        data_ptr = tl.where(row >= 0, workspace_ptr + row * ROW.DATA_BYTES, data_ptr)
-        scale_ptr = tl.where(row >= 0, workspace_scales_ptr + row * ROW.SCALE_BYTES, scale_ptr)
+        data_ptr = tl.where(row >= 0, workspace_ptr + row * ROW.DATA_STRIDE, data_ptr)
+        scale_ptr = tl.where(row >= 0, workspace_scales_ptr + row * ROW.SCALE_STRIDE, scale_ptr)
     out_row = outer.to(tl.int64) * num_inner + inner
     gather_records(data_ptr, scale_ptr, values_ptr, out_row, is_present, is_output, ROW)
     tl.store(present_ptr + out_row, is_present.to(tl.uint8), mask=is_output)

@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.index_scratch import (
@@ -33,7 +34,9 @@ from dsv4.kernels.index_scratch import (
     index_row_bytes,
     padded_heads,
 )
-from dsv4.kernels.layer_memory import LayerMemory, existing
+from dsv4.kernels.layer_memory import LayerLayout, LayerMemory, existing
+from dsv4.kernels.reference.indexer import select_blocks
+from dsv4.kernels.triton.candidates import first_blocks, select_listed, visible_counts
 from dsv4.kernels.triton.chunk_scores import (
     ChunkKeys,
     are_pairs_scored,
@@ -352,7 +355,13 @@ def _score_kernel(
 
 
 def select_entries(
-    query: Tensor, head_weights: Tensor, memory: LayerMemory, tokens: TokenMap, *, max_entries: int
+    query: Tensor,
+    head_weights: Tensor,
+    memory: LayerMemory,
+    tokens: TokenMap,
+    *,
+    max_entries: int,
+    candidates: Tensor | None = None,
 ) -> Selection:
     """See `kernels.reference.indexer`."""
     num_tokens, device = len(tokens.positions), tokens.positions.device
@@ -364,7 +373,17 @@ def select_entries(
     if max_entries <= layout.index_topk:
         unread = chosen.entry_idx
         choose_best(chosen, unread, unread, tokens, layout, all_tokens, max_entries=max_entries)
+        if layout.candidate_blocks:
+            blocks = first_blocks(layout, visible_counts(layout, tokens))
+            chosen = chosen._replace(blocks=blocks)
         return chosen
+    if candidates is not None:
+        return select_listed(
+            query, head_weights, memory, tokens, candidates, chosen, max_entries=max_entries
+        )
+    counts, published = None, []
+    if layout.candidate_blocks:
+        counts = visible_counts(layout, tokens)
     chunk_keys = cut_chunk_keys(query, memory, tokens, max_entries=max_entries)
     scratch = index_scratch(query, memory, max_entries=max_entries, chunk_keys=chunk_keys)
     if chunk_keys is not None:
@@ -380,7 +399,18 @@ def select_entries(
             chosen, scratch.scores, scratch.group_tops, tokens, layout, part,
             max_entries=max_entries,
         )  # fmt: skip
-    return chosen
+        if counts is not None:
+            published.append(_best_blocks(scratch, layout, counts, part, max_entries))
+    return chosen._replace(blocks=torch.cat(published)) if published else chosen
+
+
+def _best_blocks(
+    scratch: IndexScratch, layout: LayerLayout, counts: Tensor, part: range, max_entries: int
+) -> Tensor:
+    """Choose the candidate blocks that tokens `part` publish, by the scores of the workspace."""
+    visible, scores = counts[part.start : part.stop], scratch.scores[: len(part), :max_entries]
+    best = select_blocks(scores, visible, layout.candidate_blocks, layout.candidate_size)
+    return pad(best, (0, layout.candidate_blocks - best.shape[1]), value=-1).int()
 
 
 def empty_selection(num_tokens: int, topk: int, device: torch.device) -> Selection:
@@ -389,6 +419,7 @@ def empty_selection(num_tokens: int, topk: int, device: torch.device) -> Selecti
         torch.empty(num_tokens, topk, dtype=torch.int32, device=device),
         torch.empty(num_tokens, topk, dtype=torch.int64, device=device),
         torch.empty(num_tokens, dtype=torch.int32, device=device),
+        torch.empty(num_tokens, 0, dtype=torch.int32, device=device),
     )
 
 

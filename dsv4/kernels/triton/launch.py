@@ -22,7 +22,7 @@ import torch
 from dsv4.formats import INDEX_FORMATS
 from dsv4.kernels.triton import launch_table
 from dsv4.kernels.triton.operands import PLAN_PTRS
-from dsv4.layer_schedule import AttentionType
+from dsv4.layer_schedule import SHARED_RATIOS, AttentionType
 
 Kind = Literal["decode", "step", "chunk"]
 KINDS: tuple[Kind, ...] = ("decode", "step", "chunk")
@@ -175,7 +175,10 @@ def work_name(ratio: int, kind: Kind) -> str:
     return f"{_LAYER_NAMES[ratio]} {kind}"
 
 
-_LAYER_NAMES = {layer.ratio: layer.name.lower() for layer in AttentionType}
+_LAYER_NAMES = {
+    **{layer.ratio: layer.name.lower() for layer in AttentionType},
+    **dict.fromkeys(SHARED_RATIOS, "csa"),
+}
 TUNED_WORKS: dict[str, type[AnyLaunch]] = {
     **{work_name(layer.ratio, kind): Launch for layer in AttentionType for kind in KINDS},
     "gather": GatherLaunch,

@@ -134,6 +134,9 @@ class RowSpec(NamedTuple):
         ROPE: Trailing channels that the row stores as a field of their own; 0 in an index key.
         FORMAT: The row format's name, prefixed with kv_ or index_.
         DATA_BYTES, SCALE_BYTES: Sizes of the row's two records.
+        DATA_STRIDE, SCALE_STRIDE: Bytes from a record to the same of the next row.
+        ROUNDS: Values are rounded to BF16 before they are quantised.
+        BOUNDS_SCALE: The floor of `fp8_32` is one of the scale.
     """
 
     DIM: int
@@ -143,12 +146,19 @@ class RowSpec(NamedTuple):
     FORMAT: str
     DATA_BYTES: int
     SCALE_BYTES: int
+    DATA_STRIDE: int
+    SCALE_STRIDE: int
+    ROUNDS: bool
+    BOUNDS_SCALE: bool
 
 
 def row_spec(prefix: str, row: RowFormat, rotated: int) -> RowSpec:
     """Constants of a row format; prefix is kv or index, rotated the channels of RoPE."""
-    block, name = next_power_of_two(row.dim), f"{prefix}_{row.name}"
-    return RowSpec(row.dim, block, rotated, row.rope_dim, name, row.data_bytes, row.scale_bytes)
+    block, name, sizes = next_power_of_two(row.dim), f"{prefix}_{row.name}", row.record_bytes
+    return RowSpec(
+        row.dim, block, rotated, row.rope_dim, name, *sizes, *row.record_strides,
+        row.rounds_first, row.scale_rule == "ue8m0_scale_floor",
+    )  # fmt: skip
 
 
 class WindowSpec(NamedTuple):

@@ -365,6 +365,12 @@ def group_amax(x, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def scales_at(num_rows, ROW: tl.constexpr):
+    """First byte of the scale records in a page of so many rows."""
+    return num_rows * ROW.DATA_BYTES if ROW.DATA_STRIDE == ROW.DATA_BYTES else ROW.DATA_BYTES
+
+
+@triton.jit
 def encode_rows(x, global_scale, ROWS: tl.constexpr, ROW: tl.constexpr):
     """Encode a tile's rows: values, BF16 bits for the RoPE field, scales.
 
@@ -386,6 +392,12 @@ def encode_rows(x, global_scale, ROWS: tl.constexpr, ROW: tl.constexpr):
         values = tl.reshape(e4m3_code(groups * power_of_two(-exponent)[:, :, None]), (ROWS, BLOCK))
         is_scale = tl.arange(0, BLOCK // 64)[None, :] < NOPE // 64
         scales = tl.where(is_scale, exponent + 127, 0).to(tl.uint8)
+    elif FORMAT == "kv_fp8_32":
+        groups, amax = group_amax(x, 32, ROWS, BLOCK)
+        FLOOR: tl.constexpr = 448 * AMAX_FLOOR if ROW.BOUNDS_SCALE else AMAX_FLOOR
+        exponent = ceil_log2_ratio(tl.maximum(amax, FLOOR), 448)
+        values = tl.reshape(e4m3_code(groups * power_of_two(-exponent)[:, :, None]), (ROWS, BLOCK))
+        scales = (exponent + 127).to(tl.uint8)
     elif FORMAT == "kv_fp8_entry_scale":
         rope_bits = bf16_bits(x)
         rounded = round_to_bf16(x)
@@ -394,25 +406,30 @@ def encode_rows(x, global_scale, ROWS: tl.constexpr, ROW: tl.constexpr):
         scales = tl.div_rn(tl.maximum(tl.minimum(amax, BF16_MAX), AMAX_FLOOR), E4M3_MAX)
         values = e4m3_code(tl.div_rn(rounded, tl.broadcast_to(scales[:, None], (ROWS, BLOCK))))
     elif FORMAT == "index_fp8":
-        rounded = round_to_bf16(x)
+        rounded = round_to_bf16(x) if ROW.ROUNDS else x
         amax = tl.minimum(tl.maximum(tl.max(magnitude(rounded), axis=1), 0.0), BF16_MAX)
         exponent = ceil_log2_ratio(tl.maximum(amax, AMAX_FLOOR), 448)
         scales = power_of_two(exponent)
         values = e4m3_code(rounded * power_of_two(-exponent)[:, None])
     else:
         GROUP: tl.constexpr = 32 if FORMAT == "index_mxfp4" else 16
-        groups, amax = group_amax(round_to_bf16(x), GROUP, ROWS, BLOCK)
+        groups, amax = group_amax(round_to_bf16(x) if ROW.ROUNDS else x, GROUP, ROWS, BLOCK)
         if FORMAT == "index_mxfp4":
             exponent = ceil_log2_ratio(tl.maximum(amax, MXFP4_AMAX_FLOOR), 6)
             scales = (exponent + 127).to(tl.uint8)
             scaled = groups * power_of_two(-exponent)[:, :, None]
         else:
-            limit = tl.broadcast_to(6.0 * global_scale, (ROWS, BLOCK // GROUP))
+            limit = tl.full((ROWS, BLOCK // GROUP), 6.0, tl.float32) * global_scale
             scales = e4m3_code(tl.maximum(tl.div_rn(amax, limit), NVFP4_SCALE_FLOOR))
             scale = e4m3_value(scales.to(tl.int32)) * global_scale
             scaled = tl.div_rn(groups, tl.broadcast_to(scale[:, :, None],
                                                        (ROWS, BLOCK // GROUP, GROUP)))  # fmt: skip
-        low, high = tl.split(tl.reshape(e2m1_code(scaled), (ROWS, BLOCK // 2, 2)))
+        codes = e2m1_code(scaled)
+        if FORMAT == "kv_nvfp4_16":
+            is_nan = tl.max((groups != groups).to(tl.int32), axis=2) > 0  # poisons its group
+            scales = tl.where(is_nan, 0x7F, scales.to(tl.int32)).to(tl.uint8)
+            codes = tl.where(is_nan[:, :, None], 7, codes)
+        low, high = tl.split(tl.reshape(codes, (ROWS, BLOCK // 2, 2)))
         values = (low | (high << 4)).to(tl.uint8)
     return values, rope_bits, scales
 
@@ -439,7 +456,8 @@ def store_rows(encoded, data_ptr, scale_ptr, is_written, ROWS: tl.constexpr, ROW
     elif FORMAT == "kv_bf16" or FORMAT == "index_bf16":
         tl.store(data_ptr.to(tl.pointer_type(tl.uint16))[:, None] + channel, values,
                  mask=is_written & (channel < WIDTH))  # fmt: skip
-    elif FORMAT == "kv_fp8" or FORMAT == "kv_fp8_entry_scale" or FORMAT == "index_fp8":
+    elif (FORMAT == "kv_fp8" or FORMAT == "kv_fp8_entry_scale" or FORMAT == "index_fp8"
+          or FORMAT == "kv_fp8_32"):  # fmt: skip
         tl.store(data_ptr[:, None] + channel, values, mask=is_written & (channel < NOPE))
         if HAS_ROPE and ROW.ROPE > 0:
             rope_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16))[:, None]
@@ -460,8 +478,11 @@ def store_rows(encoded, data_ptr, scale_ptr, is_written, ROWS: tl.constexpr, ROW
     elif FORMAT == "kv_fp8_entry_scale" or FORMAT == "index_fp8":
         tl.store(scale_ptr.to(tl.pointer_type(tl.float32))[:, None], scales[:, None],
                  mask=is_written)  # fmt: skip
-    elif FORMAT == "index_mxfp4" or FORMAT == "index_nvfp4":
-        GROUPS: tl.constexpr = BLOCK // 32 if FORMAT == "index_mxfp4" else BLOCK // 16
-        USED: tl.constexpr = DIM // 32 if FORMAT == "index_mxfp4" else DIM // 16
+    elif FORMAT != "kv_fp32" and FORMAT != "index_fp32" and FORMAT != "kv_bf16" and (
+        FORMAT != "index_bf16"
+    ):  # fmt: skip
+        SIZE: tl.constexpr = 32 if FORMAT == "index_mxfp4" or FORMAT == "kv_fp8_32" else 16
+        GROUPS: tl.constexpr = BLOCK // SIZE
+        USED: tl.constexpr = DIM // SIZE
         group = tl.arange(0, GROUPS)[None, :]
         tl.store(scale_ptr[:, None] + group, scales, mask=is_written & (group < USED))

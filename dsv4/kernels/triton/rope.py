@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dsv4.formats import next_power_of_two
 from dsv4.kernels.layer_memory import LayerMemory
-from dsv4.kernels.triton.operands import CSA_RATIO, HCA_RATIO
+from dsv4.kernels.triton.operands import HCA_RATIO
 from dsv4.kernels.triton.primitives import INTERPRETED
 from dsv4.rope import ROW_STEPS, sin_cos
 
@@ -20,14 +20,14 @@ _sin_cos = sin_cos if INTERPRETED else triton.jit(sin_cos)
 )
 def _rope_kernel(
     positions_ptr, frequencies_ptr, rows_ptr, num_tokens, max_tokens,
-    PAIRS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CSA_STEP: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute some rows, in the order of tokens and then of `ROW_STEPS`."""
     nth = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     token, kind = nth // 4, nth % 4
     pair = tl.arange(0, BLOCK)[None, :]
     mask = (token < num_tokens) & (pair < PAIRS)  # [ROWS, BLOCK]
-    step = tl.where(kind == 2, CSA_RATIO, tl.where(kind == 3, HCA_RATIO, 1))
+    step = tl.where(kind == 2, CSA_STEP, tl.where(kind == 3, HCA_RATIO, 1))
     position = tl.load(positions_ptr + token, mask=token < num_tokens, other=0) // step * step
     frequency = tl.load(frequencies_ptr + kind * PAIRS + pair, mask=mask, other=0.0)
     sin, cos = _sin_cos((position.to(tl.float32) * frequency).to(tl.float64))
@@ -45,5 +45,6 @@ def make_rope(memory: LayerMemory, positions: Tensor) -> None:
         _rope_kernel[(triton.cdiv(num_rows, rows),)](
             positions_ptr=positions, frequencies_ptr=memory.frequencies,
             rows_ptr=memory.rope_rows, num_tokens=num_tokens, max_tokens=max_tokens, PAIRS=pairs,
-            BLOCK=next_power_of_two(pairs), ROWS=rows, enable_fp_fusion=False,
+            CSA_STEP=memory.layout.row_steps[2], BLOCK=next_power_of_two(pairs), ROWS=rows,
+            enable_fp_fusion=False,
         )  # fmt: skip

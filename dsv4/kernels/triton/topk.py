@@ -66,6 +66,13 @@ def num_threads(WIDTH, WARPS):
     return min(WIDTH // 4, 32 * WARPS)
 
 
+class ListedLayout(NamedTuple):
+    """A layout in which a token sees as many entries as its position says."""
+
+    ratio: int
+    entries_per_block: int
+
+
 @triton.jit
 def visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO: tl.constexpr):
     """A token's slot, int64, and the number of entries that it sees; 0 for padding."""
@@ -549,7 +556,7 @@ def choose_best(
     scores: Tensor,
     group_tops: Tensor,
     tokens: TokenMap,
-    layout: LayerLayout,
+    layout: LayerLayout | ListedLayout,
     part: range,
     *,
     max_entries: int,

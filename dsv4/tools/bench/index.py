@@ -196,7 +196,9 @@ def chunk_parts(
             )
 
     def select() -> None:
-        indexer.select_entries(query, head_weights, memory, tokens, **sizes)
+        indexer.select_entries(
+            query, head_weights, memory, tokens, max_entries=sizes["max_entries"]
+        )
 
     return {"query": prepare, "score": score, "topk": choose, "select": select}
 

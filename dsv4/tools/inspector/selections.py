@@ -94,8 +94,10 @@ class SelectionRecorder:
 class _WatchedHandle(LayerCacheHandle):
     recorder: SelectionRecorder | None = None
 
-    def select_entries(self, query: Tensor, head_weights: Tensor) -> Selection:
-        selection = super().select_entries(query, head_weights)
+    def select_entries(
+        self, query: Tensor, head_weights: Tensor, candidates: Selection | None = None
+    ) -> Selection:
+        selection = super().select_entries(query, head_weights, candidates)
         assert self.recorder is not None
         slots = self.request_slots[self.request_ids.long()]
         is_mine = slots == self.recorder.slot

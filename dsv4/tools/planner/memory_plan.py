@@ -86,6 +86,8 @@ class MemoryPlan:
             limit="the layers of the model",
         )  # fmt: skip
         _ = self.capacity
+        if self.num_stages > 1:
+            _ = self.stages  # refuses cuts between layers that share entries
 
     @property
     def blocks_per_request(self) -> int:

@@ -15,7 +15,14 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.formats import PagedRows, RowFormat
-from dsv4.kernels.contracts import LayerProjections, LayerWeights
+from dsv4.kernels.contracts import (
+    CompressorInputs,
+    CompressorWeights,
+    IndexInputs,
+    LayerProjections,
+    LayerWeights,
+)
+from dsv4.kernels.layer_memory import existing
 from dsv4.kernels.reference.addressing import entry_rows, ring_rows
 from dsv4.kernels.reference.gather import gather_rows
 from dsv4.testing import join_rows, model_projections, model_weights, move_to, take_rows
@@ -67,14 +74,16 @@ class SGLangLayer:
             (inputs.indexer, weights.indexer, layout.index_row, 1),
         ):
             if projected is not None and learned is not None:
-                projections = torch.cat((projected.kv, projected.gate), dim=1).float()
+                projections = _joined(projected)
                 pages = self._pages(row, page_rows, align)
                 num_pages = len(self._slots) * RING_ROWS[self._ratio] // self._ratio
                 shape = (num_pages, self._ratio, projections.shape[1])
                 state = torch.randn(shape, device=projections.device)
                 norm_weight = learned.norm_weight.float()
                 # Rows of the previous window, then of this one.
-                bias = torch.cat(learned.position_bias.float().split(len(norm_weight), dim=1))
+                assert isinstance(learned, CompressorWeights), "V4's"
+                bias = existing(learned.position_bias).float()
+                bias = torch.cat(bias.split(len(norm_weight), dim=1))
                 self._compressors.append(_Compressor(state, projections, bias, norm_weight, pages))
 
     @property
@@ -103,7 +112,7 @@ class SGLangLayer:
         for compressor, projected in zip(self._compressors, inputs, strict=True):
             num_rows = RING_ROWS[self._ratio]
             ring = compressor.state.view(-1, num_rows, compressor.state.shape[-1])[request_idx]
-            rows = torch.cat((projected.kv, projected.gate), dim=1).float()
+            rows = _joined(projected)
             last = torch.arange(len(rows), device=ring.device)[-num_rows:]
             ring[last % num_rows] = rows[last]
 
@@ -170,3 +179,7 @@ def _reference_rows(handle: LayerCacheHandle) -> list[tuple[PagedRows, Tensor]]:
             rows = entry_rows(tokens.block_table, slots, entries, pages.rows_per_page)
             written.append((pages, rows))
     return written
+
+
+def _joined(projected: CompressorInputs | IndexInputs) -> Tensor:
+    return torch.cat((existing(projected.kv), existing(projected.gate)), dim=1).float()
