@@ -1,6 +1,7 @@
 """Triton's interpreter without most of its overhead: types are made once, modules patched once.
 
-Values and checks stay Triton's own. Most tests of kernels spend their time here.
+Values and checks stay Triton's own, but for misaligned addresses: it refuses them as a GPU does.
+Most tests of kernels spend their time here.
 """
 
 import functools
@@ -19,6 +20,8 @@ _make_block_type = core.block_type.__init__
 _make_np_dtype = interpreter._get_np_dtype
 _equal_dtypes = core.dtype.__eq__
 _equal_tuples = core.tuple.__eq__
+_load = interpreter.InterpreterBuilder.create_masked_load
+_store = interpreter.InterpreterBuilder.create_masked_store
 _sanitize_overflow = semantic.TritonSemantic.binary_op_sanitize_overflow_impl
 
 
@@ -31,6 +34,8 @@ def install() -> None:
     core.dtype.__eq__ = lambda self, other: self is other or _equal_dtypes(self, other)
     core.tuple.__eq__ = _equal_shapes
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
+    interpreter.InterpreterBuilder.create_masked_load = _load_aligned
+    interpreter.InterpreterBuilder.create_masked_store = _store_aligned
 
 
 def _call_device_function(function, *args, **kwargs):
@@ -95,3 +100,20 @@ def _check_overflow(self, lhs, rhs, binary_op) -> None:
     """Skip a check whose result Triton reads in debug mode alone."""
     if self.builder.options.debug:
         _sanitize_overflow(self, lhs, rhs, binary_op)
+
+
+def _load_aligned(self, ptrs, mask, *others):
+    _check_alignment(ptrs, mask)
+    return _load(self, ptrs, mask, *others)
+
+
+def _store_aligned(self, ptrs, value, mask, *others):
+    _check_alignment(ptrs, mask)
+    return _store(self, ptrs, value, mask, *others)
+
+
+def _check_alignment(ptrs, mask) -> None:
+    size = ptrs.get_element_ty().primitive_bitwidth // 8
+    if size > 1:
+        bits = np.bitwise_or.reduce(ptrs.data, axis=None, where=mask.data.astype(bool))
+        assert bits % size == 0, f"misaligned address of {size} bytes"

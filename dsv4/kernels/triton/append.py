@@ -152,14 +152,20 @@ def store_sums(sums, tail_ptr, group, column, mask, SPEC: tl.constexpr):
 
 
 @triton.jit
-def copy_records(source_ptr, target_ptr, is_copied, BYTES: tl.constexpr):
-    """Copy records of 4-byte words, one for each of `[ROWS]` pointers."""
-    WORDS: tl.constexpr = BYTES // 4
+def copy_records(source_ptr, target_ptr, is_copied, BYTES: tl.constexpr, STRIDE: tl.constexpr):
+    """Copy records that lie STRIDE bytes apart, one for each of `[ROWS]` pointers.
+
+    They go by words of 4 bytes where all records are of whole words, else by bytes.
+    """
+    WORD: tl.constexpr = 4 if BYTES % 4 == 0 and STRIDE % 4 == 0 else 1
+    WORDS: tl.constexpr = BYTES // WORD
     word = tl.arange(0, padded(WORDS))[None, :]
     mask = is_copied[:, None] & (word < WORDS)  # [ROWS, WORDS]
-    source_ptr = source_ptr.to(tl.pointer_type(tl.int32))[:, None]
-    values = tl.load(source_ptr + word, mask=mask, other=0)
-    tl.store(target_ptr.to(tl.pointer_type(tl.int32))[:, None] + word, values, mask=mask)
+    if WORD == 4:
+        source_ptr = source_ptr.to(tl.pointer_type(tl.int32))
+        target_ptr = target_ptr.to(tl.pointer_type(tl.int32))
+    values = tl.load(source_ptr[:, None] + word, mask=mask, other=0)
+    tl.store(target_ptr[:, None] + word, values, mask=mask)
 
 
 @triton.jit
@@ -175,13 +181,13 @@ def copy_old_rows(old_row, place, is_copied, ring_ptr, window, SPEC: tl.constexp
     to_row = (place.workspace_start + old_row).to(tl.int64)
     copy_records(ring_ptr + from_row * ROW.DATA_STRIDE,
                  window.workspace_ptr + to_row * ROW.DATA_STRIDE,
-                 is_copied, ROW.DATA_BYTES)  # fmt: skip
+                 is_copied, ROW.DATA_BYTES, ROW.DATA_STRIDE)  # fmt: skip
     if ROW.SCALE_BYTES > 0:
         scales_ptr = window.workspace_ptr + scales_at(window.workspace_rows.to(tl.int64), ROW)
         ring_scales_ptr = ring_ptr + scales_at(SPEC.RING_ROWS, ROW)
         copy_records(ring_scales_ptr + from_row * ROW.SCALE_STRIDE,
                      scales_ptr + to_row * ROW.SCALE_STRIDE,
-                     is_copied, ROW.SCALE_BYTES)  # fmt: skip
+                     is_copied, ROW.SCALE_BYTES, ROW.SCALE_STRIDE)  # fmt: skip
 
 
 @triton.jit

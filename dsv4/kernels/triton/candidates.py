@@ -129,6 +129,7 @@ def select_listed(
         layout.index_format, num_heads=heads, dim=dim, topk=layout.index_topk, max_entries=width
     )
     scratch = cut_index_scratch(memory.index_scratch, sizes, num_tokens=num_tokens)
+    listed_tokens = tokens._replace(positions=num_listed - 1)
     as_listed = ListedLayout(1, layout.entries_per_block)
     for first in range(0, num_tokens, scratch.num_rows):
         part = range(num_tokens)[first : first + scratch.num_rows]
@@ -148,8 +149,8 @@ def select_listed(
             TILE=TILE, num_warps=4, launch_pdl=True, enable_fp_fusion=False,
         )  # fmt: skip
         choose_best(
-            chosen, scratch.scores, scratch.group_tops, tokens._replace(positions=num_listed - 1),
-            as_listed, part, max_entries=width,
+            chosen, scratch.scores, scratch.group_tops, listed_tokens, as_listed, part,
+            max_entries=width,
         )  # fmt: skip
     listed = chosen.entry_idx.long()
     entries = candidates.long().gather(1, listed.clamp(min=0) // size) * size + listed % size

@@ -67,7 +67,7 @@ def num_threads(WIDTH, WARPS):
 
 
 class ListedLayout(NamedTuple):
-    """A layout in which a token sees as many entries as its position says."""
+    """A layout in which a token sees as many entries as its position says, which a kernel wrote."""
 
     ratio: int
     entries_per_block: int
@@ -575,6 +575,8 @@ def choose_best(
     levels, width = program_shape(max_entries, topk=topk)
     strides = (scores.stride(0), group_tops.stride(0) if levels else 0)
     vector = VECTOR if not any(stride % VECTOR for stride in strides) else 1
+    # Beside another launch, positions are read before that one has written them.
+    is_plan = not isinstance(layout, ListedLayout)
     shared: dict[str, Any] = {
         "scores_ptr": scores.view(chosen.entry_idx.dtype), "scores_vectors": strides[0] // vector,
         "tops_ptr": group_tops, "tops_vectors": strides[1] // vector,
@@ -582,7 +584,7 @@ def choose_best(
         "num_padded": padded_entries(max_entries, levels=levels),
         "positions_ptr": tokens.positions,
         "request_ids_ptr": tokens.request_ids, "request_slots_ptr": tokens.request_slots,
-        "RATIO": layout.ratio, "LEVELS": levels, "VECTOR": vector, "launch_pdl": True,
+        "RATIO": layout.ratio, "LEVELS": levels, "VECTOR": vector, "launch_pdl": is_plan,
     }  # fmt: skip
     if levels:
         group = find_launch(GroupLaunch, "top-k groups", device)
