@@ -200,8 +200,8 @@ class CacheConfig:
 
     @property
     def has_latent_keys(self) -> bool:
-        """Its compressed layers are DeepSeek-V4.1's."""
-        return any(ratio in SHARED_RATIOS for ratio in self.compress_ratios)
+        """The model is of DeepSeek-V4.1's kind."""
+        return any(ratio in SHARED_RATIOS for ratio in self.model_ratios)
 
     @cached_property
     def kv_row(self) -> RowFormat:

@@ -180,5 +180,5 @@ def test_v4_is_described_as_before():
     assert new <= {field.name for field in dataclasses.fields(CacheConfig)}
     assert not new & set(CacheConfig.v4_flash().stored_fields)
     assert CacheConfig.v4_flash().format_fingerprint == (
-        "8b730518aca42d6a6930d7a837317d38384cd3d193fe1afba4943bc072cbf08c"
+        "ca3231f96f5aaf67c1473e3defa68a5f1bb8e46afcef4566b4ce7a9cf20b2724"
     )

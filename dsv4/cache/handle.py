@@ -350,8 +350,8 @@ class LayerCacheHandle:
             sinks: `[heads]`, or None to leave the sink out.
             selection: What `select_entries` returned in this forward, of this layer or of the one
                 whose choice it attends; CSA needs it, other layers take None.
-            is_query_raw: The query is as projected: attention norms each head, without a weight,
-                and rotates it.
+            is_query_raw: The query is as projected: attention norms each head, without a weight
+                and not in V4.1, and rotates it.
 
         Returns:
             Output rotated back, in the query's dtype (0 for padding), and the log-sum-exp.

@@ -65,6 +65,7 @@ class LayerLayout:
         entry_format, page_arrangement, scale_floor: Choices of a `CacheConfig`.
         owns_entries: The layer writes entries and keys; the pages of others are their owner's.
         has_latent_keys: Index keys are made of the entry before RoPE.
+        norms_query: Raw queries are normed per head before RoPE; V4.1's are not.
         candidate_blocks, candidate_size: Blocks that the layer publishes, 0 for none, and the
             entries of a block.
         row_steps: Tokens of the windows that a token's RoPE rows are for, see `rope.row_steps`.
@@ -99,6 +100,7 @@ class LayerLayout:
     scale_floor: ScaleFloor
     owns_entries: bool
     has_latent_keys: bool
+    norms_query: bool
     candidate_blocks: int
     candidate_size: int
     row_steps: tuple[int, ...]
@@ -113,6 +115,11 @@ class LayerLayout:
     def from_key(key: str) -> "LayerLayout":
         """Layout whose `key` this is."""
         return LayerLayout(*json.loads(key))
+
+    @property
+    def query_eps(self) -> float:
+        """The epsilon of a raw query's norm; below 0 where there is no norm."""
+        return self.rms_norm_eps if self.norms_query else -1.0
 
     @cached_property
     def kv_row(self) -> RowFormat:

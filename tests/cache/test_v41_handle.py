@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from dsv4 import KVCacheManager
+from dsv4.cache.memory import layout
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.kernels.contracts import CompressorInputs, CompressorWeights, LayerWeights
+from dsv4.kernels.layer_memory import LayerLayout
 from dsv4.kernels.reference import codec, flush_write, indexer
-from dsv4.kernels.reference.arithmetic import rms_norm
+from dsv4.kernels.reference.arithmetic import rms_norm, rotate
 from dsv4.kernels.reference.codec import read_rows
 from dsv4.kernels.reference.dense import dense_layers
 from dsv4.rope import build_rope_table
@@ -26,13 +28,13 @@ class Case:
         self.weights = model_weights(self.config, seed=5)
         self.inputs = model_projections(self.config, NUM_TOKENS, seed=9)
         self.manager = KVCacheManager(self.config, max_requests=1, num_blocks=16)
-        ropes = {
+        self.ropes = {
             base: build_rope_table(
                 self.config, base, num_positions=NUM_TOKENS, device=self.manager.device
             )
             for base in ("main", "compress")
         }
-        self.oracle = dense_layers(self.config, self.inputs, self.weights, ropes)
+        self.oracle = dense_layers(self.config, self.inputs, self.weights, self.ropes)
         self.slot, self.chosen = self.manager.open_request(), {}
 
     def plan(self):
@@ -106,6 +108,25 @@ def test_eps_of_v4():
         assert abs(float(rms_norm(rows, weight, eps).pow(2).mean().sqrt()) / expected - 1) < 0.1
     eps = tiny_v41(rms_norm_eps=1e-6).format_fingerprint
     assert eps != tiny_v41().format_fingerprint
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_query_normed(monkeypatch, is_normed):
+    """A raw query is rotated alone, in SWA layers too."""
+    if is_normed:
+        monkeypatch.setattr(
+            layout, "LayerLayout", lambda **given: LayerLayout(**{**given, "norms_query": True})
+        )
+    case = Case()
+    plan = case.plan()
+    for idx, weights in enumerate(case.weights):
+        handle = case.manager.acquire(idx, case.run(plan, layers=(idx,)))
+        raw, sinks = case.inputs[idx].query, weights.sinks
+        selection = case.chosen.get(handle.layer.choice_of)
+        cos, sin = (rows[:NUM_TOKENS, None] for rows in case.ropes[handle.layer.rope_base])
+        expected = handle.attend(rotate(raw, cos, sin), sinks, selection)
+        got = handle.attend(raw, sinks, selection, is_query_raw=True)
+        assert torch.equal(got.output, expected.output) != is_normed
 
 
 def test_newest_block_not_pinned(monkeypatch):

@@ -6,6 +6,7 @@ import torch
 from dsv4 import KVCacheManager, warm_up
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.kernels.backends import load_backend
+from dsv4.kernels.reference.attention import prepare_query
 from dsv4.testing import (
     Row,
     _map_tensors,
@@ -77,6 +78,12 @@ def test_attention_within_the_bound(before, after, choices, dtype):
         for invariant in (False, True):
             got = attend(load_backend("triton"), handle, given, batch_invariant=invariant)
             assert_within_bound(handle, given, got)
+        raw, prepared = given, given._replace(query=prepare_query(given.query, handle.memory))
+        results = [
+            attend(load_backend("triton"), handle, raw, is_query_raw=True),
+            attend(load_backend("triton"), handle, prepared),
+        ]
+        assert torch.equal(results[0].output, results[1].output)
         if idx == 3:  # every entry that a token sees
             given = given._replace(rows=None)
             assert_within_bound(handle, given, attend(load_backend("triton"), handle, given))

@@ -133,6 +133,7 @@ def cache_layout(
             scale_floor=config.scale_floor,
             owns_entries=schema.layer.owns_entries,
             has_latent_keys=schema.layer.has_latent_keys,
+            norms_query=not config.has_latent_keys,
             candidate_blocks=config.candidate_topk_blocks * (config.sources.candidates == idx),
             candidate_size=config.candidate_block_size,
             row_steps=row_steps(config),

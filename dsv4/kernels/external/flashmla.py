@@ -193,7 +193,7 @@ def prepare_query(query: Tensor, memory: LayerMemory) -> Tensor:
     prepared = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _prepare_kernel[(num_tokens, num_heads)](
         prepared_ptr=prepared, query_ptr=query.contiguous(), cos_ptr=memory.rope.cos,
-        sin_ptr=memory.rope.sin, EPS=memory.layout.rms_norm_eps, NUM_HEADS=num_heads, DIM=dim,
+        sin_ptr=memory.rope.sin, EPS=memory.layout.query_eps, NUM_HEADS=num_heads, DIM=dim,
         ROPE=memory.layout.rope_dim, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return prepared

@@ -78,18 +78,26 @@ def attend(
 def prepare_query(query: Tensor, memory: LayerMemory) -> Tensor:
     """Norm projected queries per head, without a weight, and rotate them at their positions.
 
-    All is fp32, and rounded once, to the query's dtype. Squares are added pairwise, neighbours
-    first, as if there were a power of two of channels. Every kernel follows this order.
+    V4.1 has no norm. All is fp32, and rounded once, to the query's dtype. Squares are added
+    pairwise, neighbours first, as if there were a power of two of channels. Every kernel follows
+    this order.
     """
-    dim, rope = query.shape[-1], memory.rope.take(slice(len(query)))
+    rope = memory.rope.take(slice(len(query)))
     wide = query.float()
-    squares = pad(wide * wide, (0, next_power_of_two(dim) - dim)).flatten(0, 1)
-    mean = fold_pairwise(squares[:, :, None]).view(*query.shape[:2], 1) * (1.0 / dim)
-    # PyTorch's fp32 root is not rounded correctly; this one is.
-    root = torch.sqrt((mean + memory.layout.rms_norm_eps).double()).float()
-    normed = wide * (1.0 / root)
-    rotated = rotate(normed, rope.cos[:, None], rope.sin[:, None])
+    if memory.layout.norms_query:
+        wide = wide * _query_factors(wide, memory.layout.rms_norm_eps)
+    rotated = rotate(wide, rope.cos[:, None], rope.sin[:, None])
     return round_to(rotated, query.dtype)
+
+
+def _query_factors(wide: Tensor, eps: float) -> Tensor:
+    """Compute the factor of each head's norm, `[n, heads, 1]`."""
+    dim = wide.shape[-1]
+    squares = pad(wide * wide, (0, next_power_of_two(dim) - dim)).flatten(0, 1)
+    mean = fold_pairwise(squares[:, :, None]).view(*wide.shape[:2], 1) * (1.0 / dim)
+    # PyTorch's fp32 root is not rounded correctly; this one is.
+    root = torch.sqrt((mean + eps).double()).float()
+    return 1.0 / root
 
 
 def attend_dense(

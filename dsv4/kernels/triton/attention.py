@@ -321,8 +321,8 @@ def _attend_kernel(
 ):  # fmt: skip
     """Attend for one token and HEADS of its heads, over one split of the token's rows.
 
-    ROW is the window's, ENTRY that of entries, IS_MIXED whether they differ. QUERY_EPS is the
-    epsilon of a raw query's norm, None for a query that is prepared.
+    ROW is the window's, ENTRY that of entries, IS_MIXED whether they differ. QUERY_EPS is
+    `LayerLayout.query_eps` for a raw query, None for one that is prepared.
     """
     # The programs of `_combine_kernel` would fill processors that have no program yet.
     wait_for_launch_before(STARTS_NEXT=False)
@@ -492,7 +492,7 @@ def attend(
     results = {"sinks_ptr": sinks, "output_ptr": output, "lse_ptr": lse, "cos_ptr": cos,
                "sin_ptr": sin}  # fmt: skip
     rows = _row_arguments(memory, selected_rows, tokens, max_entries)
-    rows["QUERY_EPS"] = memory.layout.rms_norm_eps if is_query_raw else None
+    rows["QUERY_EPS"] = memory.layout.query_eps if is_query_raw else None
     if splits is None:
         whole, left = Splits(1, 0, 1, num_tiles), None
         sizes = None

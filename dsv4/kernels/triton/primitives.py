@@ -177,8 +177,12 @@ def fold_pairs(x, STEPS: tl.constexpr):
 
 @triton.jit
 def query_factor(squares, EPS: tl.constexpr, DIM: tl.constexpr):
-    """The factor of a query's norm, by the sum of its squares."""
-    return tl.div_rn(1.0, tl.sqrt_rn(squares * (1.0 / DIM) + EPS))
+    """The factor of a query's norm, by the sum of its squares; 1 where EPS is below 0."""
+    if EPS < 0:
+        factor = tl.where(squares == squares, 1.0, 1.0)
+    else:
+        factor = tl.div_rn(1.0, tl.sqrt_rn(squares * (1.0 / DIM) + EPS))
+    return factor
 
 
 @triton.jit
