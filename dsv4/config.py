@@ -513,8 +513,6 @@ def _problems(config: CacheConfig) -> Iterator[str]:
             "Invalid index_head_dim: expected a multiple of 32 and at least rope_dim "
             f"({rope_dim}), got {index_dim}"
         )
-    if config.has_latent_keys and head_dim % 16:
-        yield f"Invalid head_dim: ratios 1 and 2 need a multiple of 16, got {head_dim}"
     if config.index_hadamard and index_dim & (index_dim - 1):
         yield f"index_hadamard needs index_head_dim to be a power of two, got {index_dim}"
     stage = config.stage
@@ -528,6 +526,8 @@ def _problems(config: CacheConfig) -> Iterator[str]:
                 f"the model has from layer {stage.first_layer} on, got "
                 f"{list(config.compress_ratios)}"
             )
+    if config.has_latent_keys and head_dim % 16:
+        yield f"Invalid head_dim: ratios 1 and 2 need a multiple of 16, got {head_dim}"
     largest, align = max(config.model_ratios), config.page_align
     if largest and config.block_tokens % largest:
         yield (

@@ -148,6 +148,42 @@ def test_plan_of_v4_rows_has_1790_bytes_a_token(capsys):
     assert sum(part["payload"] for part in tokens) == 1790
 
 
+def test_layers_are_cut_at_kv_sources():
+    """A stage is the config of its layers alone, in a model that it remembers."""
+    config = CacheConfig.v41_flash(include_mtp=True)
+    last = config.cut_layers(20, 40)
+    assert last.compress_ratios == (1,) * 20 and last.kv_source_layer_ids == (0,)
+    assert last.index_source_layer_ids == (0, 4, 8, 12, 16) and last.candidate_source_layer_id == 0
+    first = config.cut_layers(0, 14)
+    assert first.kv_source_layer_ids == (2, 8) and first.candidate_source_layer_id == -1
+    drafts = config.cut_layers(40, 43)
+    assert drafts.kv_source_layer_ids == () and drafts.num_mtp_layers == 3
+    assert all(stage.has_latent_keys for stage in (first, last, drafts))
+    assert first.cut_layers(8, 14) == config.cut_layers(8, 14)
+    sizes = [cache_layout(c, build_schemas(c)).blocks.num_bytes for c in (first, last, drafts)]
+    assert sizes == [356 * config.block_tokens, 356 * config.block_tokens, 16]
+    assert last.format_fingerprint != first.format_fingerprint
+    fields = json.loads(json.dumps(last.stored_fields))
+    assert CacheConfig.from_stored_fields(fields).format_fingerprint == last.format_fingerprint
+
+
+@pytest.mark.parametrize(("first", "last", "layer", "owner"), [(3, 8, 3, 2), (21, 40, 21, 20)])
+def test_layers_without_their_owner_are_not_cut(first, last, layer, owner):
+    message = f"cannot be cut out: .*, layer {layer} reads the entries of layer {owner}"
+    with pytest.raises(ValueError, match=message):
+        CacheConfig.v41_flash().cut_layers(first, last)
+
+
+def test_plan_of_pipeline_stages(capsys):
+    options = ["--context", "1M", "--gpu", "h200", "--json", "--no-mtp", "--pp"]
+    assert main(["plan", "--model", "v41-flash", *options, "2"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [stage["layers"] for stage in stages] == [[0, 20], [20, 40]]
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "v41-flash", *options, "3"])
+    assert "Layers 27 to 39 cannot be cut out" in capsys.readouterr().err
+
+
 def test_no_page_for_shared_entries(capsys, tmp_path):
     options = ["--context", "1M", "--gpu", "h200", "--html", str(tmp_path / "plan.html")]
     assert main(["plan", "--model", "v41-flash", *options]) == 1
