@@ -22,10 +22,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
-from dsv4.kernels.contracts import LayerWrites
+from dsv4.kernels.contracts import LayerWrites, Selection
 from dsv4.kernels.triton import (
     acceptance,
     attention,
+    candidates,
     chunk_scores,
     dense_rows,
     flush_write,
@@ -39,6 +40,7 @@ from dsv4.kernels.triton import launch as launch_module
 from dsv4.kernels.triton.hopper import attention as hopper
 from dsv4.kernels.triton.hopper import dense_attention, index_scores
 from dsv4.kernels.triton.launch import KINDS, Launch, architecture_steps, work_name
+from dsv4.layer_schedule import SHARED_RATIOS
 from dsv4.testing import model_projections, model_weights
 
 TYPES = {
@@ -69,6 +71,7 @@ ATTENTION = [
     AttentionCase(4, 16, "fp8", False), AttentionCase(128, 64, "fp8", True),
     AttentionCase(4, 64, "fp8", False, True), AttentionCase(4, 64, "fp8", True, True),
     AttentionCase(4, 8, "fp8", False, True), AttentionCase(128, 64, "bf16", True, True),
+    AttentionCase(2, 64, "fp8_32", False, True), AttentionCase(1, 64, "fp8_32", True),
 ]  # fmt: skip
 
 
@@ -82,17 +85,27 @@ class Recorder:
         return lambda **arguments: self.launches.append((self.kernel, arguments))
 
 
+def layer_config(ratio: int, **choices) -> CacheConfig:
+    """Make the config of one layer at V4-Flash's width, or V4.1-Flash's."""
+    if ratio not in SHARED_RATIOS:
+        return CacheConfig.v4_flash(compress_ratios=(ratio,), **choices)
+    if choices.get("kv_format") == "fp8_32":
+        del choices["kv_format"]  # one of two formats that it was trained for
+    own = {"compress_ratios": (ratio,), "kv_source_layer_ids": (0,), "index_source_layer_ids": (0,),
+           "candidate_source_layer_id": -1}  # fmt: skip
+    return CacheConfig.v41_flash(**{**own, **choices})
+
+
 def record(ratio: int, kind: str, launch: Launch) -> list:
-    """Record the launches of one layer's write at V4-Flash's width."""
+    """Record the launches of one layer's write."""
     launches: list = []
     names = ("_edge_kernel", "_write_kernel")
     kernels = {name: getattr(flush_write, name) for name in names}
     for name, kernel in kernels.items():
         setattr(flush_write, name, Recorder(kernel, launches))
     num_tokens = 1 if kind == "decode" else 3
-    config = CacheConfig.v4_flash(
-        compress_ratios=(ratio,), num_query_heads=1, drafts_per_step=2 if kind == "step" else 0
-    )
+    drafts = 2 if kind == "step" else 0
+    config = layer_config(ratio, num_query_heads=1, drafts_per_step=drafts)
     manager = KVCacheManager(config, max_requests=1, num_blocks=1)
     plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
     (inputs,) = model_projections(config, num_tokens, seed=0, dtype=torch.bfloat16)
@@ -115,12 +128,12 @@ def record_rope() -> list:
     return launches
 
 
-def record_gathers(kv_format: str) -> list:
+def record_gathers(kv_format: str, ratio: int = 4) -> list:
     """Record the launches of a layer's gathers: windows of steps and chunks, rows, entries."""
     launches: list = []
     kernel = gather._gather_kernel
     gather._gather_kernel = Recorder(kernel, launches)
-    config = CacheConfig.v4_flash(compress_ratios=(4,), kv_format=kv_format)
+    config = layer_config(ratio, kv_format=kv_format)
     manager = KVCacheManager(config, max_requests=1, num_blocks=1)
     for num_tokens in (1, 5):
         slot = manager.open_request()
@@ -174,6 +187,36 @@ def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list
     return launches
 
 
+def record_candidates(*, length: int, num_tokens: int = 1) -> list:
+    """Record the launches that select entries among candidate blocks, at V4.1-Flash's width."""
+    launches: list = []
+    owners = [(candidates, "_score_listed_kernel"), (topk, "_group_kernel"),
+              (topk, "_topk_kernel")]  # fmt: skip
+    kernels = [getattr(module, name) for module, name in owners]
+    for (module, name), kernel in zip(owners, kernels, strict=True):
+        setattr(module, name, Recorder(kernel, launches))
+    config = layer_config(
+        1, compress_ratios=(1, 1), index_source_layer_ids=(0, 1), candidate_source_layer_id=0
+    )
+    manager = KVCacheManager(
+        config, max_requests=1, num_blocks=1, max_forward_tokens=num_tokens,
+        max_request_tokens=length,
+    )  # fmt: skip
+    plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
+    handle, inputs = manager.acquire(1, plan), model_projections(config, num_tokens, seed=0)[1]
+    blocks = torch.zeros(num_tokens, config.candidate_topk_blocks, dtype=torch.int32)
+    empty = indexer.empty_selection(num_tokens, config.index_topk, manager.device)
+    nothing = Selection(*(tensor.fill_(-1) for tensor in empty))
+    with mock.patch.object(indexer, "empty_selection", lambda *_: nothing):
+        indexer.select_entries(
+            inputs.indexer.query.bfloat16(), inputs.indexer.head_weights, handle.memory,
+            handle.tokens, max_entries=length, candidates=blocks,
+        )  # fmt: skip
+    for (module, name), kernel in zip(owners, kernels, strict=True):
+        setattr(module, name, kernel)
+    return launches
+
+
 def record_attention(case: AttentionCase) -> list:
     """Record the launches of one token, which is split over programs, or of a chunk.
 
@@ -188,15 +231,13 @@ def record_attention(case: AttentionCase) -> list:
     kernels = [getattr(module, name) for module, name in owners]
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, Recorder(kernel, launches))
-    config = CacheConfig.v4_flash(
-        compress_ratios=(case.ratio,), num_query_heads=case.heads, kv_format=case.kv_format
-    )
+    config = layer_config(case.ratio, num_query_heads=case.heads, kv_format=case.kv_format)
     num_tokens = 40 if case.is_chunk else 1
     manager = KVCacheManager(config, max_requests=1, num_blocks=1)
     plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
     handle = manager.acquire(0, plan)
     query = torch.zeros(num_tokens, case.heads, 512, dtype=torch.bfloat16)
-    rows = torch.zeros(num_tokens, 512, dtype=torch.int64) if case.ratio == 4 else None
+    rows = torch.zeros(num_tokens, 512, dtype=torch.int64) if 0 < case.ratio <= 4 else None
     memories = [handle.memory, handle.memory._replace(index_scratch=torch.empty(0))]
     is_cut = (case.heads, case.kv_format) == (64, "fp8")
 
@@ -279,6 +320,9 @@ def main(arch: int, step: int) -> None:
                 used = resources(compile_launch(kernel, arguments, arch), arch)
                 work = f"{work_name(ratio, kind)} {launch}"
                 print(json.dumps({"kernel": kernel.__name__, "kind": work, **used}))
+    for ratio, kind in itertools.product(SHARED_RATIOS, KINDS[:: 2 * step]):
+        (step_launch, *_) = steps[work_name(ratio, kind)]
+        report(record(ratio, kind, step_launch.launch), f"ratio {ratio} {kind}", arch)
     report(record_rope(), "rope", arch)
     for kv_format in KV_FORMATS[::step]:
         for kernel, arguments in record_gathers(kv_format):
@@ -286,6 +330,8 @@ def main(arch: int, step: int) -> None:
             chunks = " chunk" if arguments["HAS_CHUNKS"] else ""
             kind = f"{arguments['SOURCE']}{chunks} {kv_format}"
             print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
+    report(record_gathers("fp8_32", 2), "fp8_32 nvfp4_16", arch)
+    report(record_candidates(length=2**20), "candidates", arch)
     report(record_acceptance(), "acceptance", arch)
     for index_format in INDEX_FORMATS:
         report(record_index(index_format, length=2**14)[:2], index_format, arch)
