@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
@@ -21,6 +20,7 @@ from dsv4.kernels.contracts import (
     Selection,
 )
 from dsv4.layer_schedule import AttentionType, LayerSpec
+from dsv4.model.attention import forward_layer
 
 _Nested = TypeVar("_Nested")
 Draw = Callable[..., Tensor]  # takes a shape and a generator, as `torch.randn` does
@@ -180,23 +180,6 @@ def run_forward(
         forward_layer(manager.acquire(idx, plan), forward_inputs(rows, idx), layer_weights, chosen)
         for idx, layer_weights in enumerate(weights)
     ]
-
-
-def forward_layer(
-    handle: LayerCacheHandle,
-    inputs: LayerProjections,
-    weights: LayerWeights,
-    chosen: dict[int, Selection],
-) -> AttentionResult:
-    """Run one layer of a forward; `chosen` has the selections so far, by the layer they are of."""
-    layer, index = handle.layer, inputs.indexer
-    if not handle.config.kv_source_layer_ids:
-        return handle.forward(inputs, weights)
-    handle.write(inputs, weights)
-    if index is not None:
-        candidates = chosen.get(layer.candidates_of)
-        chosen[layer.layer_idx] = handle.select_entries(index.query, index.head_weights, candidates)
-    return handle.attend(inputs.query, weights.sinks, chosen.get(layer.choice_of))
 
 
 def forward_inputs(rows: Sequence[Row], layer_idx: int) -> LayerProjections:

@@ -1,0 +1,118 @@
+"""`AttentionSubBlock` of DeepSeek-V4.1's named tensors against plain products and the oracle."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from dsv4 import AttentionSubBlock, CacheConfig, KVCacheManager
+from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.kernels.contracts import (
+    CompressorInputs,
+    CompressorWeights,
+    IndexInputs,
+    KeyWeights,
+    LayerProjections,
+    LayerWeights,
+)
+from dsv4.kernels.reference.arithmetic import rotate
+from dsv4.kernels.reference.dense import dense_layers
+from dsv4.model.attention import GATE_TENSOR, INDEX_TENSORS, KV_TENSORS, TENSORS
+from dsv4.rope import build_rope_table
+from tests.v41 import tiny_v41
+
+CONFIG = tiny_v41()
+HIDDEN, Q_LOW, GROUPS, RANK, NUM_TOKENS = 48, 40, 2, 12, 70
+HEADS, DIM, INDEX = CONFIG.num_query_heads, CONFIG.head_dim, CONFIG.index_head_dim
+SHAPES = {
+    "wq_a.weight": (Q_LOW, HIDDEN), "q_norm.weight": (Q_LOW,),
+    "wq_b.weight": (HEADS * DIM, Q_LOW), "wkv.weight": (DIM, HIDDEN), "kv_norm.weight": (DIM,),
+    "attn_sink": (HEADS,), "wo_a.weight": (GROUPS * RANK, HEADS * DIM // GROUPS),
+    "wo_b.weight": (HIDDEN, GROUPS * RANK), "compressor.wkv.weight": (DIM, HIDDEN),
+    "compressor.norm.weight": (DIM,), "indexer.wk.weight": (INDEX, DIM),
+    "indexer.k_norm.weight": (INDEX,), "compressor.wgate.weight": (DIM, HIDDEN),
+    "indexer.wq_b.weight": (CONFIG.index_num_heads * INDEX, Q_LOW),
+    "indexer.weights_proj.weight": (CONFIG.index_num_heads, HIDDEN),
+}  # fmt: skip
+
+
+def make_tensors(layer):
+    """Draw the tensors that a layer has, and no others."""
+    generator = torch.Generator().manual_seed(layer.layer_idx)
+    names = [*TENSORS, *(KV_TENSORS if layer.owns_entries else ())]
+    names += [GATE_TENSOR] if layer.owns_entries and layer.ratio > 1 else []
+    names += INDEX_TENSORS if layer.owns_choice else ()
+    return {name: torch.randn(SHAPES[name], generator=generator) / 6 for name in names}
+
+
+def expected_layers(layers, hidden):
+    """Project by plain products, and run the oracle without a cache."""
+    ropes = {
+        base: build_rope_table(CONFIG, base, num_positions=NUM_TOKENS, device=torch.device("cpu"))
+        for base in ("main", "compress")
+    }
+    inputs, weights = [], []
+    for spec, named, x in zip(CONFIG.schedule, layers, hidden, strict=True):
+        low = linear(x, named["wq_a.weight"])
+        low = low * torch.rsqrt(low.square().mean(-1, keepdim=True) + 1e-20)
+        low = low * named["q_norm.weight"]
+        query = linear(low, named["wq_b.weight"]).view(NUM_TOKENS, HEADS, DIM)
+        cos, sin = (rows[:, None] for rows in ropes[spec.rope_base])
+        compressor = index = pooling = keys = None
+        if spec.owns_entries:
+            gate = linear(x, named[GATE_TENSOR]) if spec.ratio > 1 else None
+            compressor = CompressorInputs(linear(x, named["compressor.wkv.weight"]), gate)
+            pooling = CompressorWeights(None, named["compressor.norm.weight"])
+            keys = KeyWeights(named["indexer.wk.weight"], named["indexer.k_norm.weight"])
+        if spec.owns_choice:
+            wide = linear(low, named["indexer.wq_b.weight"]).view(NUM_TOKENS, -1, INDEX)
+            head_weights = linear(x, named["indexer.weights_proj.weight"])
+            index = IndexInputs(None, None, wide, head_weights)
+        kv = linear(x, named["wkv.weight"])
+        inputs.append(LayerProjections(rotate(query, cos, sin), kv, compressor, index))
+        learned = LayerWeights(named["kv_norm.weight"], named["attn_sink"], pooling, keys)
+        weights.append(learned)
+    outputs = []
+    for named, made in zip(layers, dense_layers(CONFIG, inputs, weights, ropes), strict=True):
+        grouped = made.output.float().reshape(NUM_TOKENS, GROUPS, -1)
+        blocks = named["wo_a.weight"].view(GROUPS, RANK, -1)
+        mixed = torch.cat([grouped[:, g] @ blocks[g].T for g in range(GROUPS)], dim=1)
+        outputs.append(linear(mixed, named["wo_b.weight"]))
+    return outputs
+
+
+@pytest.mark.parametrize("size", [1, 2, 33, NUM_TOKENS])
+def test_blocks_of_named_tensors(size):
+    generator = torch.Generator().manual_seed(99)
+    layers = [make_tensors(layer) for layer in CONFIG.schedule]
+    hidden = [torch.randn(NUM_TOKENS, HIDDEN, generator=generator) for _ in layers]
+    blocks = [AttentionSubBlock.from_tensors(t, CONFIG, idx) for idx, t in enumerate(layers)]
+    manager = KVCacheManager(CONFIG, max_requests=1, num_blocks=16)
+    slot, outputs = manager.open_request(), [[] for _ in layers]
+    for start in range(0, NUM_TOKENS, size):
+        end = min(start + size, NUM_TOKENS)
+        plan, chosen = prepare_forward(manager, [slot], [start], [end]), {}
+        for idx, block in enumerate(blocks):
+            handle = manager.acquire(idx, plan)
+            outputs[idx].append(block(hidden[idx][start:end], handle, chosen))
+        assert set(chosen) == set(CONFIG.index_source_layer_ids)
+    for got, expected in zip(outputs, expected_layers(layers, hidden), strict=True):
+        # A projection of other rows at a time may differ in its last bit, and so may a code.
+        error = (torch.cat(got) - expected).norm() / expected.norm()
+        assert error < 2e-2
+
+
+def test_tensors_are_refused_by_name():
+    tensors = make_tensors(CONFIG.schedule[1])
+    del tensors[GATE_TENSOR]
+    with pytest.raises(ValueError, match=r"layer 1: .* without compressor\.wgate\.weight"):
+        AttentionSubBlock.from_tensors(tensors, CONFIG, 1)
+    with pytest.raises(ValueError, match=r"expected DeepSeek-V4\.1's; from_hf makes V4's"):
+        AttentionSubBlock.from_tensors(tensors, CacheConfig.tiny(), 0)
+
+
+def test_layers_that_share_need_what_was_chosen():
+    block = AttentionSubBlock.from_tensors(make_tensors(CONFIG.schedule[0]), CONFIG, 0)
+    manager = KVCacheManager(CONFIG, max_requests=1, num_blocks=1)
+    plan = prepare_forward(manager, [manager.open_request()], [0], [1])
+    with pytest.raises(TypeError, match="need chosen: expected a dict"):
+        block(torch.zeros(1, HIDDEN), manager.acquire(0, plan))
