@@ -11,10 +11,13 @@ import torch
 
 from dsv4 import CacheConfig, CapturedForward, KVCacheManager, prepare_forward
 from dsv4.cache.graphs import captured_forward
+from dsv4.model.attention import forward_layer
 from dsv4.testing import model_projections, model_weights, move_to, poison, take_rows
+from tests.v41 import tiny_v41
 
 DECODE = CacheConfig.tiny()
 VERIFY = CacheConfig.tiny(drafts_per_step=3)
+V41 = tiny_v41(block_tokens=256)
 PROMPTS = (0, 1, 3, 124, 126, 127, 130, 252, 255, 258, 380, 384)
 
 
@@ -156,7 +159,7 @@ def drive(twins, *, num_steps, seed, check_every, longest=410):
     return reached
 
 
-@pytest.mark.parametrize("config, most", [(DECODE, 1), (VERIFY, 1), (VERIFY, 4)])
+@pytest.mark.parametrize("config, most", [(DECODE, 1), (VERIFY, 1), (VERIFY, 4), (V41, 1)])
 def test_a_replay_stores_the_eager_bytes(eager_graph, config, most):
     twins = Twins(config, batch=4, tokens_per_request=most)
     reached = drive(twins, num_steps=200 if most == 1 else 80, seed=0, check_every=25)
@@ -194,6 +197,36 @@ def test_every_row_of_a_batch_and_of_the_manager(eager_graph):
     write_eagerly(other, plan, [take_rows(layer, slice(0, 5)) for layer in inputs], weights)
     assert torch.equal(manager.state.storage, other.state.storage)
     assert torch.equal(manager.paged.storage, other.paged.storage)
+
+
+def test_a_whole_step_of_layers_that_share(eager_graph):
+    """Choices go from layer to layer inside of the step; outputs are those of an eager one."""
+    weights, inputs = model_weights(V41, seed=0), model_projections(V41, 2, seed=2)
+    prompt = model_projections(V41, 90, seed=1)
+
+    def run(handles):
+        chosen = {}
+        return [
+            forward_layer(*layer, chosen).output
+            for layer in zip(handles, inputs, weights, strict=True)
+        ]
+
+    outputs = []
+    for is_captured in (True, False):
+        manager = make_manager(V41)
+        forward = CapturedForward(manager, run, batch=2) if is_captured else None
+        slots = [manager.open_request() for _ in range(2)]
+        for slot, length in zip(slots, (90, 7), strict=True):
+            rows = [take_rows(layer, slice(0, length)) for layer in prompt]
+            write_eagerly(manager, prepare_forward(manager, [slot], [0], [length]), rows, weights)
+        plan = prepare_forward(manager, slots, [90, 7], [91, 8])
+        if forward is not None:
+            outputs.append([output.clone() for output in forward.replay(plan)])
+        else:
+            outputs.append(run([manager.acquire(idx, plan) for idx in range(V41.num_layers)]))
+        assert plan.is_complete
+    for captured, eager in zip(*outputs, strict=True):
+        assert torch.allclose(captured, eager, atol=1e-6, rtol=1e-5) and eager.abs().max() > 0.1
 
 
 def test_captures_of_several_sizes_share_a_manager(eager_graph):
