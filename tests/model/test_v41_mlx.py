@@ -135,7 +135,6 @@ class Sequence:
     @staticmethod
     def _inputs(layer, x, q_low):
         heads = layer.q_b_proj(q_low).reshape(1, -1, layer.num_heads, layer.head_dim)
-        query = v41._apply_rope(heads, layer.rope, rope_dim=layer.rope_dim)
         compressor = index = None
         if layer.is_kv_source:
             made = layer.compressor
@@ -143,10 +142,10 @@ class Sequence:
             compressor = CompressorInputs(torch_of(made.kv_proj(x))[0], gate)
         if layer.is_index_source:
             wide = torch_of(layer.indexer.q_b_proj(q_low))[0]
-            heads = wide.unflatten(-1, (-1, CONFIG.index_head_dim))
-            index = IndexInputs(None, None, heads, torch_of(layer.indexer.weights_proj(x))[0])
+            split = wide.unflatten(-1, (-1, CONFIG.index_head_dim))
+            index = IndexInputs(None, None, split, torch_of(layer.indexer.weights_proj(x))[0])
         return LayerProjections(
-            torch_of(query)[0], torch_of(layer.kv_proj(x))[0], compressor, index
+            torch_of(heads)[0], torch_of(layer.kv_proj(x))[0], compressor, index
         )
 
 
@@ -179,7 +178,8 @@ class Run:
             choices = {}
             for idx, learned in enumerate(weights):
                 handle = self.manager.acquire(idx, plan)
-                result = forward_layer(handle, forward_inputs(rows, idx), learned, choices)
+                inputs = forward_inputs(rows, idx)
+                result = forward_layer(handle, inputs, learned, choices, is_query_raw=True)
                 start = 0
                 for (i, after), row in zip(picked, rows, strict=True):
                     end = start + after - row.before
@@ -306,7 +306,8 @@ def test_attention_over_the_same_rows(run, layers, sequences, oracles):
                 chosen = torch.cat(run.chosen[i][CONFIG.schedule[idx].choice_of])
                 kvs.append(mlx_of(entries[None]))
                 indices.append(mlx_of(chosen[None]))
-            query = mlx_of(sequence.projections[idx].query[None])
+            raw = mlx_of(sequence.projections[idx].query[None])
+            query = v41._apply_rope(raw, layer.rope, rope_dim=layer.rope_dim)
             attended = v41._sparse_attention(
                 query, kvs, indices, sinks=layer.sinks, scale=layer.head_dim**-0.5
             )
