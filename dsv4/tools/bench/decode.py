@@ -19,10 +19,9 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.config import CacheConfig
-from dsv4.kernels import ops
 from dsv4.kernels.contracts import AttentionResult, Selection
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.attend_case import is_close
+from dsv4.tools.bench.attend_case import check_result, layer_case
 from dsv4.tools.bench.requests import ModelCase, extend, fill_rows, model_inputs, plan_tokens
 from dsv4.tools.bench.write import write_layer
 from dsv4.tools.console import track
@@ -176,16 +175,8 @@ def check_attention(
     handles: Sequence[LayerCacheHandle], case: DecodeCase, selections: Sequence[Selection | None]
 ) -> None:
     """Refuse to time attention that differs from the reference's in a layer of any type."""
-    first = {handle.layer.attention_type: handle.layer.layer_idx for handle in reversed(handles)}
-    for kind, idx in first.items():
-        handle, selection, inputs = handles[idx], selections[idx], case.inputs[idx]
-        expected = ops.attend(
-            inputs.query, case.weights[idx].sinks, handle.memory,
-            None if selection is None else selection.rows, handle.tokens,
-            max_entries=handle.plan.max_entries(kind.ratio), batch_invariant=False,
-            backend="reference",
-        ).output  # fmt: skip
-        if not is_close(_attend(handle, case, selection).output, expected):
-            raise RuntimeError(
-                f"{kind.name}: the output differs from the reference's; nothing is timed"
-            )
+    pairs = zip(reversed(handles), reversed(selections), strict=True)
+    first = {handle.layer.attention_type: (handle, selection) for handle, selection in pairs}
+    for handle, selection in first.values():
+        layer = layer_case(handle, *case.layer(handle), selection)
+        check_result(layer, _attend(handle, case, selection), "the output")

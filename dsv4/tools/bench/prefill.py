@@ -23,9 +23,9 @@ from dsv4.kernels.reference.addressing import visible_entries
 from dsv4.kernels.triton import dense_rows
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.attend_case import AttendCase, attend, check_result
+from dsv4.tools.bench.attend_case import AttendCase, attend, check_result, layer_case
 from dsv4.tools.bench.decode import fill_storages
-from dsv4.tools.bench.environment import report_comparison, require_cuda, try_load
+from dsv4.tools.bench.environment import load_external, require_cuda
 from dsv4.tools.bench.external import flashmla
 from dsv4.tools.bench.external.deepgemm import ChunkLogits, MqaLogits, load_mqa_logits
 from dsv4.tools.bench.external.flashmla import SparsePrefill, load_flash_mla_prefill
@@ -76,10 +76,11 @@ def bench_prefill(
     contexts = sorted(contexts or CONTEXTS)
     if contexts[0] < CHUNK:
         raise ValueError(f"Invalid --context: expected at least {CHUNK}, got {contexts[0]}")
-    logits, logits_problem = try_load(load_mqa_logits) if compare else (None, "")
-    sglang, sglang_problem = try_load(load_sglang) if compare else (None, "")
-    prefill, prefill_problem = try_load(load_flash_mla_prefill) if compare else (None, "")
-    peers = Peers(logits, sglang, prefill)
+    kernels, states = load_external(compare, {
+        "DeepGEMM": load_mqa_logits, "SGLang": load_sglang,
+        "FlashMLA's prefill": load_flash_mla_prefill,
+    })  # fmt: skip
+    peers = Peers(*kernels)
     with working("checking"):
         for kind in AttentionType:
             check_bytes(kind)
@@ -94,14 +95,11 @@ def bench_prefill(
     prompts = [sum_prompt(rows, counts, each, seconds.get(each)) for each in contexts]
     if plot is not None:
         plot_prompts(rows, counts, prompts, plot)
-    problems = {
-        "DeepGEMM": logits_problem, "SGLang": sglang_problem, "FlashMLA's prefill": prefill_problem,
-    }  # fmt: skip
     return {
         "chunk": CHUNK, "layers": counts, "rows": rows, "prompts": prompts,
         "memory": [workspace_row(*each) for each in
                    (("V4-Flash", CacheConfig.v4_flash()), ("V4-Pro", CacheConfig.v4_pro()))],
-        **report_comparison(compare, problems),
+        **states,
     }  # fmt: skip
 
 
@@ -148,19 +146,13 @@ def _measure_layer(
     max_entries = handle.plan.max_entries(handle.layer.ratio)
     write_layer(handle, inputs, weights)
     selection = _select(handle, inputs)
-    attention = AttendCase(
-        handle.layer.attention_type.name, [handle], inputs.query, weights.sinks,
-        [None if selection is None else selection.rows],
-        max_entries if selection is None else selection.rows.shape[1],
-    )  # fmt: skip
+    attention = layer_case(handle, inputs, weights, selection)
     checked = torch.linspace(0, CHUNK - 1, CHECKED_QUERIES, device=inputs.query.device).long()
     check_result(attention, attend(attention, 0), "the output of a chunk", queries=checked)
 
     def run_layer() -> AttentionResult:
         write_layer(handle, inputs, weights)
-        chosen = _select(handle, inputs)
-        rows = None if chosen is None else chosen.rows
-        return attend(attention._replace(rows=[rows]), 0)
+        return attend(layer_case(handle, inputs, weights, _select(handle, inputs)), 0)
 
     index = {}
     if inputs.indexer is not None:
@@ -169,7 +161,7 @@ def _measure_layer(
         index["query"]()
     parts: dict[str, Callable[[], object] | None] = {
         "write": lambda: write_layer(handle, inputs, weights), **index,
-        "dense": dense_part(handle, inputs, selection), "attend": lambda: attend(attention, 0),
+        "dense": dense_part(attention), "attend": lambda: attend(attention, 0),
         "layer": run_layer,
     }  # fmt: skip
     row: dict[str, Any] = {"start": start, "layer": attention.name}
@@ -192,18 +184,14 @@ def _select(handle: LayerCacheHandle, inputs: LayerProjections) -> Selection | N
     )  # fmt: skip
 
 
-def dense_part(
-    handle: LayerCacheHandle, inputs: LayerProjections, selection: Selection | None
-) -> Callable[[], None] | None:
+def dense_part(case: AttendCase) -> Callable[[], None] | None:
     """Make rows dense as attention does; None where attention reads them in place."""
-    memory, tokens = handle.memory, handle.tokens
-    max_entries = handle.plan.max_entries(handle.layer.ratio)
-    num_rows = memory.layout.window + (
-        max_entries if selection is None else selection.rows.shape[1]
-    )
+    (handle,) = case.handles
+    memory, tokens, (num_tokens, num_heads, _) = handle.memory, handle.tokens, case.query.shape
     sizes = dense_rows.choose_dense(
-        len(inputs.query), inputs.query.shape[1], num_rows, memory,
-        num_chunks=len(tokens.chunk_ids), max_entries=max_entries,
+        num_tokens, num_heads, memory.layout.window + case.num_entries, memory,
+        num_chunks=len(tokens.chunk_ids),
+        max_entries=handle.plan.max_entries(handle.layer.ratio),
     )  # fmt: skip
     if sizes is None:
         return None
