@@ -95,7 +95,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="dsv4-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout: float | None = None) -> None:
