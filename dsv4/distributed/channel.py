@@ -37,7 +37,6 @@ class Region(NamedTuple):
 
 
 def load_xxh3() -> Callable[[Any], bytes]:
-    """Return xxh3-64."""
     try:
         from xxhash import xxh3_64_digest
     except ImportError as error:
@@ -64,7 +63,6 @@ class Channel:
         self._next = 0
 
     def put(self, kind: str, **fields: Any) -> Steps:
-        """Send a message."""
         data = json.dumps({"kind": kind, **fields}).encode().ljust(MESSAGE_BYTES)
         if len(data) > MESSAGE_BYTES:
             raise HandoverError(f"A message is too long: expected {MESSAGE_BYTES} bytes at most")

@@ -95,7 +95,6 @@ class NixlTransport:
         return transfer
 
     def is_written(self, transfer: Any) -> bool:
-        """Whether a transfer has ended."""
         state = self._call(self._agent.check_xfer_state, transfer)
         if state == "ERR":
             raise PeerLostError("The peer is lost: a transfer of NIXL failed")

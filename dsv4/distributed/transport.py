@@ -4,9 +4,10 @@
 """
 
 import threading
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,39 +54,38 @@ class _Waiter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._works: SimpleQueue[tuple[Any, _TorchPending] | None] = SimpleQueue()
+        self._works: SimpleQueue[tuple[Any, Future[None]] | None] = SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def add(self, work: Any) -> "_TorchPending":
-        pending = _TorchPending()
-        self._works.put((work, pending))
-        return pending
+        over: Future[None] = Future()
+        self._works.put((work, over))
+        return _TorchPending(over)
 
     def close(self) -> None:
         self._works.put(None)
 
     def _run(self) -> None:
         while (item := self._works.get()) is not None:
-            work, pending = item
+            work, over = item
             try:
                 work.wait(NO_LIMIT)
                 if self._device.type == "cuda":  # NCCL's works wait on the device alone
                     torch.cuda.current_stream(self._device).synchronize()
+                over.set_result(None)
             except Exception as error:
-                pending.error = error
-            pending.is_over.set()
+                over.set_exception(error)
 
 
-class _TorchPending:
-    def __init__(self) -> None:
-        self.is_over = threading.Event()
-        self.error: Exception | None = None
+class _TorchPending(NamedTuple):
+    over: Future[None]
 
     def wait(self, seconds: float) -> bool:
-        is_over = self.is_over.wait(seconds)
-        if is_over and self.error is not None:
-            raise PeerLostError(f"The peer is lost: {self.error}") from self.error
-        return is_over
+        if not wait([self.over], seconds).done:
+            return False
+        if (error := self.over.exception()) is not None:
+            raise PeerLostError(f"The peer is lost: {error}") from error
+        return True
 
 
 class TorchTransport:

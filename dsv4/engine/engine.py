@@ -171,7 +171,7 @@ class Engine:
         request = self.requests.get(request_id)
         for sample in [] if request is None else request.samples:
             if not sample.is_over:
-                self._finish(sample, reason, error=error)
+                self._report(sample, reason, error=error)
 
     def step(self) -> bool:
         """Run one forward; False if nothing is to be done.
@@ -190,7 +190,6 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """No request is open."""
         return not self.requests
 
     def _expire(self) -> None:
@@ -359,57 +358,41 @@ class Engine:
             new.append(token)
             if token in params.stop_token_ids:
                 reason = "stop"
-                break
-            if sample.stream is not None:
+            elif sample.stream is not None:
                 text += sample.stream.add(token)
-                if sample.stream.stopped_by is not None:
-                    reason = "stop"
-                    break
-            if len(sample.ids) == sample.most_tokens:
+                reason = None if sample.stream.stopped_by is None else "stop"
+            if reason is None and len(sample.ids) == sample.most_tokens:
                 reason = "length"
+            if reason is not None:
                 break
         self.counts["generated_tokens"] += len(new)
         logprobs = _read_logprobs(drawn, choice.start, len(new), params.logprobs)
-        if reason is None:
-            self._report(sample, new, text, logprobs)
-        else:
-            self._finish(sample, reason, new, text, logprobs)
+        self._report(sample, reason, new, text, logprobs)
 
-    def _finish(
+    def _report(
         self,
         sample: Sample,
-        reason: FinishReason,
+        reason: FinishReason | None,
         tokens: Sequence[int] = (),
         text: str = "",
         logprobs: list[TokenLogprobs] | None = None,
         *,
         error: str | None = None,
     ) -> None:
-        """End a sample and report its last tokens."""
-        self.scheduler.end(sample)
-        if sample.stream is not None and sample.stream.stopped_by is None:
-            text += sample.stream.end()
-        request = sample.request
-        if request.is_over:
-            del self.requests[request.request_id]
-        self.counts[reason] += 1
-        self._report(sample, list(tokens), text, logprobs, reason, error)
-
-    def _report(
-        self,
-        sample: Sample,
-        tokens: list[int],
-        text: str,
-        logprobs: list[TokenLogprobs] | None,
-        reason: FinishReason | None = None,
-        error: str | None = None,
-    ) -> None:
+        """Report new tokens of a sample, which a reason ends."""
         request, stream = sample.request, sample.stream
         stop = None if stream is None else stream.stopped_by
+        if reason is not None:
+            self.scheduler.end(sample)
+            if stream is not None and stop is None:
+                text += stream.end()
+            if request.is_over:
+                del self.requests[request.request_id]
+            self.counts[reason] += 1
         request.on_output(
             Output(
-                request.request_id, sample.index, tokens, text, logprobs, reason, stop, error,
-                len(request.prompt), request.num_cached_tokens,
+                request.request_id, sample.index, list(tokens), text, logprobs, reason, stop,
+                error, len(request.prompt), request.num_cached_tokens,
             )
         )  # fmt: skip
 

@@ -75,7 +75,6 @@ class Request:
 
     @property
     def is_over(self) -> bool:
-        """All samples have ended."""
         return all(sample.is_over for sample in self.samples)
 
 
@@ -119,12 +118,10 @@ class Sample:
 
     @property
     def answer(self) -> list[int]:
-        """The generated tokens."""
         return self.ids[len(self.request.prompt) :]
 
 
 def make_samples(request: Request, new_stream: Callable[[], TextStream | None]) -> list[Sample]:
-    """Make the samples of a request."""
     seed = secrets.randbits(62) if request.params.seed is None else request.params.seed
     request.samples = [
         Sample(request, index, request.prompt.tolist(), seed + (index << 40), new_stream())

@@ -169,7 +169,6 @@ class Scheduler:
         return min(sample.num_tokens + self.num_drafts, sample.most_tokens - 1)
 
     def plan(self, rows: list[Row]) -> ForwardPlan:
-        """Plan a forward of these rows."""
         slots, before = [row.sample.slot for row in rows], [row.before for row in rows]
         return self.manager.prepare_forward(slots, before, [row.after for row in rows])
 

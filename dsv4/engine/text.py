@@ -35,8 +35,7 @@ class TextStream:
             return ""
         text, self._held = self._held + new, ""
         found = min(
-            ((place, each) for each in self._stop if (place := text.find(each)) >= 0),
-            default=None,
+            ((place, each) for each in self._stop if (place := text.find(each)) >= 0), default=None
         )
         if found is not None:
             self.stopped_by = found[1]

@@ -15,7 +15,7 @@ import torch
 from dsv4.cache.memory.capacity import ComponentBytes
 from dsv4.cache.stats import CacheStats
 from dsv4.engine.engine import Engine
-from dsv4.engine.request import FinishReason, OnOutput, Output, Sample
+from dsv4.engine.request import FinishReason, OnOutput, Output
 from dsv4.engine.sampling_params import SamplingParams
 from dsv4.errors import LostCacheError
 
@@ -95,7 +95,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="dsv4-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout: float | None = None) -> None:
@@ -245,22 +244,16 @@ class EngineThread:
     def _take_snapshot(self) -> EngineSnapshot:
         manager, scheduler = self._engine.manager, self._engine.scheduler
         lengths = manager.lengths
-        states = [
-            _state_of(sample, "waiting" if sample.swapped is None else "swapped")
-            for sample in scheduler.waiting
-        ]
-        for sample in scheduler.running:
-            is_prefill = lengths[sample.slot] < sample.num_tokens - 1
-            num_blocks = len(manager.blocks_of(sample.slot))
-            states.append(_state_of(sample, "prefill" if is_prefill else "decode", num_blocks))
+        states = []
+        for sample in (*scheduler.waiting, *scheduler.running):
+            state, num_blocks = "waiting" if sample.swapped is None else "swapped", 0
+            if sample.slot >= 0:
+                state = "prefill" if lengths[sample.slot] < sample.num_tokens - 1 else "decode"
+                num_blocks = len(manager.blocks_of(sample.slot))
+            name, num_prompt = sample.request.request_id, len(sample.request.prompt)
+            sizes = num_prompt, len(sample.ids), num_blocks
+            states.append(RequestState(name, sample.index, state, *sizes))
         return EngineSnapshot(
             time.monotonic(), dict(scheduler.counts), states, manager.stats(), manager.memory(),
             manager.host_memory(),
         )  # fmt: skip
-
-
-def _state_of(sample: Sample, state: str, num_blocks: int = 0) -> RequestState:
-    request = sample.request
-    return RequestState(
-        request.request_id, sample.index, state, len(request.prompt), len(sample.ids), num_blocks
-    )

@@ -36,6 +36,5 @@ class ApiError(Exception):
         return f"data: {json.dumps(self.body())}\n\n"
 
     def response(self) -> JSONResponse:
-        """Return the HTTP response."""
         headers = {"Retry-After": "1"} if self.status == 429 else None
         return JSONResponse(self.body(), status_code=self.status, headers=headers)

@@ -29,7 +29,6 @@ class ChatEndpoint(Endpoint):
     }
 
     def read(self, fields: Fields) -> Job:
-        """Render the messages."""
         messages = fields.get("messages", list)
         if messages is None:
             raise ApiError("Missing required parameter: 'messages'", param="messages")
@@ -55,7 +54,6 @@ class ChatEndpoint(Endpoint):
         return Job([prompt], params, fields.salt(), self.parsers(prompt, params.n), end)
 
     def answer(self, head: dict[str, Any], fields: Fields, generation: Generation) -> Any:
-        """Return a `chat.completion`."""
         choices = [
             {
                 "index": choice.index,
@@ -71,7 +69,6 @@ class ChatEndpoint(Endpoint):
     async def events(
         self, head: dict[str, Any], fields: Fields, generation: Generation
     ) -> AsyncIterator[str]:
-        """Yield `chat.completion.chunk` events."""
         has_usage = read_stream_options(fields)
         chunk = {**head, "id": f"chatcmpl-{head['id']}", "object": "chat.completion.chunk"}
         chunk |= {"usage": None} if has_usage else {}

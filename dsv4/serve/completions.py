@@ -22,7 +22,6 @@ class CompletionEndpoint(Endpoint):
     refused: ClassVar = {"best_of": (1,), "echo": (False,), "logit_bias": ({},), "suffix": ("",)}
 
     def read(self, fields: Fields) -> Job:
-        """Tokenize the prompts."""
         read_stream_options(fields)
         params = self.sampling(
             fields,
@@ -57,7 +56,6 @@ class CompletionEndpoint(Endpoint):
         raise ApiError(f"Invalid prompt: expected token ids below {size}", param="prompt")
 
     def answer(self, head: dict[str, Any], fields: Fields, generation: Generation) -> Any:
-        """Return a `text_completion`."""
         choices = [
             {
                 "text": choice.text,
@@ -73,7 +71,6 @@ class CompletionEndpoint(Endpoint):
     async def events(
         self, head: dict[str, Any], fields: Fields, generation: Generation
     ) -> AsyncIterator[str]:
-        """Yield `text_completion` events."""
         has_usage = read_stream_options(fields)
         chunk = {**head, "id": f"cmpl-{head['id']}", "object": "text_completion"}
         chunk |= {"usage": None} if has_usage else {}

@@ -137,7 +137,6 @@ class Endpoint(ABC):
         return [build_response_parser(served.tokenizer, served.model, prompt) for _ in range(n)]
 
     def token_text(self, token: int) -> str:
-        """Return the text of one token."""
         return str(self.served.tokenizer.decode([token]))
 
 

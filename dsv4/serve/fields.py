@@ -52,20 +52,14 @@ class Fields:
         """Return a finite number from `low` to `high`."""
         value = self.body.get(name, default)
         if type(value) not in (int, float) or not low <= value <= high:  # NaN is in no range
-            raise ApiError(
-                f"Invalid {name}: expected a number from {low:g} to {high:g}, got {_short(value)}",
-                param=name,
-            )
+            raise _invalid(name, f"a number from {low:g} to {high:g}", value)
         return float(value)
 
     def integer(self, name: str, default: int | None, low: int, high: int) -> int | None:
         """Return an integer from `low` to `high`, or the default."""
         value = self.body.get(name, default)
         if value is not default and (type(value) is not int or not low <= value <= high):
-            raise ApiError(
-                f"Invalid {name}: expected an integer from {low} to {high}, got {_short(value)}",
-                param=name,
-            )
+            raise _invalid(name, f"an integer from {low} to {high}", value)
         return value
 
     def strings(self, name: str, most: int) -> tuple[str, ...]:
@@ -124,6 +118,7 @@ def _encodable(text: str, name: str) -> str:
     return text
 
 
-def _short(value: Any) -> str:
+def _invalid(name: str, expected: str, value: Any) -> ApiError:
     text = repr(value)
-    return text if len(text) <= 40 else text[:40] + "..."
+    shown = text if len(text) <= 40 else text[:40] + "..."
+    return ApiError(f"Invalid {name}: expected {expected}, got {shown}", param=name)

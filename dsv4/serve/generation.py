@@ -78,12 +78,10 @@ class Choice:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """Calls of tools, in order."""
         return [each for each in self.pieces if isinstance(each, ToolCall)]
 
     @property
     def reasoning(self) -> str:
-        """Text of all reasoning."""
         return "".join(each for each in self.pieces if isinstance(each, ReasoningText))
 
     @property
@@ -93,7 +91,6 @@ class Choice:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens."""
         return sum(len(output.token_ids) for output in self.outputs)
 
 

@@ -3,11 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
-from transformers.cli.serving.response import (
-    ResponseHandler,
-    _ResponseStreamBuilder,
-    compute_usage,
-)
+from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBuilder, compute_usage
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from dsv4.serve.api_error import ApiError
@@ -34,7 +30,6 @@ class ResponseEndpoint(Endpoint):
     }
 
     def read(self, fields: Fields) -> Job:
-        """Render the input."""
         given = fields.body.get("input")
         if not isinstance(given, str | list) or not given:
             raise ApiError("Invalid input: expected a text or a list of items", param="input")
@@ -60,7 +55,6 @@ class ResponseEndpoint(Endpoint):
             raise ApiError(message, param="input") from error
 
     def answer(self, head: dict[str, Any], fields: Fields, generation: Generation) -> Any:
-        """Return a `response`."""
         builder = _builder(head, fields)
         for piece in generation.choices[0].pieces:
             _add(builder, piece)
@@ -70,7 +64,6 @@ class ResponseEndpoint(Endpoint):
     async def events(
         self, head: dict[str, Any], fields: Fields, generation: Generation
     ) -> AsyncIterator[str]:
-        """Yield the events of a response."""
         builder = _builder(head, fields)
         yield "".join(builder.start_response())
         try:

@@ -4,9 +4,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+
+from rich.console import Console
 
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.tools import serve_command
@@ -14,7 +17,7 @@ from dsv4.tools.bench import command as bench_command
 from dsv4.tools.console import make_console, make_table, printable, track, working
 from dsv4.tools.inspector import command as inspect_command
 from dsv4.tools.inspector.selections import RUN_FILES
-from dsv4.tools.outputs import add_force, check_new
+from dsv4.tools.outputs import add_force, check_new, check_output
 from dsv4.tools.planner import command as plan_command
 from dsv4.tools.planner.command import positive
 from dsv4.tools.planner.sizes import format_bytes, parse_tokens
@@ -22,6 +25,15 @@ from dsv4.tools.planner.sizes import format_bytes, parse_tokens
 
 class UsageError(Exception):
     """Options that contradict each other, or name something missing."""
+
+
+@contextmanager
+def _checking() -> Iterator[None]:
+    """Take what options refuse for bad usage."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,18 +119,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from dsv4.tools.planner.page import check_page, write_page
-    from dsv4.tools.planner.plot import check_plot, plot_plan
+    from dsv4.tools.planner.page import write_page
+    from dsv4.tools.planner.plot import plot_plan
 
-    try:
+    with _checking():
         plan = plan_command.build_plan(options)
-        if options.plot is not None:
-            check_plot(options.plot)
-        if options.html is not None:
-            check_page(options.html)
-        check_new([options.plot, options.html], force=options.force)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+        check_output("--plot", options.plot, force=options.force)
+        check_output("--html", options.html, force=options.force)
     if options.plot is not None:
         plot_plan(plan, options.plot, title=plan_command.title(plan, model=options.model))
     if options.html is not None:
@@ -132,16 +139,12 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from dsv4.tools.inspector.heatmap import check_heatmap, draw_heatmap
+    from dsv4.tools.inspector.heatmap import draw_heatmap
     from dsv4.tools.inspector.report import RequestInspector, describe_selections
 
-    try:
+    with _checking():
         path, against, recorded = inspect_command.find_files(options)
-        if options.heatmap is not None:
-            check_heatmap(options.heatmap)
-        check_new([options.heatmap], force=options.force)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+        check_output("--heatmap", options.heatmap, force=options.force)
     with working("reading"):
         inspector = RequestInspector(path, against=against)
         selections = None
@@ -152,25 +155,30 @@ def _inspect(options: argparse.Namespace) -> int:
         draw_heatmap(selections, options.heatmap)
     chosen = None if selections is None else describe_selections(selections)
     report = {**inspector.report(layers), "selections": chosen}
-    if options.json:
-        print(json.dumps(report))
-    else:
-        inspect_command.print_report(report, make_console())
+    _print(options, report, inspect_command.print_report)
     return 0
+
+
+def _print(
+    options: argparse.Namespace,
+    result: dict[str, Any],
+    show: Callable[[dict[str, Any], Console], None],
+) -> None:
+    """Print a result as JSON or for reading."""
+    if options.json:
+        print(json.dumps(result))
+    else:
+        show(result, make_console())
 
 
 def _info(options: argparse.Namespace) -> int:
     from dsv4.tools.info import collect_info
 
-    result = collect_info()
-    if options.json:
-        print(json.dumps(result))
-    else:
-        _print_info(result)
+    _print(options, collect_info(), _print_info)
     return 0
 
 
-def _print_info(result: dict[str, Any]) -> None:
+def _print_info(result: dict[str, Any], console: Console) -> None:
     versions = [(name, text or "not installed") for name, text in result["versions"].items()]
     devices = [
         (each["device"], each["name"],
@@ -183,7 +191,7 @@ def _print_info(result: dict[str, Any]) -> None:
         for name, state in (result["backends"] | result["peers"]).items()
     ]
     kernels = "Backends, and other projects' kernels"
-    make_console().print(
+    console.print(
         make_table("Versions", ("package", "version"), versions, num_left=2),
         make_table(
             "Devices", ("device", "name", "memory", "capability", "kernels"), devices, num_left=5
@@ -205,23 +213,16 @@ def _demo(options: argparse.Namespace) -> int:
     from dsv4.tools.demo.kept_run import keep_run
 
     if options.save is not None:
-        try:
+        with _checking():
             check_new((options.save / name for name in RUN_FILES), force=options.force)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
     result = run_command(options)
     if options.save is not None:
         keep_run(options.save, kv_format=options.kv, index_format=options.index, seed=options.seed)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        print_demo(result, make_console())
+    _print(options, result, print_demo)
     return 0 if result["ok"] else 1
 
 
 def _bench(options: argparse.Namespace) -> int:
-    try:
+    with _checking():
         bench_command.check_paths(options)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     return bench_command.run_bench(options)

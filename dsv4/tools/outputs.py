@@ -9,6 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PICTURES = (".png", ".svg")
+KINDS = {  # of the file that an option names, and its suffixes
+    "--plot": ("plot file: expected .png or .svg", PICTURES),
+    "--heatmap": ("heat map file: expected .png or .svg", PICTURES),
+    "--html": ("page file: expected .html", (".html", ".htm")),
+}
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
@@ -16,18 +21,23 @@ def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace files that exist")
 
 
-def check_new(paths: Iterable[Path | None], *, force: bool) -> None:
-    """Refuse a file that exists, unless `force`; None stands for no file."""
+def check_new(paths: Iterable[Path], *, force: bool) -> None:
+    """Refuse a file that exists, unless `force`."""
     for path in paths:
-        if path is not None and os.path.lexists(path) and not force:
+        if os.path.lexists(path) and not force:
             raise ValueError(f"Invalid file to write: {path} exists: --force replaces it")
 
 
-def check_picture(path: Path, *, what: str, option: str) -> None:
-    """Refuse a file name without the suffix of a picture, and a missing matplotlib."""
-    if path.suffix.lower() not in PICTURES:
-        raise ValueError(f"Invalid {what} file: expected .png or .svg, got {str(path)!r}")
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{option} needs matplotlib: pip install 'dsv4[plot]'") from error
+def check_output(option: str, path: Path | None, *, force: bool) -> None:
+    """Refuse the file of an option: another suffix, one that exists, a missing matplotlib."""
+    if path is None:
+        return
+    kind, suffixes = KINDS[option]
+    if path.suffix.lower() not in suffixes:
+        raise ValueError(f"Invalid {kind}, got {str(path)!r}")
+    if suffixes is PICTURES:
+        try:
+            import matplotlib  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ImportError(f"{option} needs matplotlib: pip install 'dsv4[plot]'") from error
+    check_new([path], force=force)

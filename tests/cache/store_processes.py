@@ -41,7 +41,7 @@ def write_until_killed(path, max_bytes, told) -> None:
     for number in range(NUM_RECORDS):
         bound.put("block", name(number), [memoryview(payload(number))])
         if number % 8 == 7:
-            bound.flush()
+            bound.store.flush()
             read(bound, [number - 3])
         told.send(number)
     signal.pause()
@@ -54,8 +54,8 @@ def write_and_read(path, max_bytes, numbers, told) -> None:
         for i, number in enumerate(numbers):
             bound.put("block", name(number), [memoryview(payload(number))])
             if i % 16 == 15:
-                bound.flush()
+                bound.store.flush()
                 read(bound, numbers[: i + 1])
-        bound.flush()
-        counts = bound.statistics()
+        bound.store.flush()
+        counts = bound.store.statistics()
         told.send((counts.damaged, counts.dropped))

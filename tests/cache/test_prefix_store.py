@@ -80,14 +80,14 @@ def test_records_come_back_after_a_restart(opened, path):
     bound = opened()
     put(bound, *range(40))
     put(bound, 3, kind="checkpoint")
-    bound.close()
+    bound.store.close()
     again = opened()
     assert contains(again, *range(41)) == [True] * 40 + [False]
     assert read(again, range(41)) == [True] * 40 + [False]
     into = [bytearray(NUM_BYTES) for _ in range(3)]
     handle = again.read("checkpoint", [name(i) for i in (2, 3, 4)], into)
     assert (handle.found, handle.num_tokens) == ([False, True, False], [-1, 3, -1])
-    counts = again.statistics()
+    counts = again.store.statistics()
     assert (counts.num_records, counts.num_bytes) == (41, 41 * FILE_BYTES)
     assert (counts.hits, counts.misses, counts.damaged) == (41, 3, 0)
     assert sum(file.stat().st_size for file in files_in(path)) == counts.num_bytes
@@ -100,7 +100,7 @@ def test_tensors_of_any_length(opened, num_bytes, key):
     rows = torch.randint(256, (2, num_bytes + 3), dtype=torch.uint8)[:, :num_bytes]
     for i in range(2):
         bound.put("block", name(i), rows[i])
-    bound.flush()
+    bound.store.flush()
     into = torch.zeros(2, num_bytes + 5, dtype=torch.uint8)
     assert bound.read("block", [name(0), name(1)], into[:, 1 : num_bytes + 1]).found == [True] * 2
     assert into[:, 1 : num_bytes + 1].equal(rows)
@@ -115,7 +115,7 @@ def test_a_record_of_many_parts_and_of_another_dtype(opened):
     bound.put("block", name(1), values)
     parts = [memoryview(payload(2))[i : i + 4] for i in range(0, len(data), 4)]
     bound.put("block", name(2), parts, copy=False)
-    bound.flush()
+    bound.store.flush()
     assert read(bound, [0, 2]) == [True, True]
     into = torch.empty_like(values)
     assert bound.read("block", [name(1)], into.view(torch.uint8)[None]).found == [True]
@@ -169,13 +169,13 @@ DAMAGE = {
 def check_refused(bound, file):
     """A record is refused, counted, removed, and can be put again."""
     assert read(bound, [1, 2]) == [False, True]
-    bound.flush()
-    counts = bound.statistics()
+    bound.store.flush()
+    counts = bound.store.statistics()
     assert (counts.hits, counts.misses, counts.damaged, counts.num_records) == (1, 1, 1, 1)
     assert not os.path.lexists(file)
     assert contains(bound, 1, 2) == [False, True]
     put(bound, 1)
-    bound.flush()
+    bound.store.flush()
     assert read(bound, [1, 2]) == [True, True]
 
 
@@ -184,7 +184,7 @@ def check_refused(bound, file):
 def test_a_damaged_record_is_refused(opened, damage, key):
     bound = opened(key=key)
     put(bound, 1, 2)
-    bound.flush()
+    bound.store.flush()
     file = file_of(bound, 1)
     file.write_bytes(DAMAGE[damage](file.read_bytes()))
     check_refused(bound, file)
@@ -215,7 +215,7 @@ OTHERS = {
 def test_another_thing_in_a_records_place_is_refused(opened, other, tmp_path):
     bound = opened()
     put(bound, 1, 2)
-    bound.flush()
+    bound.store.flush()
     file = file_of(bound, 1)
     copied = file.rename(tmp_path / "copy")
     OTHERS[other](file, copied)
@@ -226,7 +226,7 @@ def test_another_thing_in_a_records_place_is_refused(opened, other, tmp_path):
 def test_another_record_in_a_records_place_is_refused(opened):
     bound = opened()
     put(bound, 1, 2)
-    bound.flush()
+    bound.store.flush()
     file_of(bound, 1).write_bytes(file_of(bound, 2).read_bytes())
     check_refused(bound, file_of(bound, 1))
 
@@ -251,7 +251,7 @@ def test_no_byte_of_a_record_can_change(tmp_path, step):
 def test_a_record_without_the_key_is_forged(opened, path, key):
     bound = opened(key=KEY)
     put(bound, 1, 2)
-    bound.flush()
+    bound.store.flush()
     forger = RecordFiles(path, key)
     forger.write(bound._addresses("block")(name(1)), [memoryview(bytes(NUM_BYTES))], 1)
     check_refused(bound, file_of(bound, 1))
@@ -261,39 +261,39 @@ def test_a_record_of_another_length_is_refused(opened):
     bound = opened()
     for number, length in ((1, NUM_BYTES + 1), (2, 20_000)):
         bound.put("block", name(number), [memoryview(bytes(length))])
-    bound.flush()
+    bound.store.flush()
     assert read(bound, [1, 2]) == [False, False]
-    assert bound.statistics().damaged == 2
+    assert bound.store.statistics().damaged == 2
 
 
 def test_a_lost_file_is_a_miss(opened):
     bound = opened()
     put(bound, 1, 2)
-    bound.flush()
+    bound.store.flush()
     file_of(bound, 1).unlink()
     assert contains(bound, 1, 2) == [True, True]
     assert read(bound, [1, 2]) == [False, True]
-    bound.flush()
+    bound.store.flush()
     assert contains(bound, 1, 2) == [False, True]
-    counts = bound.statistics()
+    counts = bound.store.statistics()
     assert (counts.misses, counts.damaged, counts.num_bytes) == (1, 0, FILE_BYTES)
 
 
 def test_a_read_error_is_a_miss_and_removes_nothing(opened, monkeypatch):
     bound = opened()
     put(bound, 1)
-    bound.flush()
+    bound.store.flush()
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", refuse)
         assert read(bound, [1]) == [False]
-    assert bound.statistics().damaged == 0
+    assert bound.store.statistics().damaged == 0
     assert read(bound, [1]) == [True]
 
 
 def test_no_direct_reads(opened, monkeypatch):
     bound, real = opened(), os.open
     put(bound, 1)
-    bound.flush()
+    bound.store.flush()
     refused = []
 
     def buffered(file, flags, *mode):
@@ -317,7 +317,7 @@ def test_short_reads_and_writes_go_on(opened, monkeypatch):
     monkeypatch.setattr(os, "preadv", short_read)
     monkeypatch.setattr(os, "writev", lambda handle, views: writev(handle, [views[0][:1001]]))
     put(bound, 1)
-    bound.flush()
+    bound.store.flush()
     assert read(bound, [1]) == [True]
     assert calls == [0, 4096, 8192]
 
@@ -325,7 +325,7 @@ def test_short_reads_and_writes_go_on(opened, monkeypatch):
 def test_a_file_that_is_cut_while_it_is_read_is_refused(opened, monkeypatch):
     bound = opened()
     put(bound, 1, 2)
-    bound.flush()
+    bound.store.flush()
     file, preadv = file_of(bound, 1), os.preadv
 
     def cut(handle, views, position):
@@ -336,26 +336,26 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(opened, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", cut)
         assert read(bound, [1]) == [False]
-    assert bound.statistics().damaged == 1 and not file.exists()
+    assert bound.store.statistics().damaged == 1 and not file.exists()
 
 
 def test_the_least_recently_used_record_goes_first(opened, path):
     bound = opened(4 * FILE_BYTES)
     put(bound, 0, 1, 2, 3)
-    bound.flush()
+    bound.store.flush()
     assert read(bound, [0]) == [True]
-    bound.close()
+    bound.store.close()
     again = opened(4 * FILE_BYTES)
     put(again, 1)  # known: a use
-    again.flush()
+    again.store.flush()
     put(again, 4, 5)
-    again.flush()
+    again.store.flush()
     assert contains(again, *range(6)) == [True, True, False, False, True, True]
-    assert again.statistics().written == 2 and len(files_in(path)) == 4
-    again.close()
+    assert again.store.statistics().written == 2 and len(files_in(path)) == 4
+    again.store.close()
     smaller = opened(2 * FILE_BYTES)
     put(smaller, 6)
-    smaller.flush()
+    smaller.store.flush()
     assert contains(smaller, *range(7)) == [False] * 5 + [True, True]
 
 
@@ -373,7 +373,7 @@ def test_the_files_never_exceed_max_bytes(opened, path, monkeypatch, batch_bytes
     bound = opened(max_bytes)
     for first in range(0, 20, 4):
         put(bound, *range(first, first + 4))
-        bound.flush()
+        bound.store.flush()
     assert len(sizes) == 20 and max(sizes) == 5 * FILE_BYTES
     assert contains(bound, *range(20)) == [False] * 15 + [True] * 5
 
@@ -381,11 +381,11 @@ def test_the_files_never_exceed_max_bytes(opened, path, monkeypatch, batch_bytes
 def test_a_batch_larger_than_the_store_stays_within_it(opened, path):
     bound = opened(2 * FILE_BYTES)
     put(bound, *range(9))
-    bound.flush()
-    counts = bound.statistics()
+    bound.store.flush()
+    counts = bound.store.statistics()
     assert counts.num_bytes <= 2 * FILE_BYTES and counts.num_records == len(files_in(path))
     bound.put("block", name(10), [memoryview(bytes(3 * FILE_BYTES))])
-    assert bound.statistics().dropped == counts.dropped + 1
+    assert bound.store.statistics().dropped == counts.dropped + 1
 
 
 @pytest.fixture
@@ -408,14 +408,14 @@ def test_a_full_queue_drops(opened, gate):
     bound = opened(queue_bytes=3 * NUM_BYTES)
     put(bound, 0, 1, 2, 3, 4)
     put(bound, 0, 1)  # queued already
-    assert bound.statistics().dropped == 2
-    assert not bound.flush(timeout=0.01)
+    assert bound.store.statistics().dropped == 2
+    assert not bound.store.flush(timeout=0.01)
     gate.set()
-    assert bound.flush()
+    assert bound.store.flush()
     assert contains(bound, *range(5)) == [True] * 3 + [False] * 2
     put(bound, 3, 4)
-    bound.flush()
-    counts = bound.statistics()
+    bound.store.flush()
+    counts = bound.store.statistics()
     assert (counts.written, counts.dropped) == (5, 2)
 
 
@@ -426,7 +426,7 @@ def test_rows_may_change_once_they_are_put(opened, gate):
     bound.put("block", name(2), rows, copy=False)
     rows.copy_(torch.frombuffer(bytearray(payload(2)), dtype=torch.uint8))
     gate.set()
-    bound.flush()
+    bound.store.flush()
     assert read(bound, [1, 2]) == [True, True]
 
 
@@ -434,7 +434,7 @@ def test_close_writes_what_is_queued(opened, gate):
     bound = opened()
     put(bound, *range(50))
     Timer(0.05, gate.set).start()
-    bound.close()
+    bound.store.close()
     assert contains(opened(), *range(50)) == [True] * 50
 
 
@@ -443,7 +443,7 @@ def test_reads_that_are_given_up(opened, gate, monkeypatch, end):
     bound = opened(num_readers=1)
     gate.set()
     put(bound, 1, 2, 3)
-    bound.flush()
+    bound.store.flush()
     gate.clear()
     begun, real = Event(), RecordFiles.read
     monkeypatch.setattr(RecordFiles, "read", lambda *args: (begun.set(), real(*args))[1])
@@ -452,7 +452,7 @@ def test_reads_that_are_given_up(opened, gate, monkeypatch, end):
     later = bound.read("block", [name(1)], [bytearray(NUM_BYTES)])
     assert begun.wait(60) and not handle.done() and not handle.wait(0)
     Timer(0.05, gate.set).start()
-    handle.cancel() if end == "cancel" else bound.close()
+    handle.cancel() if end == "cancel" else bound.store.close()
     assert handle.done() and handle.found == [True, False, False]
     assert buffers == [payload(1), bytes(NUM_BYTES), bytes(NUM_BYTES)]
     assert later.found == [end == "cancel"]
@@ -462,7 +462,7 @@ def test_an_interrupted_wait_can_be_repeated(opened, gate):
     bound = opened()
     gate.set()
     put(bound, *range(20))
-    bound.flush()
+    bound.store.flush()
     gate.clear()
 
     class Interrupted(Exception):
@@ -489,16 +489,16 @@ def test_an_interrupted_wait_can_be_repeated(opened, gate):
 def test_a_full_disk_drops_records_and_the_store_goes_on(opened, path, monkeypatch, call):
     bound = opened()
     put(bound, 0)
-    bound.flush()
+    bound.store.flush()
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refuse)
         put(bound, 1, 2)
-        bound.flush()
-        counts = bound.statistics()
+        bound.store.flush()
+        counts = bound.store.statistics()
     assert (counts.dropped, counts.written, counts.num_records) == (2, 1, 1)
     assert not list((path / "unfinished").iterdir()) and len(files_in(path)) == 1
     put(bound, 1)
-    bound.flush()
+    bound.store.flush()
     assert read(bound, [0, 1, 2]) == [True, True, False]
 
 
@@ -516,37 +516,37 @@ def test_a_disk_that_fills_within_a_record_leaves_nothing(opened, path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", fill)
         put(bound, 1)
-        bound.flush()
-    assert left == [0] and bound.statistics().dropped == 1
+        bound.store.flush()
+    assert left == [0] and bound.store.statistics().dropped == 1
     assert not list((path / "unfinished").iterdir()) and not files_in(path)
 
 
 def test_a_full_disk_of_the_index_drops_its_records(opened, path):
     bound = opened()
     put(bound, 0)
-    bound.flush()
+    bound.store.flush()
     connection = bound.store._index._writer
     (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
     connection.execute(f"PRAGMA max_page_count = {num_pages}")
     put(bound, *range(1, 300))
-    bound.flush()
-    counts = bound.statistics()
+    bound.store.flush()
+    counts = bound.store.statistics()
     assert counts.dropped > 0 and counts.written + counts.dropped == 300
     assert counts.num_records == counts.written == len(files_in(path))
     connection.execute("PRAGMA max_page_count = 1000000")
     put(bound, *range(300))
-    bound.flush()
+    bound.store.flush()
     assert read(bound, range(300)) == [True] * 300
 
 
 def test_a_lost_index_is_a_miss(opened):
     bound = opened()
     put(bound, 0)
-    bound.flush()
+    bound.store.flush()
     bound.store._index._writer.execute("DROP TABLE records")
     assert contains(bound, 0) == [False]
     put(bound, 1)
-    assert bound.flush() and bound.statistics().dropped == 1
+    assert bound.store.flush() and bound.store.statistics().dropped == 1
 
 
 def _kill_once(path, max_bytes, seed):
@@ -576,7 +576,7 @@ def test_a_store_is_whole_after_sigkill(path, seed):
         last = _kill_once(path, max_bytes, 2 * seed + life)
         with PrefixStore(path, max_bytes) as store:
             bound = store.bind("fingerprint")
-            bound.flush()
+            bound.store.flush()
             numbers = [*range(NUM_RECORDS), 1000]
             known = contains(bound, *numbers)
             # All up to the last flush that was told of, where nothing is evicted.
@@ -585,11 +585,11 @@ def test_a_store_is_whole_after_sigkill(path, seed):
             # A file whose row was not written yet may be found too.
             found = read(bound, numbers)
             assert [a and b for a, b in zip(found, known, strict=True)] == known
-            counts = bound.statistics()
+            counts = bound.store.statistics()
             assert counts.damaged == 0 and counts.num_records == sum(known)
             assert counts.num_bytes == counts.num_records * FILE_BYTES <= max_bytes
             put(bound, 1000)
-            bound.flush()
+            bound.store.flush()
             assert contains(bound, 1000) == read(bound, [1000]) == [True]
 
 
@@ -610,7 +610,7 @@ def test_processes_share_a_folder(path, max_bytes):
     assert counts == [(0, 0)] * 3
     with PrefixStore(path, max_bytes) as store:
         bound = store.bind("fingerprint")
-        bound.flush()
+        bound.store.flush()
         known = contains(bound, *range(160))
         assert read(bound, range(160)) == known
         assert store.statistics().num_records == sum(known)
@@ -625,24 +625,24 @@ def test_a_lost_record_that_is_back_keeps_its_row(opened, path):
     """One process misses a record while another one puts it again."""
     one, other = opened(), opened()
     put(one, 0)
-    one.flush()
+    one.store.flush()
     address = one._addresses("block")(name(0))
     file_of(one, 0).unlink()
     assert read(other, [0]) == [False]
-    other.flush()
+    other.store.flush()
     put(one, 0)
-    one.flush()
+    one.store.flush()
     other.store._writer.note_removal(address)
-    other.flush()
+    other.store.flush()
     assert contains(other, 0) == [True]
 
 
 def test_files_without_a_row_go_once_they_are_old(opened, path):
     bound = opened()
     put(bound, 0, 1, 2)
-    bound.flush()
+    bound.store.flush()
     lost = file_of(bound, 2)
-    bound.close()
+    bound.store.close()
     lost.unlink()
     rows = path / "rows" / "ab"
     rows.mkdir(exist_ok=True)
@@ -658,7 +658,7 @@ def test_files_without_a_row_go_once_they_are_old(opened, path):
         if file not in (old, young, foreign):
             os.utime(file, (past, past))
     again = opened()
-    again.flush()
+    again.store.flush()
     assert [file.exists() for file in (old, young, foreign, *unfinished)] == [
         False,
         True,
@@ -668,7 +668,7 @@ def test_files_without_a_row_go_once_they_are_old(opened, path):
     ]
     assert contains(again, 0, 1, 2) == [True, True, False]
     assert read(again, [0, 1]) == [True, True]
-    assert again.statistics().num_records == 2
+    assert again.store.statistics().num_records == 2
 
 
 def test_the_folder_is_its_owners_alone(opened, path):
@@ -683,7 +683,7 @@ def test_a_folder_that_was_killed_while_it_was_made(opened, path, left):
         (path / file).touch()
     bound = opened()
     put(bound, 0)
-    bound.flush()
+    bound.store.flush()
     assert read(bound, [0]) == [True]
 
 
@@ -710,7 +710,7 @@ def test_other_folders_and_files_are_refused(path):
 
 
 def test_another_version_is_refused(opened, path):
-    opened().close()
+    opened().store.close()
     with sqlite3.connect(path / "index.sqlite") as connection:
         connection.execute("PRAGMA user_version = 2")
     connection.close()
@@ -755,14 +755,14 @@ def test_buffers_are_checked(opened):
 
 def test_a_closed_store_is_refused(opened):
     bound = opened()
-    bound.close()
-    bound.close()
+    bound.store.close()
+    bound.store.close()
     calls = [
         lambda: put(bound, 0),
         lambda: contains(bound, 0),
         lambda: bound.read("block", [], []),
-        bound.flush,
-        bound.statistics,
+        bound.store.flush,
+        bound.store.statistics,
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match="is closed"):
@@ -774,7 +774,12 @@ def test_a_store_is_neither_copied_nor_used_after_a_fork(opened, monkeypatch):
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         copy.copy(bound.store)
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    for call in (lambda: put(bound, 0), lambda: contains(bound, 0), bound.flush, bound.close):
+    for call in (
+        lambda: put(bound, 0),
+        lambda: contains(bound, 0),
+        bound.store.flush,
+        bound.store.close,
+    ):
         with pytest.raises(RuntimeError, match="opened before a fork"):
             call()
     monkeypatch.undo()
@@ -787,7 +792,7 @@ def test_only_a_key_does_without_xxhash(opened, path, monkeypatch):
     assert not path.exists()
     bound = opened(key=KEY)
     put(bound, 0)
-    bound.flush()
+    bound.store.flush()
     assert read(bound, [0]) == [True]
 
 

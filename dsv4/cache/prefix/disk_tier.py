@@ -111,7 +111,6 @@ class Prefetch(NotCopyable):
                 self._is_started.set()
 
     def cancel(self) -> None:
-        """Skip reads that have not begun, and wait for the others."""
         with self._starting:
             self._is_started.set()
         for read in self._reads:
@@ -188,11 +187,7 @@ class DiskTier:
     """
 
     def __init__(
-        self,
-        store: PrefixStore,
-        config: CacheConfig,
-        tree: PrefixTree,
-        journal: Journal,
+        self, store: PrefixStore, config: CacheConfig, tree: PrefixTree, journal: Journal
     ) -> None:
         self.num_loaded_tokens = 0
         self._store, self._records = store, store.bind(config.format_fingerprint)
@@ -210,15 +205,12 @@ class DiskTier:
 
     @property
     def num_damaged(self) -> int:
-        """Damaged records that the store found."""
         return self._store.num_damaged
 
     def note(self, nodes: Iterable[PrefixNode]) -> None:
-        """Note new blocks that are to be written."""
         self._waiting.extend((node, False) for node in nodes)
 
     def note_checkpoint(self, node: PrefixNode) -> None:
-        """Note a new checkpoint that is to be written."""
         self._waiting.append((node, True))
 
     def start_writes(self) -> None:

@@ -106,7 +106,6 @@ class TrackedRequest:
     resumed: PrefixNode | None = None
 
     def copy(self) -> "TrackedRequest":
-        """Copy it, for a fork."""
         parts = list(self.nodes), dict(self.pending), dict(self.uses)
         return TrackedRequest(self.root, *parts, self.resumed)
 
@@ -182,12 +181,13 @@ class PrefixCache:
         """Return the nodes of a prompt's known blocks, but for its last token."""
         return self._follow(self._digests(prompt))[0]
 
-    def _digests(self, prompt: Prompt) -> Iterator[bytes]:
-        """Hash the full blocks of a prompt, but for its last token."""
+    def _digests(self, prompt: Prompt, path: Sequence[PrefixNode] = ()) -> Iterator[bytes]:
+        """Hash the full blocks of a prompt after a path, but for its last token."""
         block_tokens = self._config.block_tokens
         num_tokens = max(0, len(prompt.ids) - 1) // block_tokens * block_tokens
-        ids = prompt.ids[:num_tokens].data.cast("B")
-        return hash_blocks(prompt.root, ids, block_tokens * ID_DTYPE.itemsize)
+        ids = prompt.ids[len(path) * block_tokens : num_tokens].data.cast("B")
+        root = path[-1].digest if path else prompt.root
+        return hash_blocks(root, ids, block_tokens * ID_DTYPE.itemsize)
 
     def _follow(self, digests: Iterator[bytes]) -> tuple[list[PrefixNode], Iterator[bytes]]:
         """Return the known nodes, and the digests after them."""
@@ -243,11 +243,7 @@ class PrefixCache:
         """Start to read from disk what a prompt with these known blocks and tokens lacks."""
         if self.tier is None:
             return None
-        width = self._config.block_tokens * ID_DTYPE.itemsize
-        num_blocks = max(0, len(prompt.ids) - 1) // self._config.block_tokens
-        ids = prompt.ids.data.cast("B")[len(path) * width : num_blocks * width]
-        root = path[-1].digest if path else prompt.root
-        return self.tier.prefetch(path, num_tokens, hash_blocks(root, ids, width))
+        return self.tier.prefetch(path, num_tokens, self._digests(prompt, path))
 
     def make_host_room(self, num_blocks: int) -> None:
         """Free blocks on the host, of prefetches too, until there are so many.
@@ -463,7 +459,6 @@ class PrefixCache:
         self.track(fork, request.copy(), self.ids.read(slot).copy())
 
     def forget(self, slots: Int64Array) -> None:
-        """Stop tracking slots."""
         tracked = [slot for slot in slots.tolist() if slot in self.requests]
         if not tracked:
             return

@@ -99,7 +99,6 @@ class PrefixTree:
 
     @property
     def num_host_checkpoints(self) -> int:
-        """Checkpoints that are on the host."""
         return len(self._on_host)
 
     @property
@@ -118,11 +117,7 @@ class PrefixTree:
         return added
 
     def add(
-        self,
-        digest: bytes,
-        parent: PrefixNode | None,
-        block: int,
-        added: list[PrefixNode],
+        self, digest: bytes, parent: PrefixNode | None, block: int, added: list[PrefixNode]
     ) -> tuple[PrefixNode, bool]:
         """Return the node of a block, and whether the block is now the tree's too.
 
@@ -457,7 +452,6 @@ class PrefixTree:
                 raise IntegrityError("Prefix tree: a node's checkpoint is not in its list")
 
     def owned_blocks(self) -> Int64Array:
-        """Return the blocks on the device that the tree owns."""
         return np.flatnonzero(self._is_mine)
 
     def owned_host_blocks(self) -> list[int]:
@@ -465,7 +459,6 @@ class PrefixTree:
         return [node.host_block for node in self.nodes.values() if node.host_block >= 0]
 
     def owned_checkpoints(self) -> list[int]:
-        """Return the checkpoints that the tree owns."""
         return [node.checkpoint for node in (*self._on_device, *self._on_host)]
 
     def _pop(
@@ -637,7 +630,6 @@ class _Queue:
         self._limit = 64
 
     def push(self, node: PrefixNode) -> None:
-        """Queue a node at its present key."""
         self._count += 1
         heapq.heappush(self._heap, (self.key_of(node), self._count, node))
         if len(self._heap) > self._limit:

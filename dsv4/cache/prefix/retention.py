@@ -65,7 +65,6 @@ class PrefixNode:
 
     @property
     def has_uses(self) -> bool:
-        """It has a checkpoint with uses."""
         return self.checkpoint >= 0 and self.num_uses > 0
 
     @property

@@ -119,7 +119,6 @@ class PrefixStore:
         self._index.close()
 
     def statistics(self) -> StoreStatistics:
-        """Return the counts of now."""
         self._check()
         return StoreStatistics(
             *self._index.totals(),
@@ -209,18 +208,6 @@ class BoundStore:
         if len(buffers) != len(hashes):
             raise ValueError(f"Invalid into: expected {len(hashes)} buffers, got {len(buffers)}")
         return self.store._reader.start(self._addresses(kind), hashes, buffers)
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Flush the store."""
-        return self.store.flush(timeout)
-
-    def close(self) -> None:
-        """Close the store, for other formats too."""
-        self.store.close()
-
-    def statistics(self) -> StoreStatistics:
-        """Return the counts of the store, of all formats."""
-        return self.store.statistics()
 
     def _addresses(self, kind: str) -> Callable[[bytes], bytes]:
         root = self._root.copy()

@@ -73,12 +73,10 @@ class RecordFiles:
         self._name, self._numbers = secrets.token_hex(8), count()
 
     def path(self, address: bytes) -> Path:
-        """Return where a record lies."""
         name = address.hex()
         return self._rows / name[:2] / name
 
     def is_lost(self, address: bytes) -> bool:
-        """Say whether nothing lies at an address."""
         return not os.path.lexists(self.path(address))
 
     def write(self, address: bytes, payload: Sequence[memoryview], num_tokens: int) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
 
 from dsv4.cache.prefix.store_files import ADDRESS_BYTES
 
@@ -36,13 +35,6 @@ PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {VERSION};
 COMMIT;
 """
-
-
-class Totals(NamedTuple):
-    """Records of all processes, and the bytes of their files."""
-
-    num_records: int
-    num_bytes: int
 
 
 class StoreIndex:
@@ -81,16 +73,16 @@ class StoreIndex:
         return found
 
     def find_beginning(self, first: int) -> set[bytes]:
-        """Return the addresses that begin with a byte."""
         query = "SELECT address FROM records WHERE address BETWEEN ? AND ?"
         bounds = bytes([first]), bytes([first]) + b"\xff" * ADDRESS_BYTES
         with self._reading:
             return {address for (address,) in self._reader.execute(query, bounds)}
 
-    def totals(self) -> Totals:
-        """Return the records of all processes and their bytes."""
+    def totals(self) -> tuple[int, int]:
+        """Return the records of all processes, and the bytes of their files."""
         with self._reading:
-            return Totals(*self._reader.execute("SELECT * FROM totals").fetchone())
+            num_records, num_bytes = self._reader.execute("SELECT * FROM totals").fetchone()
+            return num_records, num_bytes
 
     def make_room(self, num_bytes: int, max_bytes: int) -> list[bytes]:
         """Forget the least recently used records until so many bytes fit; return them."""
@@ -128,7 +120,6 @@ class StoreIndex:
             self._writer.executemany(insert, rows)
 
     def close(self) -> None:
-        """Close both connections."""
         with self._reading:
             self._reader.close()
         self._writer.close()

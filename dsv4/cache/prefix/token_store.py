@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from dsv4.cache.memory.arrays import Int64Array, IntArray
 from dsv4.cache.memory.journal import Journal
+from dsv4.checks import check_ints
 
 TokenIds = Sequence[int] | NDArray[np.integer]
 ID_DTYPE = np.dtype("<i4")
@@ -88,11 +89,7 @@ class TokenStore:
 
 def as_token_ids(values: TokenIds) -> IntArray:
     """Copy token ids to little-endian int32, as they are hashed."""
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise ValueError(f"Invalid shape of token ids: expected one axis, got {list(array.shape)}")
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"Invalid dtype of token ids: expected integers, got {array.dtype}")
+    array = check_ints("token ids", values)
     if array.size and not SMALLEST_ID <= array.min() <= array.max() <= LARGEST_ID:
         raise ValueError(
             f"Invalid token ids: expected 32-bit signed integers, "

@@ -16,7 +16,7 @@ from dsv4.kernels.external.find import SparseDecode, load_flash_mla
 from dsv4.kernels.reference import addressing
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.attend_case import DIM, AttendCase, attend, attend_case, check_result
-from dsv4.tools.bench.environment import report_comparison, require_cuda, try_load
+from dsv4.tools.bench.environment import load_external, require_cuda
 from dsv4.tools.bench.external import flashmla
 from dsv4.tools.bench.external.flashmla import SparsePrefill, load_flash_mla_prefill
 from dsv4.tools.bench.requests import fill_rows, manager_for, open_requests, plan_tokens
@@ -76,20 +76,20 @@ def bench_attend(*, compare: bool = False) -> dict[str, Any]:
     on a dense copy.
     """
     require_cuda("attend")
-    decode, problem = try_load(load_flash_mla) if compare else (None, "")
-    prefill, prefill_problem = try_load(load_flash_mla_prefill) if compare else (None, "")
+    (decode, prefill), peers = load_external(
+        compare, {"FlashMLA": load_flash_mla, "FlashMLA's prefill": load_flash_mla_prefill}
+    )
     total = sum(len(shape.batches) for shape in SHAPES)
     return {
         "rows": list(track(_measure_steps(decode), "decode steps", total=total)),
         "prefill": [
             _measure_prefill(shape, prefill) for shape in track(PREFILL_SHAPES, "prefill chunks")
         ],
-        **report_comparison(compare, {"FlashMLA": problem, "FlashMLA's prefill": prefill_problem}),
+        **peers,
     }
 
 
 def _measure_steps(decode: SparseDecode | None) -> Iterator[dict[str, Any]]:
-    """Yield the row of each step."""
     for shape in SHAPES:
         manager, slots = _filled_manager(shape)
         for batch in shape.batches:

@@ -10,7 +10,7 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
 from dsv4.kernels import ops
-from dsv4.kernels.contracts import AttentionResult
+from dsv4.kernels.contracts import AttentionResult, LayerProjections, LayerWeights, Selection
 from dsv4.kernels.layer_memory import existing
 from dsv4.kernels.reference import addressing
 from dsv4.tools.bench.requests import acquire_layers
@@ -48,6 +48,17 @@ def attend_case(
     sinks = torch.zeros(heads, device=device)
     rows = [_select_rows(handle, num_entries) if is_selected else None for handle in handles]
     return AttendCase(name, handles, query, sinks, rows, num_entries)
+
+
+def layer_case(
+    handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights,
+    selection: Selection | None,
+) -> AttendCase:  # fmt: skip
+    """Take the attention of one layer after its selection, or over all entries."""
+    rows = None if selection is None else selection.rows
+    num_entries = handle.plan.max_entries(handle.layer.ratio) if rows is None else rows.shape[1]
+    name = handle.layer.attention_type.name
+    return AttendCase(name, [handle], inputs.query, weights.sinks, [rows], num_entries)
 
 
 def _select_rows(handle: LayerCacheHandle, count: int) -> Tensor:
@@ -95,12 +106,7 @@ def check_result(
     expected = attend(case, 0, backend="reference", queries=queries)
     if queries is not None:
         got = AttentionResult(got.output[queries], got.lse[queries])
-    is_same = is_close(got.output, expected.output)
+    error = (got.output.float() - expected.output.float()).norm()
+    is_same = bool(error <= LARGEST_ERROR * expected.output.float().norm())
     if not is_same or not torch.allclose(got.lse, expected.lse, rtol=0, atol=LSE_ERROR):
         raise RuntimeError(f"{case.name}: {what} differs from the reference's; nothing is timed")
-
-
-def is_close(output: Tensor, expected: Tensor) -> bool:
-    """Return whether an output is as near to the reference's as its precision allows."""
-    error = (output.float() - expected.float()).norm()
-    return bool(error <= LARGEST_ERROR * expected.float().norm())

@@ -11,7 +11,7 @@ from dsv4.kernels.external.find import add_folder
 from dsv4.tools.bench import tables
 from dsv4.tools.bench.environment import environment
 from dsv4.tools.console import make_console, printable
-from dsv4.tools.outputs import add_force, check_new, check_picture
+from dsv4.tools.outputs import add_force, check_output
 from dsv4.tools.planner.command import positive
 from dsv4.tools.planner.sizes import parse_tokens
 
@@ -149,8 +149,7 @@ def check_paths(options: argparse.Namespace) -> None:
     if getattr(options, "peers", None) is not None:
         add_folder(options.peers)
     if getattr(options, "plot", None) is not None:
-        check_picture(options.plot, what="plot", option="--plot")
-        check_new([options.plot], force=options.force)
+        check_output("--plot", options.plot, force=options.force)
 
 
 def run_bench(options: argparse.Namespace) -> int:

@@ -7,8 +7,9 @@ step a large fill flushes the L2 and keeps the GPU busy until the graph is launc
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,10 @@ from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.config import CacheConfig
-from dsv4.kernels import ops
-from dsv4.kernels.contracts import AttentionResult, LayerProjections, LayerWeights, Selection
-from dsv4.testing import model_weights, move_to, random_projections
+from dsv4.kernels.contracts import AttentionResult, Selection
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.attend_case import is_close
-from dsv4.tools.bench.requests import acquire_layers, extend, fill_rows, plan_tokens
+from dsv4.tools.bench.attend_case import check_result, layer_case
+from dsv4.tools.bench.requests import ModelCase, extend, fill_rows, model_inputs, plan_tokens
 from dsv4.tools.bench.write import write_layer
 from dsv4.tools.console import track
 
@@ -37,17 +36,14 @@ SPARE_BYTES = 8 << 30  # GPU memory for graphs, inputs and the fill
 FILL_BYTES = 1 << 30
 
 
-class DecodeCase(NamedTuple):
-    """Requests of a batch, and each layer's inputs and weights.
+@dataclass(frozen=True)
+class DecodeCase(ModelCase):
+    """Requests of a batch.
 
     Without memory for all blocks has_own_blocks is False: the requests share one request's blocks,
     except for their last ones.
     """
 
-    manager: KVCacheManager
-    slots: list[int]
-    inputs: list[LayerProjections]
-    weights: list[LayerWeights]
     has_own_blocks: bool
 
 
@@ -97,8 +93,7 @@ def decode_case(
     for idx, slot in enumerate(slots):
         extend(manager, slot, shortest + idx)
     fill_storages(manager)
-    weights = [move_to(device, layer) for layer in model_weights(config, seed=0)]
-    return DecodeCase(manager, slots, decode_inputs(config, batch, device), weights, has_own_blocks)
+    return DecodeCase(manager, slots, *model_inputs(config, batch, device), has_own_blocks)
 
 
 def fill_storages(manager: KVCacheManager) -> None:
@@ -114,17 +109,6 @@ def fill_storages(manager: KVCacheManager) -> None:
     _copy_blocks(manager.paged.storage)
 
 
-def decode_inputs(config: CacheConfig, batch: int, device: str) -> list[LayerProjections]:
-    """Draw BF16 projections of every layer; layers of the same type share them."""
-    by_kind = {
-        kind: move_to(
-            device, random_projections(config, kind, batch, seed=kind.ratio, dtype=torch.bfloat16)
-        )
-        for kind in {layer.attention_type for layer in config.schedule}
-    }
-    return [by_kind[layer.attention_type] for layer in config.schedule]
-
-
 def _copy_blocks(storage: Tensor) -> None:
     """Copy the first blocks over all others."""
     num_filled, num_blocks = min(DISTINCT_BLOCKS, len(storage)), len(storage)
@@ -134,22 +118,9 @@ def _copy_blocks(storage: Tensor) -> None:
         num_filled += count
 
 
-def run_step(handles: Sequence[LayerCacheHandle], case: DecodeCase) -> list[AttentionResult]:
-    """Write, select and attend, layer by layer."""
-    layers = zip(handles, case.inputs, case.weights, strict=True)
-    return [handle.forward(inputs, weights) for handle, inputs, weights in layers]
-
-
-def next_step(case: DecodeCase) -> list[LayerCacheHandle]:
-    """Plan one more token of each request; returns every layer's handle."""
-    return acquire_layers(case.manager, plan_tokens(case.manager, case.slots))
-
-
 def _time_steps(case: DecodeCase) -> float:
     """Mean microseconds of a captured step, each after a fill of the L2."""
-    forward = CapturedForward(
-        case.manager, lambda handles: run_step(handles, case), batch=len(case.slots)
-    )
+    forward = CapturedForward(case.manager, case.forward, batch=len(case.slots))
     fill = torch.empty(FILL_BYTES, dtype=torch.uint8, device=case.manager.device)
     times = []
     for _ in range(NUM_WARMUP_STEPS + NUM_STEPS):
@@ -164,14 +135,14 @@ def _time_steps(case: DecodeCase) -> float:
 
 def _time_parts(case: DecodeCase) -> dict[str, float]:
     """Time the writes, the index and the attention of all layers, each on its own."""
-    handles = next_step(case)
-    run_step(handles, case)
+    handles = case.next_step()
+    case.forward(handles)
     selections = [_select(handle, case) for handle in handles]
     check_attention(handles, case, selections)
 
     def write() -> None:
-        for handle, inputs, weights in zip(handles, case.inputs, case.weights, strict=True):
-            write_layer(handle, inputs, weights)
+        for handle in handles:
+            write_layer(handle, *case.layer(handle))
 
     def select() -> None:
         for handle in handles:
@@ -189,31 +160,23 @@ def _time_parts(case: DecodeCase) -> dict[str, float]:
 
 
 def _select(handle: LayerCacheHandle, case: DecodeCase) -> Selection | None:
-    indexer = case.inputs[handle.layer.layer_idx].indexer
+    indexer = case.layer(handle)[0].indexer
     return None if indexer is None else handle.select_entries(indexer.query, indexer.head_weights)
 
 
 def _attend(
     handle: LayerCacheHandle, case: DecodeCase, selection: Selection | None
 ) -> AttentionResult:
-    layer_idx = handle.layer.layer_idx
-    return handle.attend(case.inputs[layer_idx].query, case.weights[layer_idx].sinks, selection)
+    inputs, weights = case.layer(handle)
+    return handle.attend(inputs.query, weights.sinks, selection)
 
 
 def check_attention(
     handles: Sequence[LayerCacheHandle], case: DecodeCase, selections: Sequence[Selection | None]
 ) -> None:
     """Refuse to time attention that differs from the reference's in a layer of any type."""
-    first = {handle.layer.attention_type: handle.layer.layer_idx for handle in reversed(handles)}
-    for kind, idx in first.items():
-        handle, selection, inputs = handles[idx], selections[idx], case.inputs[idx]
-        expected = ops.attend(
-            inputs.query, case.weights[idx].sinks, handle.memory,
-            None if selection is None else selection.rows, handle.tokens,
-            max_entries=handle.plan.max_entries(kind.ratio), batch_invariant=False,
-            backend="reference",
-        ).output  # fmt: skip
-        if not is_close(_attend(handle, case, selection).output, expected):
-            raise RuntimeError(
-                f"{kind.name}: the output differs from the reference's; nothing is timed"
-            )
+    pairs = zip(reversed(handles), reversed(selections), strict=True)
+    first = {handle.layer.attention_type: (handle, selection) for handle, selection in pairs}
+    for handle, selection in first.values():
+        layer = layer_case(handle, *case.layer(handle), selection)
+        check_result(layer, _attend(handle, case, selection), "the output")

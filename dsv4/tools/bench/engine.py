@@ -16,6 +16,7 @@ from dsv4.engine import Engine, Output, SamplingParams
 from dsv4.integrations.transformers import PackedModel, attach, detach
 from dsv4.model.random_hf import random_hf_model
 from dsv4.tools.bench.environment import require_cuda
+from dsv4.tools.bench.timing import wait_for
 from dsv4.tools.bench.transformers import FLASH_WIDTHS
 from dsv4.tools.console import working
 
@@ -133,6 +134,5 @@ def _time_generate(model: Any, ids: torch.Tensor, num_new: int) -> float:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, min_new_tokens=num_new,
         do_sample=False, pad_token_id=0,
     )  # fmt: skip
-    if ids.device.type == "cuda":
-        torch.cuda.synchronize(ids.device)
+    wait_for(ids.device)
     return time.perf_counter() - start

@@ -4,14 +4,12 @@ import platform
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 import dsv4
-
-_Kernels = TypeVar("_Kernels")
 
 
 def environment() -> dict[str, str]:
@@ -33,18 +31,19 @@ def require_cuda(bench: str) -> None:
         raise RuntimeError(f"dsv4 bench {bench} needs a CUDA device, and there is none")
 
 
-def try_load(load: Callable[[], _Kernels]) -> tuple[_Kernels | None, str]:
-    """Load external kernels; if they are missing, return None and the reason."""
-    try:
-        return load(), ""
-    except ImportError as error:
-        return None, str(error)
-
-
-def report_comparison(compare: bool, problems: Mapping[str, str]) -> dict[str, Any]:
-    """Report each project as compared, or the reason why not; empty without --compare."""
-    states = {name: problem or "compared" for name, problem in problems.items()}
-    return {"peers": states} if compare else {}
+def load_external(
+    compare: bool, projects: Mapping[str, Callable[[], Any]]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Load each project's kernels, None if they are missing, and report why; none if not asked."""
+    kernels, states = [], {}
+    for name, load in projects.items() if compare else ():
+        try:
+            kernels.append(load())
+            states[name] = "compared"
+        except ImportError as error:
+            kernels.append(None)
+            states[name] = str(error)
+    return (kernels, {"peers": states}) if compare else ([None] * len(projects), {})
 
 
 def _commit() -> str:

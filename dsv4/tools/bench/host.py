@@ -115,7 +115,6 @@ def _step(
 
 
 def _note(manager: KVCacheManager, slots: Any, ids: Any, before: Any, counts: Any) -> None:
-    """Note tokens and publish full blocks."""
     manager.note_tokens(slots, ids, start=before, counts=counts)
     manager._forward.publish()
 

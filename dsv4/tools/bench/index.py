@@ -18,7 +18,7 @@ from dsv4.kernels.reference import indexer as reference
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
 from dsv4.kernels.triton import chunk_scores, indexer, topk
 from dsv4.tools.bench import requests, timing
-from dsv4.tools.bench.environment import report_comparison, require_cuda, try_load
+from dsv4.tools.bench.environment import load_external, require_cuda
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import SGLangQuery, SGLangTopk
 from dsv4.tools.console import track, working
@@ -53,23 +53,18 @@ def bench_index(*, compare: bool = False) -> dict[str, Any]:
     top-k. DeepGEMM has no other format on Hopper, so MXFP4 scores are compared with its FP8.
     """
     require_cuda("index")
-    logits, problem = try_load(load_deep_gemm) if compare else (None, "")
-    sglang, sglang_problem = try_load(load_sglang) if compare else (None, "")
+    loaders = {"DeepGEMM": load_deep_gemm, "SGLang": load_sglang}
+    (logits, sglang), peers = load_external(compare, loaders)
     total = 2 * len(FORMATS) * len(SCORED) + len(CHOSEN)
     rows = list(track(_measure_steps(logits, sglang), "decode steps", total=total))
     with working("prefill chunk"):
         prefill = [measure_prefill(name, CHUNK_ENTRIES) for name in FORMATS]
-    return {
-        "rows": rows,
-        "prefill": prefill,
-        **report_comparison(compare, {"DeepGEMM": problem, "SGLang": sglang_problem}),
-    }
+    return {"rows": rows, "prefill": prefill, **peers}
 
 
 def _measure_steps(
     logits: PagedLogits | None, sglang: SGLangKernels | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of each step."""
     deepgemm_us: dict[tuple[int, int], float] = {}  # by entries and batch
     for name in FORMATS:
         for num_entries, batch in SCORED:
@@ -293,15 +288,10 @@ def _row(
     step: str, name: str, case: IndexCase, warm_us: float, rotating_us: float, num_bytes: int
 ) -> dict[str, Any]:
     return {
-        "step": step,
-        "format": name,
-        "entries": case.num_entries,
-        "batch": len(case.query),
-        "warm_us": warm_us,
-        "rotating_us": rotating_us,
-        "bytes": num_bytes,
-        "floor_us": timing.floor_us(num_bytes),
-    }
+        "step": step, "format": name, "entries": case.num_entries, "batch": len(case.query),
+        "warm_us": warm_us, "rotating_us": rotating_us,
+        "bytes": num_bytes, "floor_us": timing.floor_us(num_bytes),
+    }  # fmt: skip
 
 
 def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> None:

@@ -7,6 +7,7 @@ random numbers, as the time does not depend on them.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,26 +15,31 @@ import numpy as np
 import torch
 
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.config import CacheConfig
 from dsv4.kernels import ops
-from dsv4.kernels.contracts import AttentionResult, LayerProjections, LayerWeights, Selection
+from dsv4.kernels.contracts import AttentionResult, LayerProjections, Selection
 from dsv4.kernels.reference.addressing import visible_entries
 from dsv4.kernels.triton import dense_rows
 from dsv4.layer_schedule import AttentionType
-from dsv4.testing import model_weights, move_to, random_projections
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.attend_case import AttendCase, attend, check_result
+from dsv4.tools.bench.attend_case import AttendCase, attend, check_result, layer_case
 from dsv4.tools.bench.decode import fill_storages
-from dsv4.tools.bench.environment import report_comparison, require_cuda, try_load
+from dsv4.tools.bench.environment import load_external, require_cuda
 from dsv4.tools.bench.external import flashmla
 from dsv4.tools.bench.external.deepgemm import ChunkLogits, MqaLogits, load_mqa_logits
 from dsv4.tools.bench.external.flashmla import SparsePrefill, load_flash_mla_prefill
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import SGLangTopk
 from dsv4.tools.bench.index import chunk_parts
-from dsv4.tools.bench.requests import acquire_layers, extend, manager_for, plan_tokens
+from dsv4.tools.bench.requests import (
+    ModelCase,
+    acquire_layers,
+    extend,
+    manager_for,
+    model_inputs,
+    plan_tokens,
+)
 from dsv4.tools.bench.write import check_bytes, write_layer
 from dsv4.tools.console import track, working
 
@@ -47,19 +53,6 @@ PARTS = ("write", "query", "score", "topk", "dense", "attend")  # attend is with
 CHECKED_QUERIES = 16  # of a chunk
 CHOSEN_AT_ONCE = 1024  # queries of a call of SGLang's top-k
 NUM_REPLAYS = 3
-
-
-class PrefillCase(NamedTuple):
-    """One request, and the inputs of a chunk and weights of each layer."""
-
-    manager: KVCacheManager
-    slot: int
-    inputs: list[LayerProjections]
-    weights: list[LayerWeights]
-
-    def layer(self, handle: LayerCacheHandle) -> tuple[LayerProjections, LayerWeights]:
-        """Inputs and weights of a handle's layer."""
-        return self.inputs[handle.layer.layer_idx], self.weights[handle.layer.layer_idx]
 
 
 class Peers(NamedTuple):
@@ -83,10 +76,11 @@ def bench_prefill(
     contexts = sorted(contexts or CONTEXTS)
     if contexts[0] < CHUNK:
         raise ValueError(f"Invalid --context: expected at least {CHUNK}, got {contexts[0]}")
-    logits, logits_problem = try_load(load_mqa_logits) if compare else (None, "")
-    sglang, sglang_problem = try_load(load_sglang) if compare else (None, "")
-    prefill, prefill_problem = try_load(load_flash_mla_prefill) if compare else (None, "")
-    peers = Peers(logits, sglang, prefill)
+    kernels, states = load_external(compare, {
+        "DeepGEMM": load_mqa_logits, "SGLang": load_sglang,
+        "FlashMLA's prefill": load_flash_mla_prefill,
+    })  # fmt: skip
+    peers = Peers(*kernels)
     with working("checking"):
         for kind in AttentionType:
             check_bytes(kind)
@@ -101,14 +95,11 @@ def bench_prefill(
     prompts = [sum_prompt(rows, counts, each, seconds.get(each)) for each in contexts]
     if plot is not None:
         plot_prompts(rows, counts, prompts, plot)
-    problems = {
-        "DeepGEMM": logits_problem, "SGLang": sglang_problem, "FlashMLA's prefill": prefill_problem,
-    }  # fmt: skip
     return {
         "chunk": CHUNK, "layers": counts, "rows": rows, "prompts": prompts,
         "memory": [workspace_row(*each) for each in
                    (("V4-Flash", CacheConfig.v4_flash()), ("V4-Pro", CacheConfig.v4_pro()))],
-        **report_comparison(compare, problems),
+        **states,
     }  # fmt: skip
 
 
@@ -129,34 +120,19 @@ def sample_starts(contexts: Sequence[int], num_positions: int) -> list[int]:
     return sorted(starts)
 
 
-def prefill_case(config: CacheConfig, context: int, *, device: str) -> PrefillCase:
+def prefill_case(config: CacheConfig, context: int, *, device: str) -> ModelCase:
     """Open a request of no tokens, with room for `context`, and fill all rows."""
     manager = manager_for(config, 1, context, device=device, chunk=CHUNK)
     fill_storages(manager)
-
-    def draw(shape: Any, **_: Any) -> torch.Tensor:
-        return torch.randn(shape, device=device)
-
-    by_kind = {
-        kind: random_projections(config, kind, CHUNK, seed=0, dtype=torch.bfloat16, draw=draw)
-        for kind in {layer.attention_type for layer in config.schedule}
-    }  # fmt: skip
-    inputs = [by_kind[layer.attention_type] for layer in config.schedule]
-    weights = [move_to(device, layer) for layer in model_weights(config, seed=0)]
-    return PrefillCase(manager, manager.open_request(), inputs, weights)
+    return ModelCase(manager, [manager.open_request()], *model_inputs(config, CHUNK, device))
 
 
-def next_chunk(case: PrefillCase, start: int) -> list[LayerCacheHandle]:
-    """Bring the request to `start` tokens and plan one chunk more, as if it were written."""
-    extend(case.manager, case.slot, start)
-    plan = plan_tokens(case.manager, [case.slot], CHUNK)
+def measure_chunk(case: ModelCase, start: int, peers: Peers) -> list[dict[str, Any]]:
+    """Time a layer of each type on the chunk from `start` on, whose tokens count as written."""
+    extend(case.manager, case.slots[0], start)
+    plan = plan_tokens(case.manager, case.slots, CHUNK)
     plan.complete()
-    return acquire_layers(case.manager, plan)
-
-
-def measure_chunk(case: PrefillCase, start: int, peers: Peers) -> list[dict[str, Any]]:
-    """Time a layer of each type on the chunk from `start` on."""
-    handles = next_chunk(case, start)
+    handles = acquire_layers(case.manager, plan)
     first = {handle.layer.attention_type: handle for handle in reversed(handles)}
     return [
         _measure_layer(case, first[kind], start, peers) for kind in AttentionType if kind in first
@@ -164,25 +140,19 @@ def measure_chunk(case: PrefillCase, start: int, peers: Peers) -> list[dict[str,
 
 
 def _measure_layer(
-    case: PrefillCase, handle: LayerCacheHandle, start: int, peers: Peers
+    case: ModelCase, handle: LayerCacheHandle, start: int, peers: Peers
 ) -> dict[str, Any]:
     inputs, weights = case.layer(handle)
     max_entries = handle.plan.max_entries(handle.layer.ratio)
     write_layer(handle, inputs, weights)
     selection = _select(handle, inputs)
-    attention = AttendCase(
-        handle.layer.attention_type.name, [handle], inputs.query, weights.sinks,
-        [None if selection is None else selection.rows],
-        max_entries if selection is None else selection.rows.shape[1],
-    )  # fmt: skip
+    attention = layer_case(handle, inputs, weights, selection)
     checked = torch.linspace(0, CHUNK - 1, CHECKED_QUERIES, device=inputs.query.device).long()
     check_result(attention, attend(attention, 0), "the output of a chunk", queries=checked)
 
     def run_layer() -> AttentionResult:
         write_layer(handle, inputs, weights)
-        chosen = _select(handle, inputs)
-        rows = None if chosen is None else chosen.rows
-        return attend(attention._replace(rows=[rows]), 0)
+        return attend(layer_case(handle, inputs, weights, _select(handle, inputs)), 0)
 
     index = {}
     if inputs.indexer is not None:
@@ -191,7 +161,7 @@ def _measure_layer(
         index["query"]()
     parts: dict[str, Callable[[], object] | None] = {
         "write": lambda: write_layer(handle, inputs, weights), **index,
-        "dense": dense_part(handle, inputs, selection), "attend": lambda: attend(attention, 0),
+        "dense": dense_part(attention), "attend": lambda: attend(attention, 0),
         "layer": run_layer,
     }  # fmt: skip
     row: dict[str, Any] = {"start": start, "layer": attention.name}
@@ -214,18 +184,14 @@ def _select(handle: LayerCacheHandle, inputs: LayerProjections) -> Selection | N
     )  # fmt: skip
 
 
-def dense_part(
-    handle: LayerCacheHandle, inputs: LayerProjections, selection: Selection | None
-) -> Callable[[], None] | None:
+def dense_part(case: AttendCase) -> Callable[[], None] | None:
     """Make rows dense as attention does; None where attention reads them in place."""
-    memory, tokens = handle.memory, handle.tokens
-    max_entries = handle.plan.max_entries(handle.layer.ratio)
-    num_rows = memory.layout.window + (
-        max_entries if selection is None else selection.rows.shape[1]
-    )
+    (handle,) = case.handles
+    memory, tokens, (num_tokens, num_heads, _) = handle.memory, handle.tokens, case.query.shape
     sizes = dense_rows.choose_dense(
-        len(inputs.query), inputs.query.shape[1], num_rows, memory,
-        num_chunks=len(tokens.chunk_ids), max_entries=max_entries,
+        num_tokens, num_heads, memory.layout.window + case.num_entries, memory,
+        num_chunks=len(tokens.chunk_ids),
+        max_entries=handle.plan.max_entries(handle.layer.ratio),
     )  # fmt: skip
     if sizes is None:
         return None
@@ -257,16 +223,15 @@ def _measure_peers(
     return times
 
 
-def run_whole(case: PrefillCase, context: int) -> float:
+def run_whole(case: ModelCase, context: int) -> float:
     """Run a prompt of `context` tokens through all layers, chunk by chunk; returns its seconds."""
-    case.manager.free_request(case.slot)
-    case = case._replace(slot=case.manager.open_request())
+    case.manager.free_requests(case.slots)
+    case = replace(case, slots=[case.manager.open_request()])
 
     def run() -> AttentionResult:
         for _ in range(context // CHUNK):
-            plan = plan_tokens(case.manager, [case.slot], CHUNK)
-            for handle in acquire_layers(case.manager, plan):
-                result = handle.forward(*case.layer(handle))
+            plan = plan_tokens(case.manager, case.slots, CHUNK)
+            result = case.forward(acquire_layers(case.manager, plan))[-1]
         return result
 
     result, elapsed = timing.time_on_gpu(run)

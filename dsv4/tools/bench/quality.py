@@ -52,7 +52,6 @@ def _draw(*shape: int, seed: int) -> Tensor:
 
 
 def _stored(fmt: RowFormat, values: Tensor) -> Tensor:
-    """Return values as they are read back."""
     flat = values.reshape(-1, values.shape[-1])
     return decode(fmt, encode(fmt, flat)).view_as(values)
 

@@ -1,9 +1,11 @@
 """Requests of any length for the benches: plans alone make them, and rows are random."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
@@ -11,10 +13,56 @@ from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.formats import PagedRows
+from dsv4.kernels.contracts import AttentionResult, LayerProjections, LayerWeights
 from dsv4.kernels.reference.codec import encode, write_rows
+from dsv4.testing import model_weights, move_to, random_projections, take_rows
 
 ENCODED_AT_ONCE = 1 << 15  # rows
 FINITE_BYTES = 0x70  # bytes below this are finite in E4M3, UE8M0 and BF16 alike
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """Requests of a model, and each layer's inputs and weights."""
+
+    manager: KVCacheManager
+    slots: list[int]
+    inputs: list[LayerProjections]
+    weights: list[LayerWeights]
+
+    def layer(self, handle: LayerCacheHandle) -> tuple[LayerProjections, LayerWeights]:
+        """Inputs and weights of a handle's layer."""
+        return self.inputs[handle.layer.layer_idx], self.weights[handle.layer.layer_idx]
+
+    def next_step(self) -> list[LayerCacheHandle]:
+        """Plan one more token of each request; returns every layer's handle."""
+        return acquire_layers(self.manager, plan_tokens(self.manager, self.slots))
+
+    def forward(
+        self, handles: Sequence[LayerCacheHandle], num_tokens: int | None = None
+    ) -> list[AttentionResult]:
+        """Write, select and attend the first inputs, or all, layer by layer."""
+        layers = [(handle, *self.layer(handle)) for handle in handles]
+        rows = slice(0, num_tokens)
+        return [handle.forward(take_rows(each, rows), weights) for handle, each, weights in layers]
+
+
+def model_inputs(
+    config: CacheConfig, num_tokens: int, device: str
+) -> tuple[list[LayerProjections], list[LayerWeights]]:
+    """Draw BF16 projections, which layers of the same type share, and weights of every layer."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(shape: Any, **_: Any) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    kinds = dict.fromkeys(layer.attention_type for layer in config.schedule)
+    by_kind = {
+        kind: random_projections(config, kind, num_tokens, seed=0, dtype=torch.bfloat16, draw=draw)
+        for kind in kinds
+    }
+    inputs = [by_kind[layer.attention_type] for layer in config.schedule]
+    return inputs, [move_to(device, layer) for layer in model_weights(config, seed=0)]
 
 
 def manager_for(

@@ -1,10 +1,9 @@
 """`dsv4 bench swap`: one long request of V4-Flash to pinned host memory and back."""
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,20 +13,14 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.config import CacheConfig
 from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.requests import manager_for, open_requests
-from dsv4.tools.bench.timing import wait_for
+from dsv4.tools.bench.timing import time_call, wait_for
 from dsv4.tools.console import track
 
 TARGET_GB_PER_S = 40.0
 COMPARED_AT_ONCE = 256  # blocks
 
 _Result = TypeVar("_Result")
-
-
-class Move(NamedTuple):
-    """One swap of a request: the bytes copied, and the seconds until the copies were done."""
-
-    num_bytes: int
-    seconds: float
+Move = tuple[int, float]  # bytes copied, and the seconds until the copies were done
 
 
 def bench_swap(
@@ -39,17 +32,11 @@ def bench_swap(
     """
     if device == "cuda":
         require_cuda("swap")
-    manager = _manager(num_tokens, device)
-    return {
-        "num_tokens": num_tokens,
-        "num_rounds": num_rounds,
-        "target_gb_per_s": TARGET_GB_PER_S,
-        "rows": [
-            row
-            for is_scattered in (False, True)
-            for row in _measure(manager, num_tokens, num_rounds, is_scattered=is_scattered)
-        ],
-    }
+    manager, rows = _manager(num_tokens, device), []
+    for is_scattered in (False, True):
+        rows += _measure(manager, num_tokens, num_rounds, is_scattered=is_scattered)
+    sizes = {"num_tokens": num_tokens, "num_rounds": num_rounds}
+    return {**sizes, "target_gb_per_s": TARGET_GB_PER_S, "rows": rows}
 
 
 def _measure(
@@ -99,13 +86,16 @@ def _scatter_free_blocks(manager: KVCacheManager) -> None:
 
 def _time(manager: KVCacheManager, move: Callable[[], _Result]) -> tuple[_Result, Move]:
     """Time a swap from an empty queue until its copies are done."""
+
+    def move_to_its_end() -> _Result:
+        result = move()
+        wait_for(manager.device)
+        return result
+
     before = _num_copied(manager)
     wait_for(manager.device)
-    start = time.perf_counter()
-    result = move()
-    wait_for(manager.device)
-    seconds = time.perf_counter() - start
-    return result, Move(_num_copied(manager) - before, seconds)
+    result, elapsed = time_call(move_to_its_end)
+    return result, (_num_copied(manager) - before, elapsed / 1e6)
 
 
 def _num_copied(manager: KVCacheManager) -> int:
@@ -131,13 +121,9 @@ def _check_bytes(manager: KVCacheManager, slot: int, kept: Sequence[Tensor]) -> 
 
 
 def _row(way: str, blocks: str, moves: Sequence[Move]) -> dict[str, Any]:
-    speeds = [move.num_bytes / move.seconds / 1e9 for move in moves]
+    times, speeds = zip(*((1e3 * each, size / each / 1e9) for size, each in moves), strict=True)
     return {
-        "way": way,
-        "blocks": blocks,
-        "bytes": moves[0].num_bytes,
-        "best_ms": min(move.seconds for move in moves) * 1e3,
-        "median_ms": statistics.median(move.seconds for move in moves) * 1e3,
-        "best_gb_per_s": max(speeds),
-        "median_gb_per_s": statistics.median(speeds),
-    }
+        "way": way, "blocks": blocks, "bytes": moves[0][0],
+        "best_ms": min(times), "median_ms": statistics.median(times),
+        "best_gb_per_s": max(speeds), "median_gb_per_s": statistics.median(speeds),
+    }  # fmt: skip

@@ -76,15 +76,24 @@ def bench_tune(*, is_written: bool = False) -> dict[str, Any]:
     ]
     problems = _problems(trials)
     choices = _choose_all(usable_launches(trials, problems), present)
-    chosen = {
-        work: [step_fields(step) for step in steps] for work, steps in chosen_steps(choices).items()
-    }
+    chosen = {work: list(map(step_fields, steps)) for work, steps in chosen_steps(choices).items()}
     if is_written:
         listed = launch_table.LAUNCHES
         TABLE_PATH.write_text(format_table({**listed, name: {**listed.get(name, {}), **chosen}}))
     return {
         "architecture": name,
-        "choices": [_listed(choice) for choice in choices],
+        "choices": [
+            {
+                **choice._asdict(),
+                "present": launch_fields(choice.present),
+                "chosen": launch_fields(choice.chosen),
+                "times": [
+                    {"launch": launch_fields(launch), "us": us}
+                    for launch, us in choice.times.items()
+                ],
+            }
+            for choice in choices
+        ],
         "skipped": [
             {"work": work, "launch": launch_fields(launch), "problem": problem}
             for (work, launch), problem in problems.items()
@@ -186,15 +195,3 @@ def _times(cases: Sequence[Case], launches: Sequence[AnyLaunch]) -> dict[AnyLaun
         )
         times[launch] = min(times[launch], time)
     return times
-
-
-def _listed(choice: Choice) -> dict[str, Any]:
-    return {
-        "work": choice.work,
-        "size": choice.size,
-        "present": launch_fields(choice.present),
-        "chosen": launch_fields(choice.chosen),
-        "times": [
-            {"launch": launch_fields(launch), "us": us} for launch, us in choice.times.items()
-        ],
-    }

@@ -14,7 +14,7 @@ from dsv4.kernels.contracts import LayerProjections, LayerWeights, LayerWrites
 from dsv4.layer_schedule import AttentionType
 from dsv4.testing import model_projections, model_weights, move_to, poison
 from dsv4.tools.bench import timing
-from dsv4.tools.bench.environment import report_comparison, require_cuda, try_load
+from dsv4.tools.bench.environment import load_external, require_cuda
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import complex_frequencies
 from dsv4.tools.bench.external.sglang_write import SGLangLayer, check_sglang
@@ -42,7 +42,7 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) ->
     `compare` times SGLang's kernels of a decode step too, 43 layers rotating.
     """
     require_cuda("write")
-    sglang, problem = try_load(load_sglang) if compare else (None, "")
+    (sglang,), peers = load_external(compare, {"SGLang": load_sglang})
     with working("checking"):
         for kind in AttentionType:
             check_bytes(kind)
@@ -57,7 +57,7 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) ->
     return {
         "rows": [_step_row(*step, sglang) for step in track(steps, "decode steps")],
         "prefill": [_prefill_row(kind) for kind in track(AttentionType, "prefills")],
-        **report_comparison(compare, {"SGLang": problem}),
+        **peers,
     }
 
 

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.inspector.selections import LayerSelections
-from dsv4.tools.outputs import check_picture
 
 MAX_CELLS = 240  # per side of a map
 
@@ -25,11 +24,6 @@ class ChoiceMap(NamedTuple):
     first_token: int
     token_step: int
     entry_step: int
-
-
-def check_heatmap(path: Path) -> None:
-    """Refuse a heat map that cannot be drawn."""
-    check_picture(path, what="heat map", option="--heatmap")
 
 
 def map_choices(layer: LayerSelections) -> ChoiceMap:
@@ -57,7 +51,6 @@ def map_choices(layer: LayerSelections) -> ChoiceMap:
 
 def draw_heatmap(selections: dict[int, LayerSelections], path: Path) -> None:
     """Draw one map for each layer: tokens from left to right, entries from bottom to top."""
-    check_heatmap(path)
     if not selections or not all(len(layer.positions) for layer in selections.values()):
         raise ValueError("Invalid selections: expected tokens in every layer, got none")
     from matplotlib.figure import Figure

@@ -20,18 +20,11 @@ from dsv4.tools.planner.memory_plan import LIMITS, MemoryPlan, component_label
 from dsv4.tools.planner.plot import COLORS, component_groups
 from dsv4.tools.planner.sizes import GPU_BYTES, short_bytes, short_tokens
 
-SUFFIXES = (".html", ".htm")
 # Controls with a limit of their own, by the plan's name of their number.
 LIMITED = {
     "requests": "num_requests", "ranks": "num_ranks", "chunk": "max_forward_tokens",
     "checkpoints": "num_checkpoints", "undo": "undo_slots",
 }  # fmt: skip
-
-
-def check_page(path: Path) -> None:
-    """Refuse a file name without the suffix of a page."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"Invalid page file: expected .html, got {str(path)!r}")
 
 
 def write_page(
@@ -43,7 +36,6 @@ def write_page(
         model, gpu: Names of the plan's model and GPU, as the user gave them.
         models: Models to choose from, by name, with their MTP layers.
     """
-    check_page(path)
     data = {
         "models": {name: _model(config) for name, config in models.items()},
         "gpus": GPU_BYTES,

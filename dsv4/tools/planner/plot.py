@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsv4.tools.console import printable
-from dsv4.tools.outputs import check_picture
 from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, MemoryPlan
 from dsv4.tools.planner.sizes import short_tokens
 
@@ -19,11 +18,6 @@ COLORS = {
     "index keys": "#1b9e77",
     "CSA entries": "#3573b1",
 }
-
-
-def check_plot(path: Path) -> None:
-    """Refuse a plot that cannot be drawn."""
-    check_picture(path, what="plot", option="--plot")
 
 
 def component_groups(plan: MemoryPlan) -> dict[str, list[str]]:
@@ -54,7 +48,6 @@ def stack(plan: MemoryPlan, contexts: list[int]) -> dict[str, list[int]]:
 
 def plot_plan(plan: MemoryPlan, path: Path, *, title: str) -> None:
     """Draw memory up to twice the plan's context length, or up to the model's limit."""
-    check_plot(path)
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 

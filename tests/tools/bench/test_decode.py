@@ -6,7 +6,7 @@ import torch
 
 from dsv4 import CacheConfig
 from dsv4.tools.bench import decode
-from dsv4.tools.bench.decode import check_attention, decode_case, next_step, run_step
+from dsv4.tools.bench.decode import check_attention, decode_case
 
 LENGTH, BATCH = 1300, 3
 CONFIG = CacheConfig.tiny(compress_ratios=(0, 4, 128, 4))
@@ -43,15 +43,14 @@ def test_blocks_are_copies_of_the_first(case):
 
 def test_steps_run_and_are_finite(case):
     for _ in range(2):
-        handles = next_step(case)
-        results = run_step(handles, case)
+        results = case.forward(case.next_step())
         assert all(result.output.isfinite().all() for result in results)
     case.manager.check_integrity()
 
 
 def test_wrong_attention_is_not_timed(case, monkeypatch):
-    handles = next_step(case)
-    run_step(handles, case)
+    handles = case.next_step()
+    case.forward(handles)
     selections = [decode._select(handle, case) for handle in handles]
     assert [selection is not None for selection in selections] == [False, True, False, True]
     check_attention(handles, case, selections)

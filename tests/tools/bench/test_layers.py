@@ -89,8 +89,7 @@ class EagerForward:
 def test_step(clock, monkeypatch, capsys):
     monkeypatch.setattr(step, "DEVICE", "cpu")
     monkeypatch.setattr(step, "CapturedForward", EagerForward)
-    monkeypatch.setattr(step, "_check_bytes", lambda: None)
-    monkeypatch.setattr(step, "_write_step", lambda config, inputs: None)
+    monkeypatch.setattr(step, "check_replays", lambda config: None)
     times = {f"{part}_us": 10.0 for part in ("total", "write", "index", "attention")}
     decode = [{"tokens": 32768, "batch": 32, "has_own_blocks": False, **times}]
     monkeypatch.setattr(step, "bench_decode", lambda: decode)

@@ -11,7 +11,7 @@ from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.kernels.contracts import Selection
 from dsv4.testing import Row, join_rows, model_projections, model_weights, run_forward, take_rows
 from dsv4.tools.inspector import heatmap, report
-from dsv4.tools.inspector.heatmap import check_heatmap, draw_heatmap, map_choices
+from dsv4.tools.inspector.heatmap import draw_heatmap, map_choices
 from dsv4.tools.inspector.report import describe_selections
 from dsv4.tools.inspector.selections import (
     SELECTIONS_FILE,
@@ -19,6 +19,7 @@ from dsv4.tools.inspector.selections import (
     SelectionRecorder,
     read_selections,
 )
+from dsv4.tools.outputs import check_output
 
 CONFIG = CacheConfig.tiny(drafts_per_step=3)
 WEIGHTS = model_weights(CONFIG, seed=0)
@@ -251,7 +252,7 @@ def test_a_picture_of_tokens_that_see_nothing(tmp_path):
 
 def test_refuses_other_pictures(tmp_path):
     with pytest.raises(ValueError, match=r"Invalid heat map file: expected .png or .svg, got"):
-        check_heatmap(tmp_path / "heat.pdf")
+        check_output("--heatmap", tmp_path / "heat.pdf", force=False)
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="expected tokens in every layer, got none"):
         draw_heatmap({}, tmp_path / "heat.png")

@@ -12,9 +12,9 @@ import pytest
 from dsv4.config import CacheConfig
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.tools.cli import main
+from dsv4.tools.outputs import check_output
 from dsv4.tools.planner.command import PRESETS
 from dsv4.tools.planner.memory_plan import MemoryPlan
-from dsv4.tools.planner.page import check_page
 from dsv4.tools.planner.sizes import GPU_BYTES, parse_bytes, parse_gpu, parse_tokens
 from tests.browser import open_browser, set_width
 from tests.tools.planner.test_command import HF_CONFIG
@@ -321,4 +321,4 @@ def test_writes_one_file_without_addresses(tmp_path, capsys):
 
 def test_refuses_other_files(tmp_path):
     with pytest.raises(ValueError, match=r"Invalid page file: expected .html, got"):
-        check_page(tmp_path / "plan.pdf")
+        check_output("--html", tmp_path / "plan.pdf", force=False)

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from dsv4.config import CacheConfig
+from dsv4.tools.outputs import check_output
 from dsv4.tools.planner.memory_plan import MemoryPlan
-from dsv4.tools.planner.plot import check_plot, plot_plan, stack
+from dsv4.tools.planner.plot import plot_plan, stack
 
 
 def tiny_plan() -> MemoryPlan:
@@ -35,10 +36,10 @@ def test_a_picture(tmp_path, suffix):
 
 def test_refuses_other_files(tmp_path):
     with pytest.raises(ValueError, match=r"Invalid plot file: expected .png or .svg, got"):
-        check_plot(tmp_path / "plan.pdf")
+        check_output("--plot", tmp_path / "plan.pdf", force=False)
 
 
 def test_names_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"needs matplotlib: pip install 'dsv4\[plot\]'"):
-        check_plot(tmp_path / "plan.png")
+        check_output("--plot", tmp_path / "plan.png", force=False)

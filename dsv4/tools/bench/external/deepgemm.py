@@ -72,7 +72,6 @@ class ChunkLogits:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Score all queries."""
         for start in range(0, len(self._query), QUERIES_AT_ONCE):
             self._score(start)
 

@@ -93,7 +93,6 @@ class SGLangLayer:
         return [(self.window, self.window_rows.long()), *entries]
 
     def run(self) -> None:
-        """Launch the kernels of the step."""
         kernels, eps, frequencies = self._kernels, self._eps, self._frequencies
         kernels.store_window(
             self._kv, self._kv_norm, eps, frequencies, self._positions, self.window_rows,
