@@ -268,7 +268,7 @@ def test_graphs_of_a_pool_share_what_they_do_not_return():
 
     def step(handles):
         output = twins.run(handles, twins.inputs)[0].output.sum()
-        return output + torch.zeros(size, dtype=torch.uint8, device="cuda").sum()
+        return output + torch.zeros(size // 4, device="cuda").sum()
 
     pools = [GraphPool("cuda"), GraphPool("cuda")]
     kept = [
