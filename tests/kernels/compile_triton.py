@@ -282,7 +282,11 @@ def compile_launch(kernel, arguments: dict, arch: int):
     }
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    can_wait = arch >= 90  # for a launch that it begins beside
+    assert can_wait or not arguments.get("launch_pdl"), kernel.__name__
+    assert can_wait or "griddepcontrol" not in compiled.asm["ptx"], kernel.__name__
+    return compiled
 
 
 def resources(compiled, arch: int) -> dict:
@@ -307,6 +311,7 @@ def pretend(arch: int) -> None:
     primitives.current_target = lambda: GPUTarget("cuda", arch, 32)
     primitives.current_target.__triton_builtin__ = True
     launch_module.work_steps.cache_clear()
+    launch_module.starts_early.cache_clear()
 
 
 def main(arch: int, step: int) -> None:

@@ -22,6 +22,7 @@ from dsv4.kernels.triton.launch import (
     launch_parameters,
     nearest_architecture,
     parse_table,
+    starts_early,
     work_steps,
 )
 
@@ -196,3 +197,23 @@ def test_attention_by_architecture(name, num_heads, expected, monkeypatch):
 def test_a_step_with_other_fields_is_refused(fields):
     with pytest.raises(TypeError, match="argument"):
         parse_table(listed({"csa decode": [fields]}))
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((7, 5), False), ((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 3), True),
+     ((12, 0), True)],
+)  # fmt: skip
+def test_early_launches_by_capability(monkeypatch, capability, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    starts_early.cache_clear()
+    assert starts_early(torch.device("cuda", 0)) is expected
+    starts_early.cache_clear()
+
+
+def test_one_place_decides_about_early_launches():
+    """Every launch asks `starts_early`; none says yes for itself."""
+    sources = [path.read_text() for path in TABLE_PATH.parent.rglob("*.py")]
+    asked = [line for text in sources for line in text.splitlines() if "launch_pdl" in line]
+    assert len(asked) >= 10
+    assert [line for line in asked if "starts_early(" not in line] == []

@@ -38,6 +38,7 @@ from dsv4.kernels.triton.launch import (
     find_launch,
     is_hopper,
     num_multiprocessors,
+    starts_early,
     work_steps,
 )
 from dsv4.kernels.triton.operands import SourceSpec, Splits, row_spec, token_arguments
@@ -686,8 +687,8 @@ def _launch(
         ENTRY=row_spec("kv", layout.entry_row, layout.rope_dim),
         IS_MIXED=layout.entry_format != layout.kv_format,
         IS_BF16=_is_bf16(query.dtype, memory), HEADS=launch.heads,
-        TILE=launch.tile, num_warps=launch.num_warps, num_stages=1, launch_pdl=True,
-        enable_fp_fusion=False,
+        TILE=launch.tile, num_warps=launch.num_warps, num_stages=1,
+        launch_pdl=starts_early(query.device), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -711,7 +712,7 @@ def _launch_on_hopper(
     arguments |= {
         "STAGES": launch.stages, "DECODING_REGISTERS": launch.decoding_registers,
         "MULTIPLYING_REGISTERS": launch.multiplying_registers, "num_warps": launch.num_warps,
-        "launch_pdl": True,
+        "launch_pdl": starts_early(device),
     }  # fmt: skip
     if is_chunk:
         programs = min(num_works, num_multiprocessors(device))
@@ -744,5 +745,5 @@ def _combine(
         **results, partials_ptr=partials, stats_ptr=stats, first_token=first_token,
         num_splits=splits.num_splits, NUM_HEADS=num_heads, DIM=layout.head_dim,
         ROPE=layout.rope_dim, BLOCK=block, SPLITS=launch.splits, num_warps=launch.num_warps,
-        launch_pdl=True, enable_fp_fusion=False,
+        launch_pdl=starts_early(partials.device), enable_fp_fusion=False,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from dsv4.kernels.index_scratch import cut_index_scratch, index_row_bytes, padde
 from dsv4.kernels.layer_memory import LayerLayout, LayerMemory, existing
 from dsv4.kernels.reference import addressing
 from dsv4.kernels.triton.decode import e2m1_values, ue8m0_values
+from dsv4.kernels.triton.launch import starts_early
 from dsv4.kernels.triton.operands import PLAN_PTRS, row_spec
 from dsv4.kernels.triton.primitives import (
     INTERPRETED,
@@ -146,7 +147,8 @@ def select_listed(
             BLOCK_HEADS=padded_heads(heads), LOG_DIM=dim.bit_length() - 1,
             HAS_HADAMARD=layout.has_hadamard, SIZE=size,
             ENTRIES_PER_BLOCK=layout.entries_per_block, WEIGHT_SCALE=dim**-0.5 * heads**-0.5,
-            TILE=TILE, num_warps=4, launch_pdl=True, enable_fp_fusion=False,
+            TILE=TILE, num_warps=4, launch_pdl=starts_early(keys.data.device),
+            enable_fp_fusion=False,
         )  # fmt: skip
         choose_best(
             chosen, scratch.scores, scratch.group_tops, listed_tokens, as_listed, part,

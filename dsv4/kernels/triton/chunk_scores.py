@@ -21,7 +21,7 @@ from dsv4.kernels.contracts import TokenMap
 from dsv4.kernels.index_scratch import IndexScratch
 from dsv4.kernels.layer_memory import LayerMemory, existing
 from dsv4.kernels.triton.key_tiles import KeyPages, QueryOperands, ScoreSpec
-from dsv4.kernels.triton.launch import is_hopper, num_multiprocessors
+from dsv4.kernels.triton.launch import is_hopper, num_multiprocessors, starts_early
 from dsv4.kernels.triton.mxfp4_scores import (
     MIDDLE_SCALE,
     SCALE_REACH,
@@ -214,7 +214,8 @@ def store_operands(
         codes_ptr=chunk_keys.codes.view(torch.uint8), extras_ptr=chunk_keys.extras,
         key_stride=chunk_keys.stride, after_ptr=tokens.positions_after,
         request_slots_ptr=tokens.request_slots, chunk_ids_ptr=tokens.chunk_ids,
-        RATIO=memory.layout.ratio, TILE=KEY_TILE, num_warps=4, launch_pdl=True,
+        RATIO=memory.layout.ratio, TILE=KEY_TILE, num_warps=4,
+        launch_pdl=starts_early(keys.data.device),
         KEY=row_spec("index", memory.layout.index_row, memory.layout.rope_dim),
         ENTRIES_PER_BLOCK=keys.rows_per_page, **_page_arguments(keys, tokens),
     )  # fmt: skip
@@ -250,7 +251,7 @@ def score_chunks(
         "scores_ptr": scratch.scores, "scores_stride": scratch.scores.stride(0),
         "num_tokens": len(part), "chunk_ids_ptr": tokens.chunk_ids,
         "key_stride": chunk_keys.stride, "RATIO": memory.layout.ratio, "num_warps": 4,
-        "launch_pdl": True,
+        "launch_pdl": starts_early(codes.device),
     }  # fmt: skip
     index_scores._score_kernel[(min(num_programs, num_pairs * splits),)](
         key_desc=TensorDescriptor.from_tensor(codes, [KEY_TILE, DIM], layout),

@@ -22,7 +22,7 @@ from dsv4.kernels.index_scratch import DENSE_HEADS as HEADS
 from dsv4.kernels.index_scratch import DenseSizes, dense_sizes
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.triton.gather import find_entries, gather_records
-from dsv4.kernels.triton.launch import DenseLaunch, find_launch, num_multiprocessors
+from dsv4.kernels.triton.launch import DenseLaunch, find_launch, num_multiprocessors, starts_early
 from dsv4.kernels.triton.operands import PLAN_PTRS, row_spec, token_arguments
 from dsv4.kernels.triton.primitives import wait_for_launch_before
 
@@ -146,7 +146,7 @@ def make_dense_rows(dense: DenseRows, memory: LayerMemory, tokens: TokenMap) -> 
         chunk_ids_ptr=tokens.chunk_ids, **token_arguments(tokens),
         ROW=row_spec("kv", layout.kv_row, layout.rope_dim), WINDOW=layout.window,
         RATIO=max(layout.ratio, 1), ENTRY_ROWS=pages.rows_per_page, TILE=ROW_TILE, num_warps=4,
-        launch_pdl=True, enable_fp_fusion=False,
+        launch_pdl=starts_early(dense.rows.device), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -182,6 +182,6 @@ def attend_dense(
         left_ptr=dense.left, num_works=num_works, **token_arguments(tokens), NUM_HEADS=num_heads,
         COPYING_REGISTERS=launch.copying_registers,
         MULTIPLYING_REGISTERS=launch.multiplying_registers, num_warps=launch.num_warps,
-        launch_pdl=True,
+        launch_pdl=starts_early(query.device),
     )  # fmt: skip
     return dense.left

@@ -44,7 +44,7 @@ from dsv4.kernels.triton.compressor import (
     sum_group_decode,
     sum_groups,
 )
-from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters
+from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters, starts_early
 from dsv4.kernels.triton.operands import (
     CSA_RATIO,
     HCA_RATIO,
@@ -619,7 +619,8 @@ def _arguments(
         "index_tail_offset": layout.index_tail_offset, "index_page_offset": layout.index_offset,
         "global_scale_ptr": memory.pooled if scale is None else scale,
         "MAIN": main, "INDEX": index, "HAS_GLOBAL_SCALE": scale is not None,
-        "num_stages": 1, "launch_pdl": True, "enable_fp_fusion": False,
+        "num_stages": 1, "launch_pdl": starts_early(memory.slots.device),
+        "enable_fp_fusion": False,
     }  # fmt: skip
 
 

@@ -61,6 +61,7 @@ from dsv4.kernels.triton.launch import (
     ScoreLaunch,
     find_launch,
     num_multiprocessors,
+    starts_early,
 )
 from dsv4.kernels.triton.mxfp4_scores import mxfp4_weight_factor, score_mxfp4, store_mxfp4_query
 from dsv4.kernels.triton.operands import PLAN_PTRS, row_spec
@@ -473,7 +474,8 @@ def prepare_queries(
         HEADS=num_heads, BLOCK_HEADS=block_heads, LOG_DIM=dim.bit_length() - 1,
         HAS_HADAMARD=memory.layout.has_hadamard, HAS_GLOBAL_SCALE=scale is not None,
         WEIGHT_SCALE=dim**-0.5 * num_heads**-0.5,
-        ROWS=launch.heads, num_warps=launch.num_warps, launch_pdl=True, enable_fp_fusion=False,
+        ROWS=launch.heads, num_warps=launch.num_warps, launch_pdl=starts_early(query.device),
+        enable_fp_fusion=False,
         **_shared_arguments(scratch, memory, tokens, part, num_heads),
     )  # fmt: skip
 
@@ -514,7 +516,8 @@ def score_entries(
         are_chunks_scored=int(chunk_keys is not None),
         HAS_CHUNK_KERNEL=has_chunk_kernel(memory, tokens, num_heads=num_heads),
         num_tokens=len(part), TOGETHER=spec, ALONE=spec._replace(TOKENS=1),
-        num_warps=launch.num_warps, maxnreg=launch.maxnreg, launch_pdl=True, **shared,
+        num_warps=launch.num_warps, maxnreg=launch.maxnreg,
+        launch_pdl=starts_early(keys.data.device), **shared,
     )  # fmt: skip
 
 

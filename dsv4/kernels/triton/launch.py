@@ -22,6 +22,7 @@ import torch
 from dsv4.formats import INDEX_FORMATS
 from dsv4.kernels.triton import launch_table
 from dsv4.kernels.triton.operands import PLAN_PTRS
+from dsv4.kernels.triton.primitives import EARLY_ARCH
 from dsv4.layer_schedule import SHARED_RATIOS, AttentionType
 
 Kind = Literal["decode", "step", "chunk"]
@@ -251,6 +252,15 @@ def architecture(device: torch.device) -> str:
 def is_hopper(device: torch.device) -> bool:
     """Whether the kernels of `hopper` run on that device."""
     return architecture(device) == "sm_90"
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether launches may begin beside the launch before, which older GPUs lack.
+
+    `primitives.wait_for_launch_before` waits there, and there alone.
+    """
+    return bool(_version(architecture(device)) >= EARLY_ARCH.value)
 
 
 @functools.cache

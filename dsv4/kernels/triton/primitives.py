@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import current_target
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+EARLY_ARCH = tl.constexpr(90)  # from there on a launch may begin beside the one before
 EXPONENT_FLOOR = tl.constexpr(-125.0)
 ROUND_TO_WHOLE = tl.constexpr(12582912.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -51,7 +52,7 @@ def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
     beside a copy. It may read nothing that a kernel writes. STARTS_NEXT lets the next launch
     begin beside this one.
     """
-    if has_instructions_of(90):
+    if has_instructions_of(EARLY_ARCH):
         if STARTS_NEXT:
             gdc_launch_dependents()
         gdc_wait()

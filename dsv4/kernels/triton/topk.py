@@ -26,7 +26,7 @@ from dsv4.formats import next_power_of_two
 from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.index_scratch import GROUP, group_levels, narrow_width, padded_entries
 from dsv4.kernels.layer_memory import LayerLayout
-from dsv4.kernels.triton.launch import GroupLaunch, TopkLaunch, find_launch
+from dsv4.kernels.triton.launch import GroupLaunch, TopkLaunch, find_launch, starts_early
 from dsv4.kernels.triton.operands import PLAN_PTRS
 from dsv4.kernels.triton.primitives import wait_for_launch_before
 
@@ -584,7 +584,8 @@ def choose_best(
         "num_padded": padded_entries(max_entries, levels=levels),
         "positions_ptr": tokens.positions,
         "request_ids_ptr": tokens.request_ids, "request_slots_ptr": tokens.request_slots,
-        "RATIO": layout.ratio, "LEVELS": levels, "VECTOR": vector, "launch_pdl": is_plan,
+        "RATIO": layout.ratio, "LEVELS": levels, "VECTOR": vector, 
+        "launch_pdl": is_plan and starts_early(device),
     }  # fmt: skip
     if levels:
         group = find_launch(GroupLaunch, "top-k groups", device)
