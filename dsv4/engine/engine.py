@@ -52,11 +52,15 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Flight:
-    """A forward whose tokens the host has not read yet."""
+    """A forward whose tokens the host has not read yet.
+
+    accepted `[choices]`, of a committed step, counts the tokens of each choice that are kept.
+    """
 
     choices: list[Choice]
     drawn: Drawn
     is_ready: torch.cuda.Event | None
+    accepted: Tensor | None = None
 
 
 class Engine:
@@ -72,8 +76,9 @@ class Engine:
         num_drafts: The most tokens that are guessed in a step, at most the cache's
             `drafts_per_step`.
         tokenizer: A fast tokenizer of transformers; without one outputs have no text.
-        overlap: By default on a GPU. Drafts and penalties need the tokens first, so steps with
-            them don't overlap.
+        overlap: By default on a GPU. Penalties need the tokens first, so steps with them don't
+            overlap. Verification steps do while all samples decode: their drafts are guessed one
+            step ahead.
         clock: Seconds, for time limits.
     """
 
@@ -107,6 +112,7 @@ class Engine:
         self._last_tokens = torch.zeros(
             capacity.max_requests + 1, dtype=torch.int64, device=manager.device
         )
+        self._accepted = torch.zeros_like(self._last_tokens)
 
     def submit(
         self,
@@ -179,10 +185,11 @@ class Engine:
         If it raises, every request is as before the step, or is run again: step again.
         """
         self._expire()
-        if self._flight is not None and self._needs_tokens():
+        if self._needs_tokens():
             self._take_tokens()
+        had_flight = self._flight is not None
         launched = self._launch()
-        had_flight = self._take_tokens()
+        self._take_tokens(launched)
         self._flight = launched
         if launched is not None and not self._overlap:
             self._take_tokens()
@@ -200,7 +207,9 @@ class Engine:
 
     def _needs_tokens(self) -> bool:
         """Tell whether the next step cannot be planned without the last one's tokens."""
-        running = self.scheduler.running
+        flight, running = self._flight, self.scheduler.running
+        if flight is None or flight.accepted is not None:
+            return flight is not None and self.scheduler.can_admit  # which lengths decide
         return self.scheduler.num_drafts > 0 or any(
             sample.request.params.has_penalty for sample in running
         )
@@ -208,6 +217,11 @@ class Engine:
     def _launch(self) -> Flight | None:
         """Queue a forward and the choice of its tokens; None if there is nothing to run."""
         self.scheduler.admit()
+        step = self._plan_step()
+        if step is not None:
+            return self._launch_step(*step)
+        if self._flight is not None and self._flight.accepted is not None:
+            self._take_tokens()
         planned = self._plan()
         if planned is None:
             return None
@@ -221,6 +235,59 @@ class Engine:
                 logits = logits[self._upload(repeats)]
             drawn = draw_tokens(logits, draws) if draws else Drawn(self._last_tokens[:0])
             return self._start_copy(choices, drawn)
+        except BaseException:
+            self._recover(plan)
+            raise
+
+    def _plan_step(self) -> tuple[list[Row], ForwardPlan] | None:
+        """Plan a verification step of all samples whose lengths the device knows, if one fits."""
+        flight, size = self._flight, 1 + self.scheduler.num_drafts
+        if not self._overlap or size == 1 or (flight is not None and flight.accepted is None):
+            return None
+        in_flight = None if flight is None else [choice.sample for choice in flight.choices]
+        rows = self.scheduler.choose_step(in_flight)
+        if not rows:
+            return None
+        if self._before_plan is not None:
+            longest = max(row.before for row in rows) + 2 * size
+            self._before_plan(len(rows), size, longest, len(rows) * size)
+        try:
+            return rows, self.manager.prepare_step([row.sample.slot for row in rows], size)
+        except OutOfBlocksError:
+            return None  # a step with known lengths makes room
+
+    def _launch_step(self, rows: list[Row], plan: ForwardPlan) -> Flight:
+        """Queue a verification step, and keep what it accepts without the host."""
+        self.counts["steps"] += 1
+        num_drafts, samples = self.scheduler.num_drafts, [row.sample for row in rows]
+        size, width = 1 + num_drafts, 2 * num_drafts + 1
+        try:
+            slots = self._upload([sample.slot for sample in samples])
+            guesses = [(row.drafts + row.known * width)[:width] for row in rows]
+            guessed = self._upload([token for guess in guesses for token in guess])
+            firsts, shift = self._last_tokens[slots], self._accepted[slots]
+            if self._flight is None:
+                firsts, shift = (
+                    self._upload([row.known[0] for row in rows]),
+                    torch.zeros_like(slots),
+                )
+            places = shift[:, None] + torch.arange(num_drafts, device=slots.device)
+            drafts = guessed.view(-1, width).gather(1, places)  # [batch, num_drafts]
+            ids = torch.cat((firsts[:, None], drafts), dim=1).flatten()
+            logits = self.model(ids, plan, torch.arange(len(ids), device=slots.device))
+            draws = [_draw_of(each, len(each.ids) + idx) for each in samples for idx in range(size)]
+            drawn = draw_tokens(logits, draws, shift.repeat_interleave(size), latest=size)
+            chosen = drawn.tokens.view(-1, size)
+            accepted = 1 + (chosen[:, :-1] == drafts).cumprod(1).sum(1)
+            plan.commit(accepted)
+            self._last_tokens[slots] = chosen.gather(1, accepted[:, None] - 1)[:, 0]
+            self._accepted[slots] = accepted
+            starts = range(0, len(ids), size)
+            choices = [
+                Choice(sample, [], len(sample.ids), start, start + size)
+                for sample, start in zip(samples, starts, strict=True)
+            ]
+            return self._start_copy(choices, drawn, accepted)
         except BaseException:
             self._recover(plan)
             raise
@@ -283,9 +350,11 @@ class Engine:
                 rows.append(choice.start)
         return choices, draws, rows
 
-    def _start_copy(self, choices: list[Choice], drawn: Drawn) -> Flight:
+    def _start_copy(
+        self, choices: list[Choice], drawn: Drawn, accepted: Tensor | None = None
+    ) -> Flight:
         """Keep the last token of each sample on the device, and start to copy all to the host."""
-        if self._overlap and choices:
+        if self._overlap and choices and accepted is None:
             slots = self._upload([choice.sample.slot for choice in choices])  # -1: the last row
             lasts = self._upload([choice.stop - 1 for choice in choices])
             self._last_tokens[slots] = drawn.tokens[lasts]
@@ -293,10 +362,17 @@ class Engine:
             choice.sample.num_pending += 1
         is_ready = None
         if self.manager.device.type == "cuda":
-            drawn = _to_pinned(drawn)
+            drawn = Drawn(
+                **{
+                    name: _to_pinned(part)
+                    for name, part in drawn._asdict().items()
+                    if part is not None
+                }
+            )
+            accepted = None if accepted is None else _to_pinned(accepted)
             is_ready = torch.cuda.Event()
             is_ready.record()
-        return Flight(choices, drawn, is_ready)
+        return Flight(choices, drawn, is_ready, accepted)
 
     def _recover(self, plan: ForwardPlan) -> None:
         """Make the requests of a forward that failed what they were before it."""
@@ -309,29 +385,35 @@ class Engine:
             if lengths[sample.slot] >= sample.num_tokens:
                 self.scheduler.restart(sample)
 
-    def _take_tokens(self) -> bool:
-        """Read the tokens of the forward in flight, and pass them on; False if there is none."""
+    def _take_tokens(self, launched: Flight | None = None) -> bool:
+        """Read the tokens of the forward in flight, and pass them on; False if there is none.
+
+        The host does not wait for one that was launched after it.
+        """
         flight, self._flight = self._flight, None
         if flight is None:
             return False
         if flight.is_ready is not None:
             flight.is_ready.synchronize()
         tokens = flight.drawn.tokens.tolist()
+        accepted = None if flight.accepted is None else flight.accepted.tolist()
         kept, new = dict[int, int](), list[tuple[Choice, list[int]]]()
-        for choice in flight.choices:
+        for row, choice in enumerate(flight.choices):
             sample = choice.sample
             sample.num_pending -= 1
             if sample.is_over:
                 continue
             chosen = tokens[choice.start : choice.stop]
             agree = [mine == draft for mine, draft in zip(chosen, choice.drafts, strict=False)]
-            num_kept = [*agree, False].index(False)
+            num_kept = [*agree, False].index(False) if accepted is None else accepted[row] - 1
+            self.counts["kept_drafts"] += num_kept
+            self.counts["rejected_drafts"] += len(chosen) - 1 - num_kept
             if choice.drafts:
-                self.counts["kept_drafts"] += num_kept
-                self.counts["rejected_drafts"] += len(choice.drafts) - num_kept
                 kept[sample.slot] = choice.length + num_kept
             new.append((choice, chosen[: num_kept + 1]))
         self.manager.truncate(list(kept), list(kept.values()))
+        if accepted is not None and launched is None:
+            self.manager.settle()  # rejected tokens are forgotten before others are noted
         self._note([(choice.sample, chosen) for choice, chosen in new])
         for choice, chosen in new:
             self._extend(choice, chosen, flight.drawn)
@@ -424,13 +506,7 @@ def _read_logprobs(
     ]
 
 
-def _to_pinned(drawn: Drawn) -> Drawn:
-    """Start to copy tokens and probabilities to the host."""
-    parts = {
-        name: torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(
-            part, non_blocking=True
-        )
-        for name, part in drawn._asdict().items()
-        if part is not None
-    }
-    return Drawn(**parts)
+def _to_pinned(part: Tensor) -> Tensor:
+    """Start to copy a tensor to the host."""
+    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    return host.copy_(part, non_blocking=True)

@@ -49,10 +49,15 @@ class Drawn(NamedTuple):
     top_tokens: Tensor | None = None
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
+def draw_tokens(
+    logits: Tensor, draws: Sequence[Draw], later: Tensor | None = None, *, latest: int = 0
+) -> Drawn:
     """Choose a token from each row of `logits` `[draws, vocabulary]`.
 
     Probabilities that are reported are the model's own, before penalties and temperature.
+
+    Args:
+        later: `[draws]` int64, from 0 to `latest`: how far behind its place each token stands.
     """
     params = [draw.params for draw in draws]
     scores = logits.float()
@@ -62,9 +67,11 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
     warm = [row for row, each in enumerate(params) if not each.is_greedy]
     if warm:
         rows = upload(warm, logits.device)
-        chosen = _draw(
-            scores if len(warm) == len(draws) else scores[rows], [draws[i] for i in warm]
-        )
+        drawn = [draws[i] for i in warm]
+        keys = [[_mix(draw.seed, draw.place + i) for i in range(latest + 1)] for draw in drawn]
+        shift = torch.zeros_like(rows) if later is None else later[rows]
+        key = upload(keys, logits.device).gather(1, shift[:, None])  # [warm, 1]
+        chosen = _draw(scores if len(warm) == len(draws) else scores[rows], drawn, key)
         tokens = tokens.index_copy(0, rows, chosen)
     most = max((-1 if each.logprobs is None else each.logprobs for each in params), default=-1)
     if most < 0:
@@ -74,7 +81,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
     return Drawn(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], top.values, top.indices)
 
 
-def _draw(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _draw(scores: Tensor, draws: Sequence[Draw], keys: Tensor) -> Tensor:
     """Draw by an exponential race: the token with the least noise over probability wins."""
     params = [draw.params for draw in draws]
     settings = np.array([(each.temperature, each.top_p, each.min_p) for each in params])
@@ -92,8 +99,7 @@ def _draw(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
         places = torch.arange(scores.shape[-1], device=scores.device)
         is_late = (before >= top_p) | (places >= top_k[:, None])
         is_out |= is_late & (places > 0)
-    keys = upload([_mix(draw.seed, draw.place) for draw in draws], scores.device)
-    race = (scores - _noise(keys[:, None], tokens).log()).masked_fill(is_out, -torch.inf)
+    race = (scores - _noise(keys, tokens).log()).masked_fill(is_out, -torch.inf)
     return tokens.gather(-1, race.argmax(-1, keepdim=True))[:, 0]
 
 

@@ -1,6 +1,7 @@
 """`Scheduler`: which requests have a slot, and which of their tokens the next forward runs."""
 
 from collections import Counter
+from collections.abc import Collection
 from typing import NamedTuple
 
 from dsv4.cache.manager import KVCacheManager
@@ -97,6 +98,11 @@ class Scheduler:
             self.manager.drop_swapped(sample.swapped)
         sample.slot, sample.swapped = -1, None
 
+    @property
+    def can_admit(self) -> bool:
+        """A sample waits, and there is a slot for it."""
+        return bool(self.waiting) and self.manager.num_free_slots > 0
+
     def admit(self) -> None:
         """Start waiting samples in order, while the known tokens of all running ones fit."""
         for sample in self.waiting[:LOOKAHEAD]:
@@ -192,6 +198,33 @@ class Scheduler:
             if known:
                 rows.append(Row(sample, before, known, []))
                 budget -= len(known)
+        return rows
+
+    def choose_step(self, in_flight: Collection[Sample] | None) -> list[Row]:
+        """Rows of a verification step that needs no token of the step in flight; else none.
+
+        All running samples decode. At least half of them have guesses, which reach as far behind
+        the known tokens as this step can.
+
+        Args:
+            in_flight: The samples of the step in flight; None if all tokens are known.
+        """
+        rows, num_misses, most = list[Row](), 0, 2 * self.num_drafts + 1
+        if len(self.running) * (1 + self.num_drafts) > self.max_step_tokens:
+            return []
+        lengths = self.manager.lengths if in_flight is None else None
+        longest = self.manager.capacity.longest_request
+        for sample in self.running:
+            size = len(sample.ids)
+            is_known = lengths is None or lengths[sample.slot] == size - 1
+            is_decoding = is_known and (in_flight is None or sample in in_flight)
+            has_penalty = sample.request.params.has_penalty
+            if not is_decoding or has_penalty or sample.others or size + most >= longest:
+                return []
+            rows.append(Row(sample, size - 1, sample.ids[-1:], propose_drafts(sample.ids, most)))
+            num_misses += not rows[-1].drafts
+            if 2 * num_misses > len(self.running):
+                return []
         return rows
 
     def make_room(self, error: OutOfBlocksError) -> None:

@@ -175,3 +175,39 @@ def test_every_request_gets_the_tokens_that_it_has_alone(name, seed, overlap, nu
 def test_the_traffic_meets_every_event():
     counts = sum((run_traffic(*case).counts for case in CASES), start=Counter())
     assert not {event for event in FEATURES if not counts[event]}
+
+
+@pytest.mark.slow
+def test_verification_steps_overlap_without_known_lengths():
+    """Drafts guessed a step ahead change no answer; what follows a stop that is found late goes."""
+    world, answers, params, texts = make_world("short"), Answers(), {}, []
+    manager = world.new_manager(max_requests=4, num_blocks=32 * world.unit, num_checkpoints=4)
+    engine = Engine(ragged(world.model, manager), manager, num_drafts=3, overlap=True)
+    for idx in range(2):
+        prompt = tuple(range(3 * idx, 8 + 4 * idx))
+        choices = {"max_new_tokens": 14 + 2 * idx, "seed": idx, "temperature": float(idx)}
+        answer = alone("short", prompt, SamplingParams(**choices), 0)
+        texts.append([*prompt, *answer])
+        if idx == 1:
+            choices["stop_token_ids"] = (answer[-9],)
+        params[f"{idx}"] = prompt, SamplingParams(**choices)
+        engine.submit(prompt, params[f"{idx}"][1], answers, request_id=f"{idx}")
+
+    def guess(ids, count):
+        """The answer, with every fifth token wrong."""
+        (text,) = (text for text in texts if text[: len(ids)] == ids)
+        end = len(ids) + count
+        return [(text[i] + (i % 5 == 0)) % VOCABULARY for i in range(len(ids), min(end, len(text)))]
+
+    with (
+        patch("dsv4.engine.scheduler.propose_drafts", guess),
+        patch.object(manager, "prepare_step", wraps=manager.prepare_step) as steps,
+    ):
+        while engine.step():
+            manager.check_integrity()
+    counts = engine.counts
+    assert steps.call_count > 3 and counts["steps"] < 20
+    assert counts["kept_drafts"] > counts["rejected_drafts"] > 0
+    for name, (prompt, each) in params.items():
+        assert answers.tokens[name, 0] == alone("short", prompt, each, 0)
+    assert set(answers.reasons.values()) == {"stop", "length"} and not manager.open_slots

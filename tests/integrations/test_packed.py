@@ -35,7 +35,7 @@ def generate(model, prompt):
 
 
 @pytest.mark.parametrize("cuda_graphs, mixed_tokens", [(False, None), (True, None), (True, 64)])
-@pytest.mark.parametrize("overlap, num_drafts", [(False, 0), (True, 0), (False, 3)])
+@pytest.mark.parametrize("overlap, num_drafts", [(False, 0), (True, 0), (False, 3), (True, 3)])
 def test_answers_are_those_of_generate(model, overlap, num_drafts, cuda_graphs, mixed_tokens):
     cache = attach(
         model, max_requests=3, num_blocks=4, kv_format="fp32", index_format="fp32",
