@@ -147,10 +147,13 @@ class CurrentForward:
         assert survival is not None
         slots, lengths = plan.request_slots[rows].astype(np.int64), survival.lengths[rows]
         num_read_only = survival.num_read_only[rows]
+        is_cut = (lengths < plan.positions_before[rows]) | (
+            num_read_only < books.requests.num_read_only[slots]
+        )
         books.drop_blocks(slots, lengths, num_read_only)
         books.requests.set_floors(slots, survival.floors[rows])
         if books.prefix is not None:
-            for row in rows[lengths < plan.positions_before[rows]].tolist():
+            for row in rows[is_cut].tolist():
                 num_blocks = int(survival.lengths[row]) // self._block_tokens
                 books.prefix.give_up(
                     int(plan.request_slots[row]), max(num_blocks, int(survival.num_read_only[row]))

@@ -144,6 +144,19 @@ def test_a_cancelled_replay_starts_again(small, undo_slots):
     assert_close(run(model, manager, slot, ids, [LENGTH]), expected)
 
 
+def test_a_cancelled_replay_goes_back_to_a_checkpoint_at_its_start(small, monkeypatch):
+    model, ids, expected = small
+    monkeypatch.setattr(CacheConfig, "halo_tokens", BLOCK)
+    manager = new_manager(model.config)
+    slot = manager.resume_request(ids, checkpoint_at=(KNOWN - BLOCK,)).slot
+    run(model, manager, slot, ids, [LENGTH])
+    manager.free_request(slot)
+    slot = resumed(model, manager, ids)
+    manager.prepare_forward([slot], [KNOWN - BLOCK], [LENGTH]).cancel()
+    manager.check_integrity()
+    assert_close(run(model, manager, slot, ids, [LENGTH]), expected)
+
+
 def test_a_request_is_forked_and_swapped_inside_a_replay(small):
     model, ids, expected = small
     manager = published(model, ids, host_blocks=6, host_slots=1)
