@@ -26,13 +26,13 @@ DEADLINE = 60.0  # two slow cores must be in time
 context.set_forkserver_preload([__name__])
 
 
-def run_ranks(num_ranks, function, *args, killed=()):
-    """Call function(rank, group, *args) on each rank; return the results of those that live."""
+def run_ranks(num_ranks, function, *args, killed=(), **options):
+    """Call a function with rank and group on each rank; return the results of those that live."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(num_ranks):
             mine, theirs = context.Pipe()
-            call = (rank, num_ranks, Path(folder), theirs, function, args)
+            call = (rank, num_ranks, Path(folder), theirs, function, args, options)
             process = context.Process(target=_run_rank, args=call, daemon=True)
             process.start()
             theirs.close()
@@ -51,11 +51,11 @@ def run_ranks(num_ranks, function, *args, killed=()):
     return [result for _, result in results]
 
 
-def _run_rank(rank, num_ranks, folder, told, function, args):
+def _run_rank(rank, num_ranks, folder, told, function, args, options):
     torch.set_num_threads(1)
     try:
         group = new_group(folder / "store", rank, num_ranks)
-        told.send(("", function(rank, group, *args)))
+        told.send(("", function(rank, group, *args, **options)))
     except BaseException:
         told.send((traceback.format_exc(), None))
     time.sleep(DEADLINE)  # the connections of the others stay until all have told
@@ -149,14 +149,14 @@ def own_bytes(manager, one, slot):
     return parts
 
 
-def compare(rank, group, device="cpu", backend=None, dtype=torch.float32):
+def compare(rank, group, device="cpu", dtype=torch.float32, **choices):
     """Chunks, verification and decode of two requests, beside a manager that is alone."""
     config = CacheConfig.tiny(
-        compress_ratios=(0, 4, 128, 4), block_tokens=128, drafts_per_step=2, index_topk=16
-    )
-    sizes = {"max_requests": 3, "num_blocks": 8, "max_forward_tokens": 700, "device": device,
-             "backend": backend}  # fmt: skip
-    whole = CacheConfig(**{**vars_of(config), "block_tokens": 128 * group.size()})
+        **{"compress_ratios": (0, 4, 128, 4), "block_tokens": 128, "drafts_per_step": 2,
+           "index_topk": 16, **choices}
+    )  # fmt: skip
+    sizes = {"max_requests": 3, "num_blocks": 8, "max_forward_tokens": 700, "device": device}
+    whole = dataclasses.replace(config, block_tokens=128 * group.size())
     one = KVCacheManager(whole, **sizes)
     manager = KVCacheManager(config, process_group=group, **sizes)
     weights = [move_to(device, each) for each in model_weights(config, seed=0)]
@@ -186,10 +186,6 @@ def compare(rank, group, device="cpu", backend=None, dtype=torch.float32):
     for slot in (0, 1):
         assert_same(*own_bytes(manager, one, slot))
     return farthest
-
-
-def vars_of(config):
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 class Dying:

@@ -16,6 +16,21 @@ def test_the_ranks_equal_one(num_ranks):
     assert max(ranks.run_ranks(num_ranks, ranks.compare)) < 1e-5
 
 
+V4_ROWS = {"head_dim": 512, "rope_dim": 64, "num_query_heads": 64, "index_num_heads": 64,
+           "index_head_dim": 128}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "choices", "limit"),
+    [(torch.float32, {}, 1e-5), (torch.bfloat16, {}, 2.0**-7), (torch.bfloat16, V4_ROWS, 2.0**-7)],
+)
+def test_the_ranks_equal_one_on_a_gpu(dtype, choices, limit):
+    """BF16 parts are rounded before they are joined."""
+    parts = ranks.run_ranks(2, ranks.compare, device="cuda", dtype=dtype, **choices)
+    assert max(parts) < limit
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "make_config", "max_tokens", "sizes"),
     [(2, ranks.short_config, 40, (10, 40)), (4, ranks.short_config, 80, (4, 40)),
