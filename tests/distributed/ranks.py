@@ -1,6 +1,7 @@
 """Ranks of a split context in processes of their own."""
 
 import dataclasses
+import multiprocessing
 import os
 import tempfile
 import time
@@ -28,12 +29,14 @@ context.set_forkserver_preload([__name__])
 
 def run_ranks(num_ranks, function, *args, killed=(), **options):
     """Call a function with rank and group on each rank; return the results of those that live."""
+    # A process that was forked may not have the GPU.
+    start = multiprocessing.get_context("spawn") if options.get("device") == "cuda" else context
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(num_ranks):
-            mine, theirs = context.Pipe()
+            mine, theirs = start.Pipe()
             call = (rank, num_ranks, Path(folder), theirs, function, args, options)
-            process = context.Process(target=_run_rank, args=call, daemon=True)
+            process = start.Process(target=_run_rank, args=call, daemon=True)
             process.start()
             theirs.close()
             ranks.append((mine, process))

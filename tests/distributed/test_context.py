@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig, KVCacheManager
+from dsv4.cache.graphs.captured_forward import CapturedForward
 from dsv4.testing import Row, model_projections, model_weights
+from dsv4.tools.planner.memory_plan import MemoryPlan
 from tests.cache.life import run_layers
 from tests.distributed import ranks
 
@@ -104,6 +106,13 @@ def test_refusals(problem, choices):
         KVCacheManager(CacheConfig.tiny(), **{**sizes, **choices})
 
 
+def test_graphs_are_refused():
+    manager = KVCacheManager(CacheConfig.tiny(), max_requests=1, num_blocks=2,
+                             process_group=Group())  # fmt: skip
+    with pytest.raises(ValueError, match="CUDA graphs"):
+        CapturedForward(manager, lambda handles: None, batch=1)
+
+
 def test_candidate_blocks_are_refused():
     with pytest.raises(ValueError, match="candidate_source_layer_id"):
         KVCacheManager(CacheConfig.v41_flash(), max_requests=1, num_blocks=1, process_group=Group())
@@ -118,6 +127,10 @@ def test_a_rank_stores_its_share():
     assert manager.capacity.longest_request == 2 * one.capacity.longest_request
     allocated = sum(size.allocated for size in manager.memory().values())
     assert allocated == sum(tensor.nbytes for tensor in manager.tensors().values())
+    plan = MemoryPlan(config.split_context(1, 2), 2, 3 * 512, gpu_bytes=10**9)
+    assert plan.blocks_per_request == 3
+    planned = KVCacheManager(config, **sizes, max_request_tokens=3 * 512, process_group=Group())
+    assert plan.cache_bytes == sum(tensor.nbytes for tensor in planned.tensors().values())
     assert manager.config.format_fingerprint != one.config.format_fingerprint
     stored = CacheConfig.from_stored_fields(manager.config.stored_fields)
     assert stored.format_fingerprint == manager.config.format_fingerprint
