@@ -57,8 +57,12 @@ def run_ranks(num_ranks, function, *args, killed=(), **options):
 def _run_rank(rank, num_ranks, folder, told, function, args, options):
     torch.set_num_threads(1)
     try:
-        group = new_group(folder / "store", rank, num_ranks)
-        told.send(("", function(rank, group, *args, **options)))
+        store = dist.FileStore(str(folder / "store"), num_ranks)
+        timeout = timedelta(seconds=DEADLINE)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
+        )
+        told.send(("", function(rank, dist.group.WORLD, *args, **options)))
     except BaseException:
         told.send((traceback.format_exc(), None))
     time.sleep(DEADLINE)  # the connections of the others stay until all have told
@@ -163,13 +167,13 @@ def compare(rank, group, device="cpu", dtype=torch.float32, **choices):
     one = KVCacheManager(whole, **sizes)
     manager = KVCacheManager(config, process_group=group, **sizes)
     weights = [move_to(device, each) for each in model_weights(config, seed=0)]
-    tokens = [make_ties(model_projections(config, 1400, seed=n, dtype=dtype)) for n in (10, 20)]
+    tokens = [make_ties(model_projections(config, 600, seed=n, dtype=dtype)) for n in (10, 20)]
     tokens = [[move_to(device, each) for each in layers] for layers in tokens]
     for each in (manager, one):
         poison(each)
         each.open_requests(2)
     places, farthest = [0, 0], 0.0
-    for counts in ((300, 30), (90, 400), (3, 3), (1, 1), (150, 3), (1, 0), (0, 1)):
+    for counts in ((420, 20), (30, 140), (3, 3), (1, 1), (20, 3), (1, 0), (0, 1)):
         rows = [
             Row(slot, tokens[slot], places[slot], places[slot] + count)
             for slot, count in reversed(list(enumerate(counts)))

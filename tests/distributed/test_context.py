@@ -35,8 +35,8 @@ def test_the_ranks_equal_one_on_a_gpu(dtype, choices, limit):
 
 @pytest.mark.parametrize(
     ("num_ranks", "make_config", "max_tokens", "sizes"),
-    [(2, ranks.short_config, 40, (10, 40)), (4, ranks.short_config, 80, (4, 40)),
-     (2, ranks.whole_config, 640, (3, 25))],
+    [(2, ranks.short_config, 40, (6, 30)), (4, ranks.short_config, 80, (3, 25)),
+     (2, ranks.whole_config, 640, (2, 20))],
 )  # fmt: skip
 def test_lives(num_ranks, make_config, max_tokens, sizes):
     steps = ranks.run_ranks(num_ranks, ranks.live, make_config, max_tokens, *sizes)
