@@ -23,9 +23,9 @@ from dsv4.kernels.backends import BACKENDS, load_backend
 from dsv4.kernels.contracts import AttentionResult, Selection, TokenMap
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.reference import addressing
-from dsv4.kernels.reference.indexer import select_topk
 
 NO_ENTRY = torch.iinfo(torch.int32).max  # behind all entries
+NO_KEY = torch.iinfo(torch.int64).min  # behind all candidates
 
 
 def rank_config(
@@ -196,17 +196,21 @@ def _merge(entries: Tensor, scores: Tensor, counts: Tensor, topk: int) -> Tensor
     """Choose among the ranks' candidates as `select_topk` does among all entries.
 
     Args:
-        entries: `[n, candidates]`, -1 for none.
+        entries: `[n, candidates]` int32, -1 for none.
         counts: `[n]`, the entries that a token sees on all ranks.
 
     Returns:
         `[n, topk]` int64, ascending, then -1.
     """
-    order = torch.where(entries >= 0, entries, NO_ENTRY).sort(dim=1)
-    is_entry = order.values < NO_ENTRY
-    scores = torch.where(is_entry, scores.gather(1, order.indices), torch.nan)
-    best = select_topk(scores, counts, topk)
-    chosen = torch.where(best >= 0, order.values.gather(1, best.clamp(min=0)), -1).long()
+    has_few = counts[:, None] <= topk
+    is_candidate = (entries >= 0) & (has_few | ~torch.isnan(scores))
+    scores = torch.where(has_few, 0.0, scores) + 0.0  # one zero
+    bits = scores.view(torch.int32).long()
+    ranked = bits ^ ((bits >> 63) & 0x7FFFFFFF)  # in the order of the scores
+    keys = torch.where(is_candidate, (ranked << 32) - entries, NO_KEY)  # of equal scores the first
+    best = keys.topk(min(topk, keys.shape[1]), dim=1).values
+    chosen = torch.where(best > NO_KEY, -best & 0xFFFFFFFF, NO_ENTRY).sort(dim=1).values
+    chosen = torch.where(chosen < NO_ENTRY, chosen, -1)
     return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[1]), value=-1)
 
 

@@ -156,7 +156,10 @@ def own_bytes(manager, one, slot):
     return parts
 
 
-def compare(rank, group, device="cpu", dtype=torch.float32, **choices):
+FORWARDS = ((420, 20), (30, 140), (3, 3), (1, 1), (20, 3), (1, 0), (0, 1))
+
+
+def compare(rank, group, device="cpu", dtype=torch.float32, forwards=FORWARDS, **choices):
     """Chunks, verification and decode of two requests, beside a manager that is alone."""
     config = CacheConfig.tiny(
         **{"compress_ratios": (0, 4, 128, 4), "block_tokens": 128, "drafts_per_step": 2,
@@ -173,7 +176,7 @@ def compare(rank, group, device="cpu", dtype=torch.float32, **choices):
         poison(each)
         each.open_requests(2)
     places, farthest = [0, 0], 0.0
-    for counts in ((420, 20), (30, 140), (3, 3), (1, 1), (20, 3), (1, 0), (0, 1)):
+    for counts in forwards:
         rows = [
             Row(slot, tokens[slot], places[slot], places[slot] + count)
             for slot, count in reversed(list(enumerate(counts)))

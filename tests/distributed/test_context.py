@@ -7,6 +7,8 @@ import torch
 
 from dsv4 import CacheConfig, KVCacheManager
 from dsv4.cache.graphs.captured_forward import CapturedForward
+from dsv4.distributed import context
+from dsv4.kernels.reference.indexer import select_topk
 from dsv4.testing import Row, model_projections, model_weights
 from dsv4.tools.planner.memory_plan import MemoryPlan
 from tests.cache.life import run_layers
@@ -24,13 +26,30 @@ V4_ROWS = {"head_dim": 512, "rope_dim": 64, "num_query_heads": 64, "index_num_he
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "choices", "limit"),
-    [(torch.float32, {}, 1e-5), (torch.bfloat16, {}, 2.0**-7), (torch.bfloat16, V4_ROWS, 2.0**-7)],
+    ("dtype", "choices", "limit"), [(torch.float32, {}, 1e-5), (torch.bfloat16, V4_ROWS, 2.0**-7)]
 )
 def test_the_ranks_equal_one_on_a_gpu(dtype, choices, limit):
     """BF16 parts are rounded before they are joined."""
-    parts = ranks.run_ranks(2, ranks.compare, device="cuda", dtype=dtype, **choices)
+    parts = ranks.run_ranks(
+        2, ranks.compare, device="cuda", dtype=dtype, forwards=((420, 20), (3, 3), (1, 0)),
+        **choices,
+    )  # fmt: skip
     assert max(parts) < limit
+
+
+def test_merge_follows_the_rule_of_one_rank():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 2.0, torch.nan])
+    for num_entries, topk in ((40, 6), (12, 12), (5, 9), (64, 1)):
+        scores = values[torch.randint(0, 6, (50, num_entries), generator=generator)]
+        counts = torch.randint(0, num_entries + 1, (50,), generator=generator)
+        entries = torch.arange(num_entries).expand(50, -1)
+        entries = torch.where(entries < counts[:, None], entries, -1).int()
+        order = torch.randperm(num_entries, generator=generator)
+        merged = context._merge(entries[:, order], scores[:, order], counts, topk)
+        want = select_topk(scores, counts, topk)
+        assert torch.equal(merged[:, : want.shape[1]], want)
+        assert (merged[:, want.shape[1] :] == -1).all()
 
 
 @pytest.mark.parametrize(
