@@ -38,6 +38,7 @@ MAX_POSITION = 2**31 - 1  # positions are int32
 MAX_LAYERS = 4096
 MAX_WIDTH = 2**20
 MAX_DRAFTS = 256
+MAX_RANKS = 1024
 # Fields that change reads, not stored bytes.
 _READ_FIELDS = {
     "num_query_heads", "index_num_heads", "index_topk", "max_position", "index_source_layer_ids",
@@ -45,7 +46,7 @@ _READ_FIELDS = {
 }  # fmt: skip
 # Fields that a description leaves out where they have their defaults, which are V4's.
 _V41_FIELDS = {"kv_source_layer_ids": (), "entry_format": None, "page_arrangement": "split",
-               "scale_floor": "amax"}  # fmt: skip
+               "scale_floor": "amax", "context": None}  # fmt: skip
 # The rows that DeepSeek-V4.1 was trained for; a `kv_format` replaces all of them.
 _V41_ROWS = {"kv_format": "fp8_32", "entry_format": "nvfp4_16", "page_arrangement": "joined"}
 # Keys of a V4.1 config with the same name there and here.
@@ -112,6 +113,22 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class ContextShare:
+    """The place of a rank among those that divide the entries of each block, in equal runs.
+
+    Attributes:
+        rank, num_ranks: The rank, from 0, and the number of them.
+    """
+
+    rank: int
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        _make_ints(self, "num_ranks", at_least=2, at_most=MAX_RANKS)
+        _make_ints(self, "rank", at_least=0, at_most=self.num_ranks - 1)
+
+
+@dataclass(frozen=True)
 class CacheConfig:
     """The model's attention geometry and the choices of the cache.
 
@@ -141,6 +158,7 @@ class CacheConfig:
         drafts_per_step: The most tokens of one step that may be rejected afterwards.
         stage: The place of these layers in their model; None for a whole model. `cut_layers` sets
             it.
+        context: The rank's share of each block; None for all of it. `split_context` sets it.
     """
 
     compress_ratios: tuple[int, ...]
@@ -174,6 +192,7 @@ class CacheConfig:
     candidate_source_layer_id: int = -1
     candidate_topk_blocks: int = 2048
     candidate_block_size: int = 8
+    context: ContextShare | None = None
 
     def __post_init__(self) -> None:
         ratios = _known_ratios("compress_ratios", self.compress_ratios)
@@ -249,6 +268,39 @@ class CacheConfig:
             stage=Stage(self.model_ratios, before + first), **self._cut_sources(first, last),
         )  # fmt: skip
 
+    def split_context(self, rank: int, num_ranks: int) -> "CacheConfig":
+        """Return the config of a rank that keeps one of `num_ranks` blocks in turn.
+
+        A block of its cache is `num_ranks` blocks of this one, of which it stores one.
+        """
+        if self.context is not None:
+            raise ValueError(f"The context is split already, over {self.num_ranks} ranks")
+        if num_ranks == 1:
+            return self
+        return dataclasses.replace(
+            self, block_tokens=self.block_tokens * num_ranks, context=ContextShare(rank, num_ranks)
+        )
+
+    @property
+    def rank(self) -> int:
+        """The rank among those that divide a context; 0 for one alone."""
+        return 0 if self.context is None else self.context.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that divide a context."""
+        return 1 if self.context is None else self.context.num_ranks
+
+    def entries_per_block(self, ratio: int) -> int:
+        """Count the entries of a block that the rank stores for a layer of that ratio."""
+        return self.block_tokens // (ratio * self.num_ranks) if ratio else 0
+
+    def own_entries(self, num_entries: int, ratio: int) -> int:
+        """Count those among a request's first entries that the rank stores."""
+        size = self.entries_per_block(ratio)
+        full, rest = divmod(num_entries, size * self.num_ranks)
+        return full * size + min(max(rest - self.rank * size, 0), size)
+
     def _cut_sources(self, first: int, last: int) -> dict[str, Any]:
         """Return the sources among layers `first` to `last - 1`, as they are numbered there."""
         for layer in self.schedule[first:last]:
@@ -313,7 +365,11 @@ class CacheConfig:
                 raise ValueError(f"Invalid config: expected {name} only where it is no default")
         made = {
             name: None if fields[name] is None else kind(**fields[name])
-            for name, kind in (("yarn", YarnScaling), ("stage", Stage))
+            for name, kind in (
+                ("yarn", YarnScaling),
+                ("stage", Stage),
+                ("context", ContextShare),
+            )
             if name in fields
         }
         return cls(**{**fields, **made})
@@ -529,10 +585,15 @@ def _problems(config: CacheConfig) -> Iterator[str]:
     if config.has_latent_keys and head_dim % 16:
         yield f"Invalid head_dim: ratios 1 and 2 need a multiple of 16, got {head_dim}"
     largest, align = max(config.model_ratios), config.page_align
-    if largest and config.block_tokens % largest:
+    context = config.context
+    if context is not None and not isinstance(context, ContextShare):
+        yield f"Invalid context: expected a ContextShare or None, got {type(context).__name__}"
+        return
+    if largest and config.block_tokens % (largest * config.num_ranks):
+        of_ranks = "" if context is None else f" times {config.num_ranks} ranks"
         yield (
-            f"Invalid block_tokens: expected a multiple of the largest ratio ({largest}), "
-            f"got {config.block_tokens}"
+            "Invalid block_tokens: expected a multiple of the largest ratio "
+            f"({largest}){of_ranks}, got {config.block_tokens}"
         )
     if align % BYTE_ALIGN:
         yield f"Invalid page_align: expected a multiple of {BYTE_ALIGN}, got {align}"

@@ -49,6 +49,14 @@ class LostCacheError(RuntimeError):
     """The device failed inside a call; nothing that the manager holds can be trusted."""
 
 
+class RankLostError(RuntimeError):
+    """A rank of a split context is gone, or too late, and its blocks with it.
+
+    The forward is cancelled, unless all layers were written. No request can be run on. They can be
+    freed, and the other ranks go on in a process group of their own.
+    """
+
+
 class IntegrityError(RuntimeError):
     """The books of a manager contradict each other."""
 

@@ -19,7 +19,7 @@ LEVELS = [
     ["dsv4.kernels"],
     ["dsv4.cache.memory", "dsv4.op_level"],
     ["dsv4.cache.prefix"],
-    ["dsv4.cache"],
+    ["dsv4.cache", "dsv4.distributed.context"],
     ["dsv4.cache.graphs"],
     ["dsv4.model", "dsv4.testing", "dsv4.distributed"],
     ["dsv4.integrations", "dsv4.engine"],

@@ -374,7 +374,9 @@ class ForwardPlanner:
         slots, before, after, counts, _, is_chunk, uncertain = rows
         batch, num_chunks = len(slots), 0
         host = self._memory.plan_buffers.start(batch, num_tokens)
-        host["num_read_only"][:] = self._books.requests.num_read_only
+        num_ranks = self._config.num_ranks  # blocks of the table that kernels read
+        np.multiply(self._books.requests.num_read_only, num_ranks, host["num_read_only"],
+                    casting="unsafe")  # fmt: skip
         host["request_slots"][:batch] = slots
         host["positions_before"][:batch] = before
         host["positions_after"][:batch] = after

@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.cache.memory.state_cache import LayerState
 from dsv4.cache.plan import ForwardPlan, LayerProgress
 from dsv4.config import CacheConfig
+from dsv4.distributed.context import SplitContext
 from dsv4.kernels import ops
 from dsv4.kernels.contracts import (
     AttentionResult,
@@ -87,6 +88,7 @@ class LayerParts:
     index_backend: str
     batch_invariant: bool
     checks: LayerChecks
+    context: SplitContext | None = None
 
 
 @dataclass(eq=False)
@@ -323,12 +325,17 @@ class LayerCacheHandle:
         self._check_shared(candidates)
         parts, plan = self.parts, self.plan
         try:
-            selection = ops.select_entries(
-                query, head_weights, parts.memory, plan.tokens,
-                max_entries=plan.max_entries(parts.layer.ratio),
-                candidates=None if candidates is None else candidates.blocks,
-                backend=parts.index_backend,
-            )  # fmt: skip
+            if parts.context is not None:
+                selection = parts.context.select_entries(
+                    query, head_weights, parts.memory, plan, backend=parts.index_backend
+                )
+            else:
+                selection = ops.select_entries(
+                    query, head_weights, parts.memory, plan.tokens,
+                    max_entries=plan.max_entries(parts.layer.ratio),
+                    candidates=None if candidates is None else candidates.blocks,
+                    backend=parts.index_backend,
+                )  # fmt: skip
         except BaseException:
             self._fail()
             raise
@@ -377,12 +384,16 @@ class LayerCacheHandle:
         is_query_raw: bool,
     ) -> AttentionResult:
         parts, plan = self.parts, self.plan
+        options: Any = {
+            "max_entries": plan.max_entries(parts.layer.ratio), "is_query_raw": is_query_raw,
+            "batch_invariant": parts.batch_invariant, "backend": parts.attention_backend,
+        }  # fmt: skip
         try:
-            return ops.attend(
-                query, sinks, parts.memory, selected_rows, plan.tokens,
-                max_entries=plan.max_entries(parts.layer.ratio), is_query_raw=is_query_raw,
-                batch_invariant=parts.batch_invariant, backend=parts.attention_backend,
-            )  # fmt: skip
+            if parts.context is not None:
+                return parts.context.attend(
+                    query, sinks, parts.memory, selected_rows, plan, **options
+                )
+            return ops.attend(query, sinks, parts.memory, selected_rows, plan.tokens, **options)
         except BaseException:
             self._fail()
             raise

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from dsv4.cache.stats import CacheStats, collect_stats
 from dsv4.cache.swap import SwappedRequest
 from dsv4.checks import NotCopyable, check_bool, check_int, check_ints, check_one_or_more
 from dsv4.config import CacheConfig
+from dsv4.distributed.context import SplitContext, rank_config
 from dsv4.kernels import ops
 from dsv4.kernels.backends import check_backend, default_backend
 from dsv4.kernels.external.limits import (
@@ -86,6 +88,9 @@ class KVCacheManager(NotCopyable):
         store: Records on disk, for a prefix cache with blocks on the host. What is published is
             written there, and read back to the host by `prefetch` and `resume_request`. Close the
             manager first.
+        process_group: Ranks of torch.distributed that divide every request's blocks, in turn. Each
+            makes the same calls in the same order; see `dsv4.distributed.context`. A block of the
+            manager is then one of each rank, and `config` the rank's own.
 
     Attributes:
         schedule: One `LayerSpec` per layer.
@@ -94,6 +99,7 @@ class KVCacheManager(NotCopyable):
         device_memory: Every tensor, and each layer's part of it.
         block_table: `[max_requests, max_blocks]` int32 on the device, -1 where there is none.
         paged, state: The pools of blocks and of slots.
+        context: The other ranks of a context that is split, else None.
     """
 
     def __init__(
@@ -119,7 +125,12 @@ class KVCacheManager(NotCopyable):
         on_events: OnEvents | None = None,
         storage: Mapping[str, torch.Tensor] | None = None,
         store: PrefixStore | None = None,
+        process_group: Any = None,
     ) -> None:
+        if process_group is not None:
+            config = rank_config(
+                config, process_group, backends=(attention_backend, index_backend), store=store
+            )
         check_bool("batch_invariant", batch_invariant)
         check_bool("wipe_on_free", wipe_on_free)
         if max_request_tokens is None:
@@ -172,6 +183,9 @@ class KVCacheManager(NotCopyable):
         )
         self.block_table = self.device_memory.block_table
         self.paged, self.state = self.device_memory.paged, self.device_memory.state
+        self.context: SplitContext | None = None
+        if process_group is not None and config.num_ranks > 1:
+            self.context = SplitContext(self.capacity, self.block_table, process_group)
         self._layers = [self._layer_parts(idx) for idx in range(len(self.schedule))]
 
     @property
@@ -775,6 +789,8 @@ class KVCacheManager(NotCopyable):
             ops.make_rope(
                 self.device_memory.memories[0], plan.tokens.positions, backend=self.backend
             )
+            if self.context is not None:
+                self.context.start(plan)
             plan.has_rope = True
 
     def check_plan(self, plan: ForwardPlan) -> None:
@@ -955,6 +971,7 @@ class KVCacheManager(NotCopyable):
             checks=LayerChecks(
                 self.config, layer, schema, self.state.storage.device, self.attention_backend
             ),
+            context=self.context,
         )
 
     def _prefix(self) -> PrefixCache:

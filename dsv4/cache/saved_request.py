@@ -100,7 +100,9 @@ def copy_request(
         source, target = state.layer(layer_idx), new_state.layer(layer_idx)
         _copy_state(layer, source, slot, target, floor, length)
         pages, new_pages = paged.layer(layer_idx), new_paged.layer(layer_idx)
-        _copy_entries(layer, pages, blocks, new_pages, length - entries_from)
+        if layer.ratio:
+            num_entries = config.own_entries((length - entries_from) // layer.ratio, layer.ratio)
+            _copy_entries(layer, pages, blocks, new_pages, num_entries)
     return SavedRequest(
         length, floor, new_state.storage[0], new_paged.storage, prefix_root,
         _no_ids() if token_ids is None else token_ids, config.format_fingerprint,
@@ -167,11 +169,11 @@ def _copy_entries(
     source: LayerPages | None,
     blocks: Tensor,
     target: LayerPages | None,
-    length: int,
+    num_entries: int,
 ) -> None:
     if source is None or target is None or not layer.owns_entries:
         return
-    full, rest = divmod(length // layer.ratio, layer.entries_per_block)
+    full, rest = divmod(num_entries, layer.entries_per_block)
     for from_rows, to_rows in (
         (source.entries, target.entries),
         (source.index_keys, target.index_keys),

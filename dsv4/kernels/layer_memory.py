@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, TypeVar
 
@@ -265,6 +265,11 @@ class LayerMemory(LayerStorages):
         layout = self.layout
         row = layout.row_steps.index(layout.ratio, 1) if layout.ratio else 0
         return RopeRows(*self.rope_rows[row])
+
+    @cached_property
+    def scoring_all(self) -> "LayerMemory":
+        """The same for an index that also scores tokens which see at most `index_topk` entries."""
+        return LayerMemory(*self[:-1], replace(self.layout, index_topk=0))
 
     @cached_property
     def cut_partials(self) -> tuple[Tensor, Tensor]:

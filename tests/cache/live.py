@@ -10,7 +10,7 @@ from dsv4.kernels.reference.arithmetic import sum_groups
 
 class Live(NamedTuple):
     """Positions whose window rows and tail rows are still read, groups whose sums are, and all
-    closed entries.
+    closed entries that the rank stores.
     """
 
     window: np.ndarray
@@ -25,11 +25,13 @@ def live_parts(config, schema, length):
     is_hca = ratio == 128
     span = 16 if is_hca else ratio
     tail_start = max(0, length // span * span - schema.tail_buffer_size_b)
+    entries = np.arange(length // ratio)
+    owners = entries // max(1, schema.entries_per_block) % config.num_ranks
     return Live(
         np.arange(max(0, length - config.sliding_window + 1), length),
         np.arange(tail_start, length),
         np.arange(length // 128 * 8, length // 16) if is_hca else np.arange(0),
-        np.arange(length // ratio),
+        entries[owners == config.rank],
     )
 
 
@@ -46,7 +48,8 @@ def live_bytes(manager, slot):
         parts += [tail[slot, live.tail % schema.tail_rows] for tail in tails if tail is not None]
         if state.sums is not None:
             parts.append(state.sums[slot, live.groups % max(8, schema.sum_rows)])
-        blocks = manager._books.requests.block_table[slot, live.entries // schema.entries_per_block]
+        per_block = schema.entries_per_block * manager.config.num_ranks
+        blocks = manager._books.requests.block_table[slot, live.entries // per_block]
         rows = live.entries % schema.entries_per_block
         parts += _stored(pages.entries, blocks, rows)
         if pages.index_keys is not None:

@@ -105,6 +105,8 @@ class CapturedForward:
         max_length: int | None = None,
         pool: GraphPool | None = None,
     ) -> None:
+        if manager.context is not None:
+            raise ValueError("A split context does not support CUDA graphs: its ranks exchange")
         capacity = manager.capacity
         if max_length is None:
             max_length = capacity.max_request_tokens

@@ -109,6 +109,12 @@ class Capacity:
         return -(-self.max_request_tokens // self.config.block_tokens)
 
     @property
+    def table_columns(self) -> int:
+        """Columns of the block table, and of the one by rank where the context is split."""
+        num_ranks = self.config.num_ranks
+        return self.max_request_blocks * (1 if num_ranks == 1 else 1 + num_ranks)
+
+    @property
     def max_step_tokens(self) -> int:
         """The most tokens of one request in a step.
 
@@ -159,7 +165,7 @@ class Capacity:
         return dense_sizes(
             num_tokens=self.max_forward_tokens, num_chunks=1, window=config.sliding_window,
             max_entries=entries, num_blocks=self.num_blocks, num_heads=config.num_query_heads,
-            entries_per_block=config.block_tokens // min(ratios, default=config.block_tokens),
+            entries_per_block=config.entries_per_block(min(ratios, default=0)) or 1,
             dim=config.head_dim,
         ).num_bytes  # fmt: skip
 
@@ -244,7 +250,7 @@ class Capacity:
             "hca_tails": exact(max_requests, (s.tail_bytes + s.sum_bytes for s in hca)),
             "slot_padding": _times(max_requests, [(0, slots.padding)]),
             "undo_slots": _runs(self.num_undo_slots, slots),
-            "block_table": exact(max_requests, [self.max_request_blocks * INT32_BYTES]),
+            "block_table": exact(max_requests, [self.table_columns * INT32_BYTES]),
             "plan_buffers": exact(self.plan_elements, [INT32_BYTES]),
             "pooling_scratch": exact(self.pooling_windows, [pooled]),
             "index_scratch": exact(1, [self.index_scratch_bytes]),

@@ -32,6 +32,8 @@ class DeviceMemory:
         checkpoints: `[num_checkpoints, bytes]` uint8, each the front of a slot.
         undo: `[undo_slots, slot_bytes]` uint8, slots as they were before a chunk.
         block_table: `[max_requests, max_blocks]` int32, -1 where there is none.
+        rank_table: `[max_requests, max_blocks × ranks]` int32: each block is one of every rank of a
+            split context, -1 where it is another's. With one rank it is the block table.
         plan_buffers: The arrays of the current plan.
         workspace: `[1, bytes]` uint8, window rows of chunks.
         pooled, arrivals, index_scratch, partials: Scratch of kernels, see `LayerStorages`.
@@ -76,11 +78,16 @@ class DeviceMemory:
         )  # fmt: skip
         staging, table = staging_for(device), torch.from_numpy(host_block_table)
         self.block_table = table if staging is None else torch.full_like(table, -1, device=device)
+        self.rank_table = self.block_table
+        if config.num_ranks > 1:
+            columns = self.block_table.shape[1] * config.num_ranks
+            self.rank_table = self.block_table.new_full((capacity.max_requests, columns), -1)
         self.plan_buffers = PlanBuffers(
             max_requests=capacity.max_requests, max_tokens=capacity.max_forward_tokens,
             max_table_updates=capacity.max_table_updates,
             max_checkpoints=capacity.max_forward_checkpoints,
-            block_table=self.block_table, blocks=self.paged.storage, staging=staging,
+            block_table=self.block_table, rank_table=self.rank_table, rank=config.rank,
+            blocks=self.paged.storage, staging=staging,
         )  # fmt: skip
         workspace_bytes = config.kv_row.page_bytes(rows, align=BYTE_ALIGN)
         self.workspace = torch.zeros(1, workspace_bytes, dtype=torch.uint8, device=device)
@@ -130,6 +137,7 @@ class DeviceMemory:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""
+        rank_table = {} if self.rank_table is self.block_table else {"rank_table": self.rank_table}
         return {
             "blocks": self.paged.storage,
             "slots": self.state.storage,
@@ -145,4 +153,5 @@ class DeviceMemory:
             "checkpoints": self.checkpoints,
             "frequencies": self.frequencies,
             "rope_rows": self.rope_rows,
+            **rank_table,
         }

@@ -25,6 +25,8 @@ class PlanBuffers:
         max_table_updates: The most elements of the block table that one upload brings.
         max_checkpoints: The most block boundaries that one forward checkpoints.
         block_table: The block table on the device.
+        rank_table: The same by rank, see `DeviceMemory`; plans read it.
+        rank: The rank whose blocks these are.
         blocks: The blocks `[num_blocks, block_bytes]`; a plan may copy some.
         staging: Carries the buffers to the device; None if that is the same memory.
     """
@@ -37,6 +39,8 @@ class PlanBuffers:
         max_table_updates: int,
         max_checkpoints: int,
         block_table: torch.Tensor,
+        rank_table: torch.Tensor,
+        rank: int,
         blocks: torch.Tensor,
         staging: type[Staging] | None,
     ) -> None:
@@ -72,6 +76,9 @@ class PlanBuffers:
             self.device[name] = self.packed[start : start + size]
             start += size
         self._block_table, self._flat_table = block_table, block_table.view(-1)
+        self._rank_table = rank_table
+        self._num_ranks = rank_table.shape[1] // max(1, block_table.shape[1]) or 1
+        self._own_columns = rank_table[:, rank :: self._num_ranks]
         self._max_updates = max_table_updates
         self._host_index = self.host.pop("table_index").view(np.int64)
         self._index = self.device.pop("table_index").view(torch.int64)
@@ -99,7 +106,7 @@ class PlanBuffers:
             self._sizes = sizes
             self._token_map = TokenMap(
                 **{name: full[: lengths.get(name, batch)] for name, full in self.device.items()},
-                block_table=self._block_table,
+                block_table=self._rank_table,
                 max_step=max_step,
             )
         return self._token_map
@@ -169,6 +176,8 @@ class PlanBuffers:
             self._staging.send(self._packed)
             if count:
                 self._flat_table.index_copy_(0, self._index[:count], self._value[:count])
+        if self._num_ranks > 1:
+            self._own_columns.copy_(self._block_table)
         self._padded_sizes = sizes
         if num_copies:
             rows, to = self._copies[:, :num_copies]

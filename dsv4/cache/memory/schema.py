@@ -15,7 +15,8 @@ class LayerCacheSchema:
 
     Attributes:
         layer: The layer's place in the schedule: what it owns.
-        entries_per_block: Compressed entries a block holds for this layer; 0 for SWA.
+        entries_per_block: Compressed entries a block holds for this layer, the rank's own; 0 for
+            SWA.
         entry_head_dim: Width of a KV row.
         rope_dim: Width of its rotated part.
         indexer_head_dim: Width of an index key; 0 unless CSA.
@@ -106,7 +107,7 @@ def build_schema(config: CacheConfig, layer: LayerSpec) -> LayerCacheSchema:
     sum_rows = HCA_GROUPS - 1 + (num_closed if num_closed > 1 else 0)
     return LayerCacheSchema(
         layer=layer,
-        entries_per_block=config.block_tokens // ratio if ratio else 0,
+        entries_per_block=config.entries_per_block(ratio),
         entry_head_dim=config.head_dim,
         rope_dim=config.rope_dim,
         indexer_head_dim=config.index_head_dim if is_csa else 0,

@@ -24,6 +24,7 @@ def select_entries(
     *,
     max_entries: int,
     candidates: Tensor | None = None,
+    chosen_scores: Tensor | None = None,
 ) -> Selection:
     """Select the `index_topk` best visible entries of each token.
 
@@ -33,6 +34,8 @@ def select_entries(
         max_entries: Upper bound of the entries that a token of this forward sees.
         candidates: `[num_tokens, blocks]` int32, the blocks that entries may come from, ascending,
             then -1; None for all. They have all entries of a token that sees at most `index_topk`.
+        chosen_scores: `[num_tokens, index_topk]` fp32, takes the scores of what is selected, of all
+            tokens alike; not with candidates.
 
     Notes:
         Of equal scores the smaller entry is chosen; a NaN score is never chosen. A token that sees
@@ -48,7 +51,7 @@ def select_entries(
     first = torch.arange(max(width, layout.candidate_blocks), device=positions.device)
     blocks = first[: layout.candidate_blocks].expand(num_tokens, -1)
     blocks = torch.where(blocks * size < counts[:, None], blocks, -1)
-    if max_entries <= topk:
+    if max_entries <= topk and chosen_scores is None:
         entry_idx = torch.where(first[:width] < counts[:, None], first[:width], -1)
     else:
         quantised = index_query(
@@ -70,6 +73,8 @@ def select_entries(
             values = gather_rows(keys, rows, global_scale=global_scale)
             scores = score_entries(quantised[part], head_weights[part], values)
             chosen = select_topk(scores, num_listed, topk)
+            if chosen_scores is not None:
+                chosen_scores[part, :width] = scores.gather(1, chosen.clamp(min=0))
             if listed is not None:
                 chosen = torch.where(chosen >= 0, listed.gather(1, chosen.clamp(min=0)), -1)
             entry_idx[part, : chosen.shape[1]] = chosen

@@ -368,6 +368,7 @@ def select_entries(
     *,
     max_entries: int,
     candidates: Tensor | None = None,
+    chosen_scores: Tensor | None = None,
 ) -> Selection:
     """See `kernels.reference.indexer`."""
     num_tokens, device = len(tokens.positions), tokens.positions.device
@@ -376,7 +377,7 @@ def select_entries(
     if not num_tokens:
         return chosen
     all_tokens = range(num_tokens)
-    if max_entries <= layout.index_topk:
+    if max_entries <= layout.index_topk and chosen_scores is None:
         unread = chosen.entry_idx
         choose_best(chosen, unread, unread, tokens, layout, all_tokens, max_entries=max_entries)
         if layout.candidate_blocks:
@@ -394,17 +395,22 @@ def select_entries(
     scratch = index_scratch(query, memory, max_entries=max_entries, chunk_keys=chunk_keys)
     if chunk_keys is not None:
         store_operands(chunk_keys, memory, tokens, max_entries=max_entries)
+    scored = memory if chosen_scores is None else memory.scoring_all
     for first in range(0, num_tokens, scratch.num_rows):
         part = all_tokens[first : first + scratch.num_rows]
-        prepare_queries(query, head_weights, scratch, memory, tokens, part)
+        prepare_queries(query, head_weights, scratch, scored, tokens, part)
         score_entries(
-            scratch, memory, tokens, part, num_heads=query.shape[1], max_entries=max_entries,
+            scratch, scored, tokens, part, num_heads=query.shape[1], max_entries=max_entries,
             chunk_keys=chunk_keys,
         )  # fmt: skip
         choose_best(
             chosen, scratch.scores, scratch.group_tops, tokens, layout, part,
             max_entries=max_entries,
         )  # fmt: skip
+        if chosen_scores is not None:
+            entries = chosen.entry_idx[part.start : part.stop].long().clamp(min=0)
+            scores = scratch.scores[: len(part)].gather(1, entries)
+            chosen_scores[part.start : part.stop] = scores
         if counts is not None:
             published.append(_best_blocks(scratch, layout, counts, part, max_entries))
     return chosen._replace(blocks=torch.cat(published)) if published else chosen

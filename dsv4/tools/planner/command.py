@@ -27,8 +27,9 @@ CHOICES = ("kv_format", "index_format", "tail_dtype", "block_tokens", "page_alig
 # Numbers of a plan that its JSON has under their own names.
 REPORTED = (
     "context_tokens", "num_requests", "max_forward_tokens", "num_checkpoints", "undo_slots",
-    "num_ranks", "num_stages", "blocks_per_request", "gpu_bytes", "reserved_bytes", "cache_bytes",
-    "free_bytes", "fits", "max_requests", "max_blocks", "max_tokens",
+    "num_ranks", "num_stages", "context_ranks", "blocks_per_request", "gpu_bytes",
+    "reserved_bytes", "cache_bytes", "free_bytes", "fits", "max_requests", "max_blocks",
+    "max_tokens",
 )  # fmt: skip
 MAX_NUMBER = 2**20  # of an option that counts things
 MAX_DIGITS, MAX_SHOWN = 18, 40
@@ -60,6 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tensor-parallel ranks")  # fmt: skip
     add("--pp", type=positive, default=1, dest="num_stages", metavar="PP",
         help="pipeline stages, each with ranks of its own")  # fmt: skip
+    add("--context-parallel", type=positive, default=1, dest="context_ranks", metavar="N",
+        help="ranks that divide each request's blocks, not the weights")  # fmt: skip
     add("--kv", choices=KV_FORMATS, dest="kv_format", help="row format of the KV")
     add("--index", choices=INDEX_FORMATS, default="mxfp4", dest="index_format",
         help="row format of the index keys")  # fmt: skip
@@ -120,8 +123,16 @@ def build_plan(options: argparse.Namespace) -> MemoryPlan:
         raise ValueError(f"argument --gpu: {error}") from None
     if options.num_stages > 1 and options.html is not None:
         raise ValueError("argument --html: expected --pp 1, the page has no stages")
+    config = _config(options)
+    if options.context_ranks > 1:
+        if options.html is not None or config.candidate_source_layer_id >= 0:
+            raise ValueError(
+                "argument --context-parallel: expected 1 for a page or a model with candidate "
+                f"blocks, got {options.context_ranks}"
+            )
+        config = config.split_context(0, options.context_ranks)  # all ranks have as many bytes
     sizes = {name: getattr(options, name) for name in LIMITS if name != "gpu_bytes"}
-    return MemoryPlan(_config(options), gpu_bytes=gpu_bytes, **sizes)
+    return MemoryPlan(config, gpu_bytes=gpu_bytes, **sizes)
 
 
 def _config(options: argparse.Namespace) -> CacheConfig:
@@ -246,7 +257,8 @@ def _stage_table(plan: MemoryPlan) -> Table:
 
 def _gpu_table(plan: MemoryPlan, *, gpu: str) -> Table:
     num_ranks = plan.num_ranks * plan.num_stages
-    ranks = f"each of {num_ranks} ranks" if num_ranks > 1 else "one GPU"
+    num_gpus = num_ranks * plan.context_ranks
+    ranks = f"each of {num_gpus} ranks" if num_gpus > 1 else "one GPU"
     rows = [("memory", plan.gpu_bytes)]
     if plan.weights_bytes:
         share = f" / {num_ranks}" if num_ranks > 1 else ""
@@ -304,6 +316,11 @@ def _notes(plan: MemoryPlan, *, gpu: str) -> list[str]:
         notes.append("Activations and the CUDA context are not counted: give them with --reserve.")
     if plan.num_ranks > 1:
         notes.append(TP_NOTE)
+    if plan.context_ranks > 1:
+        notes.append(
+            f"A context is split over {plan.context_ranks} ranks: bytes are those of each, and a "
+            "block is one of every rank."
+        )
     if plan.config.num_mtp_layers:
         notes.append(
             f"MTP layers counted: {plan.config.num_mtp_layers} (--no-mtp leaves them out)."

@@ -46,7 +46,7 @@ class MemoryPlan:
     """A number of requests of one length, on one GPU.
 
     Attributes:
-        config: Geometry, formats and block size.
+        config: Geometry, formats and block size; that of a rank where a context is split.
         num_requests: Requests open at once.
         context_tokens: Tokens of each of them.
         gpu_bytes: Memory of one GPU.
@@ -88,6 +88,11 @@ class MemoryPlan:
         _ = self.capacity
         if self.num_stages > 1:
             _ = self.stages  # refuses cuts between layers that share entries
+
+    @property
+    def context_ranks(self) -> int:
+        """Ranks that divide each request's blocks."""
+        return self.config.num_ranks
 
     @property
     def blocks_per_request(self) -> int:

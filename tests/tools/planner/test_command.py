@@ -87,6 +87,28 @@ def test_pipeline_stages(capsys, tmp_path):
     assert "expected --pp 1" in capsys.readouterr().err
 
 
+def test_a_split_context(tmp_path, capsys):
+    one, two = (run_json(capsys, *FLASH, "--context-parallel", n) for n in ("1", "2"))
+    assert (one["context_ranks"], two["context_ranks"]) == (1, 2)
+    for name, size in one["bytes_per_request"].items():
+        assert name == "block_table" or two["bytes_per_request"][name] == size
+    half = {name: size["payload"] / 2 for name, size in one["bytes_per_token"].items()}
+    assert half == {name: size["payload"] for name, size in two["bytes_per_token"].items()}
+    assert main([*FLASH, "--context-parallel", "2", "--tp", "2", "--pp", "2"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "each of 8 ranks" in shown and "split over 2 ranks" in shown
+    with pytest.raises(SystemExit):
+        main([*FLASH, "--context-parallel", "2", "--html", str(tmp_path / "page.html")])
+    assert "argument --context-parallel" in capsys.readouterr().err
+
+
+def test_candidates_are_not_split(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "v41-flash", "--context", "1M", "--gpu", "H200",
+              "--context-parallel", "2"])  # fmt: skip
+    assert "candidate" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 def test_a_config_of_transformers(capsys, tmp_path, is_folder):
     path = tmp_path / "config.json"

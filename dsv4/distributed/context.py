@@ -1,0 +1,228 @@
+"""`SplitContext`: every request's blocks over the ranks of a process group, in turn.
+
+All ranks make the same calls of their managers, so their books are the same. A block of the books
+is one block of each rank, under one id. Window and tails are on every rank. A rank scores its own
+keys, and attends its own share of the entries. The ranks exchange candidates and partial results.
+"""
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.memory.capacity import Capacity
+from dsv4.cache.plan import ForwardPlan
+from dsv4.cache.prefix.store import PrefixStore
+from dsv4.config import CacheConfig
+from dsv4.errors import RankLostError
+from dsv4.kernels import ops
+from dsv4.kernels.backends import BACKENDS, load_backend
+from dsv4.kernels.contracts import AttentionResult, Selection, TokenMap
+from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.kernels.reference import addressing
+
+NO_ENTRY = torch.iinfo(torch.int32).max  # behind all entries
+NO_KEY = torch.iinfo(torch.int64).min  # behind all candidates
+
+
+def rank_config(
+    config: CacheConfig,
+    group: Any,
+    *,
+    backends: tuple[str | None, ...],
+    store: PrefixStore | None,
+) -> CacheConfig:
+    """Return the config of this rank; refuse what a split context does not have."""
+    if not hasattr(group, "allgather"):
+        raise ValueError("Invalid process_group: expected one that this process is a rank of")
+    external = [name for name in backends if name not in (None, *BACKENDS)]
+    for has_it, what in (
+        (bool(external), f"the backend {external[0]!r}" if external else ""),
+        (store is not None, "a store: the ranks would find records at different times"),
+        (config.candidate_source_layer_id >= 0, "candidate blocks (candidate_source_layer_id)"),
+    ):
+        if has_it:
+            raise ValueError(f"A split context does not support {what}")
+    return config.split_context(group.rank(), group.size())
+
+
+class SplitContext:
+    """One rank's part of select and attend, joined with those of the other ranks.
+
+    The group's own timeout is the deadline of each exchange.
+
+    Args:
+        capacity: Sizes of the manager, the same on all ranks.
+        block_table: `[max_requests, max_blocks]` int32 on the device.
+        group: The ranks.
+    """
+
+    def __init__(self, capacity: Capacity, block_table: Tensor, group: Any) -> None:
+        self._config, self._block_table, self._group = capacity.config, block_table, group
+        find = getattr(group, "_get_backend", lambda device: group)  # a group has some by device
+        self._is_staged = block_table.is_cuda and find(block_table.device).name() == "gloo"
+        self._is_lost = False
+        # By plan and ratio: the tokens as they see the rank's own entries, the rows of these.
+        self._own_tokens: WeakKeyDictionary[ForwardPlan, dict[int, TokenMap]] = WeakKeyDictionary()
+        self._own_rows: WeakKeyDictionary[ForwardPlan, dict[int, Tensor]] = WeakKeyDictionary()
+        sizes = repr(replace(capacity, config=replace(capacity.config, context=None)))
+        digest = torch.frombuffer(
+            bytearray(hashlib.sha256(sizes.encode()).digest()), dtype=torch.uint8
+        )
+        if not (self._gather(digest.to(block_table.device)) == digest.to(block_table.device)).all():
+            raise ValueError(
+                "Invalid process_group: expected the same config and sizes on all ranks"
+            )
+
+    def start(self, plan: ForwardPlan) -> None:
+        """Find the rank's own entries that each token of a forward sees."""
+        tokens = plan.tokens
+        self._own_tokens[plan] = {
+            ratio: tokens._replace(
+                block_table=self._block_table,
+                positions=self._own_entries((tokens.positions + 1) // ratio, ratio) * ratio - 1,
+                positions_after=self._own_entries(tokens.positions_after // ratio, ratio) * ratio,
+            )
+            for ratio in {layer.ratio for layer in self._config.schedule if layer.ratio}
+        }
+        self._own_rows[plan] = {}
+
+    def select_entries(
+        self, query: Tensor, head_weights: Tensor, memory: LayerMemory, plan: ForwardPlan, *,
+        backend: str,
+    ) -> Selection:  # fmt: skip
+        """Select the entries that one rank would; rows of other ranks' entries are -1."""
+        layout, tokens = memory.layout, plan.tokens
+        ratio, topk = layout.ratio, layout.index_topk
+        max_entries = plan.max_entries(ratio)
+        if max_entries <= topk:  # all of them
+            return ops.select_entries(
+                query, head_weights, memory, tokens, max_entries=max_entries, backend=backend
+            )
+        own = self._own_tokens[plan][ratio]
+        most, scores = self._most_entries(plan, ratio), query.new_empty(len(query), topk).float()
+        with torch.no_grad():
+            chosen = load_backend(backend).select_entries(
+                query, head_weights, memory, own, max_entries=most, chosen_scores=scores
+            )
+            width = min(topk, most)
+            candidates = self._gather(
+                torch.stack((self._number(chosen.entry_idx, ratio), scores.view(torch.int32)), 2)[
+                    :, :width
+                ]
+            )  # [ranks, num_tokens, width, 2]
+            entries, bits = candidates.transpose(0, 1).flatten(1, 2).unbind(2)
+            slots = addressing.token_slots(tokens)
+            counts = addressing.visible_entries(tokens.positions.long(), ratio)
+            best = _merge(entries, bits.contiguous().view(torch.float32), counts, topk)
+            best = torch.where(slots[:, None] >= 0, best, -1)
+            size = self._config.entries_per_block(ratio)
+            rows = addressing.entry_rows(tokens.block_table, slots[:, None], best, size)
+        return Selection(best.int(), rows, (best >= 0).sum(dim=1).int(), chosen.blocks)
+
+    def attend(
+        self, query: Tensor, sinks: Tensor | None, memory: LayerMemory,
+        selected_rows: Tensor | None, plan: ForwardPlan, *, max_entries: int, is_query_raw: bool,
+        batch_invariant: bool, backend: str,
+    ) -> AttentionResult:  # fmt: skip
+        """Attend the window on rank 0, each entry on its rank, and join the results."""
+        tokens, is_alone = plan.tokens, max_entries == 0
+        if not is_alone and selected_rows is None:
+            selected_rows = self._rows(plan, memory.layout.ratio)
+        if not is_alone and self._config.rank > 0:  # a token before the first sees no window
+            nowhere = torch.full_like(tokens.positions, -1)
+            tokens = tokens._replace(positions=nowhere, chunk_ids=tokens.chunk_ids[:0])
+        part = ops.attend(
+            query, sinks if is_alone else None, memory, selected_rows, tokens,
+            max_entries=max_entries, is_query_raw=is_query_raw, batch_invariant=batch_invariant,
+            backend=backend,
+        )  # fmt: skip
+        if is_alone:
+            return part
+        dim, lse = query.shape[2], part.lse[:, :, None].view(query.dtype)
+        parts = self._gather(torch.cat((part.output, lse), dim=2))
+        lses = parts[..., dim:].contiguous().view(torch.float32).squeeze(-1)
+        return _join(parts[..., :dim], lses, sinks)
+
+    def _own_entries(self, counts: Tensor, ratio: int) -> Tensor:
+        """`CacheConfig.own_entries` of many counts."""
+        size = self._config.entries_per_block(ratio)
+        group = size * self._config.num_ranks
+        rest = (counts % group - self._config.rank * size).clamp(0, size)
+        return counts // group * size + rest
+
+    def _most_entries(self, plan: ForwardPlan, ratio: int) -> int:
+        """Return the most entries of one rank that a token sees: those of rank 0."""
+        size = self._config.entries_per_block(ratio)
+        full, rest = divmod(plan.max_entries(ratio), size * self._config.num_ranks)
+        return full * size + min(rest, size)
+
+    def _number(self, own: Tensor, ratio: int) -> Tensor:
+        """Number the rank's own entries as their request does; -1 stays."""
+        size, rank = self._config.entries_per_block(ratio), self._config.rank
+        in_request = (own // size * self._config.num_ranks + rank) * size + own % size
+        return torch.where(own >= 0, in_request, -1)
+
+    def _rows(self, plan: ForwardPlan, ratio: int) -> Tensor:
+        """Flat rows `[num_tokens, most]` of all own entries that each token sees; then -1."""
+        rows = self._own_rows[plan]
+        if ratio not in rows:
+            own, size = self._own_tokens[plan][ratio], self._config.entries_per_block(ratio)
+            entry = torch.arange(self._most_entries(plan, ratio), device=own.positions.device)
+            counts = addressing.visible_entries(own.positions, ratio)
+            entry = torch.where(entry < counts[:, None], entry, -1)
+            slots = addressing.token_slots(own)[:, None]
+            rows[ratio] = addressing.entry_rows(own.block_table, slots, entry, size)
+        return rows[ratio]
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """Exchange tensors of one shape: `[ranks, ..]`, in the order of the ranks."""
+        if self._is_lost:
+            raise RankLostError("A rank of the split context was lost before: free its requests")
+        staged = (mine.cpu() if self._is_staged else mine).contiguous().view(torch.uint8)
+        parts = staged.new_empty((self._config.num_ranks, *staged.shape))
+        try:
+            self._group.allgather([list(parts)], [staged]).wait()
+        except RuntimeError as error:
+            self._is_lost = True
+            raise RankLostError(f"A rank of the split context is lost: {error}") from error
+        return parts.to(mine.device).view(mine.dtype)
+
+
+def _merge(entries: Tensor, scores: Tensor, counts: Tensor, topk: int) -> Tensor:
+    """Choose among the ranks' candidates as `select_topk` does among all entries.
+
+    Args:
+        entries: `[n, candidates]` int32, -1 for none.
+        counts: `[n]`, the entries that a token sees on all ranks.
+
+    Returns:
+        `[n, topk]` int64, ascending, then -1.
+    """
+    has_few = counts[:, None] <= topk
+    is_candidate = (entries >= 0) & (has_few | ~torch.isnan(scores))
+    scores = torch.where(has_few, 0.0, scores) + 0.0  # one zero
+    bits = scores.view(torch.int32).long()
+    ranked = bits ^ ((bits >> 63) & 0x7FFFFFFF)  # in the order of the scores
+    keys = torch.where(is_candidate, (ranked << 32) - entries, NO_KEY)  # of equal scores the first
+    best = keys.topk(min(topk, keys.shape[1]), dim=1).values
+    chosen = torch.where(best > NO_KEY, -best & 0xFFFFFFFF, NO_ENTRY).sort(dim=1).values
+    chosen = torch.where(chosen < NO_ENTRY, chosen, -1)
+    return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[1]), value=-1)
+
+
+def _join(outputs: Tensor, lses: Tensor, sinks: Tensor | None) -> AttentionResult:
+    """Join softmaxes over parts of the rows, `[ranks, n, heads, ..]`, and add the sinks once."""
+    largest = lses.amax(dim=0)
+    base = torch.where(largest == -torch.inf, 0.0, largest)
+    weights = torch.exp(lses - base)
+    total, output = torch.zeros_like(base), torch.zeros_like(outputs[0], dtype=torch.float32)
+    for weight, each in zip(weights, outputs, strict=True):  # in the order of the ranks
+        total += weight
+        output += weight[:, :, None] * each
+    with_sink = total if sinks is None else total + torch.exp(sinks.float() - base)
+    output = torch.where(total[:, :, None] > 0, output / with_sink[:, :, None], 0.0)
+    return AttentionResult(output.to(outputs.dtype), total.log() + base)

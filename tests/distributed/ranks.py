@@ -1,0 +1,243 @@
+"""Ranks of a split context in processes of their own."""
+
+import dataclasses
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
+
+from dsv4 import CacheConfig, KVCacheManager
+from dsv4.errors import RankLostError
+from dsv4.testing import Row, model_projections, model_weights, move_to, poison
+from tests.cache.life import BASE, Life, World, machine_in, run_layers
+from tests.cache.live import assert_same
+from tests.distributed.processes import context
+
+DEADLINE = 60.0  # two slow cores must be in time
+context.set_forkserver_preload([__name__])
+
+
+def run_ranks(num_ranks, function, *args, killed=(), **options):
+    """Call a function with rank and group on each rank; return the results of those that live."""
+    # A process that was forked may not have the GPU.
+    start = multiprocessing.get_context("spawn") if options.get("device") == "cuda" else context
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(num_ranks):
+            mine, theirs = start.Pipe()
+            call = (rank, num_ranks, Path(folder), theirs, function, args, options)
+            process = start.Process(target=_run_rank, args=call, daemon=True)
+            process.start()
+            theirs.close()
+            ranks.append((mine, process))
+        results = []
+        try:
+            for rank, (mine, _) in enumerate(ranks):
+                if rank not in killed:
+                    results.append(mine.recv())
+        finally:
+            for _, process in ranks:
+                process.kill()
+                process.join()
+    for problem, _ in results:
+        assert not problem, problem
+    return [result for _, result in results]
+
+
+def _run_rank(rank, num_ranks, folder, told, function, args, options):
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(str(folder / "store"), num_ranks)
+        timeout = timedelta(seconds=DEADLINE)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
+        )
+        told.send(("", function(rank, dist.group.WORLD, *args, **options)))
+    except BaseException:
+        told.send((traceback.format_exc(), None))
+    time.sleep(DEADLINE)  # the connections of the others stay until all have told
+
+
+def new_group(path, rank, num_ranks, seconds=DEADLINE):
+    """A group of gloo's that meets at a file."""
+    store = dist.FileStore(str(path), num_ranks)
+    return dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=seconds))
+
+
+class SplitWorld(World):
+    """A world whose managers divide blocks; the oracle has the rank's own entries."""
+
+    tolerance = 1e-5  # fp32 sums in another order
+
+    def __init__(self, config, group, **sizes):
+        self.group, self.whole = group, config
+        super().__init__(config.split_context(group.rank(), group.size()), **sizes)
+
+    def new_manager(self, **sizes):
+        defaults = {
+            "max_requests": self.max_requests, "num_blocks": self.num_blocks,
+            "max_forward_tokens": 512, "max_request_tokens": self.max_tokens,
+        }  # fmt: skip
+        return KVCacheManager(self.whole, process_group=self.group, **{**defaults, **sizes})
+
+
+class SplitLife(Life):
+    """A life without a store, which a split context does not have."""
+
+    @initialize(
+        every_blocks=st.integers(0, 2), num_checkpoints=st.integers(1, 5),
+        host_blocks=st.sampled_from([0, 3, 12, 30]),
+    )  # fmt: skip
+    def start(self, every_blocks=1, num_checkpoints=4, host_blocks=3):
+        super().start(every_blocks, num_checkpoints, host_blocks)
+
+
+def short_config(ratios=(0, 4)):
+    return CacheConfig.tiny(
+        **BASE, compress_ratios=ratios, block_tokens=4, sliding_window=8, index_topk=4
+    )
+
+
+def deep_config():
+    return short_config((0, 4, 4))
+
+
+def whole_config():
+    return CacheConfig.tiny(**BASE, compress_ratios=(0, 4, 128), block_tokens=128)
+
+
+def live(rank, group, make_config, max_tokens, num_lives, num_steps):
+    """Lives of the same steps on all ranks."""
+    world = SplitWorld(make_config(), group, max_tokens=max_tokens, num_blocks=9)
+    machine = machine_in(world, SplitLife)
+    chosen = settings(
+        max_examples=num_lives, stateful_step_count=num_steps, deadline=None, derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    run_state_machine_as_test(machine, settings=chosen)
+    return machine.num_steps
+
+
+def make_ties(layers):
+    """Give every third token equal scores, and every seventh none."""
+    for layer in layers:
+        if layer.indexer is not None:
+            layer.indexer.query[::3] = 0.0
+            layer.indexer.head_weights[::7] = torch.nan
+    return layers
+
+
+def own_bytes(manager, one, slot):
+    """The rank's share of each block of a request, and the same of a manager that is alone."""
+    parts, rank = ([], []), manager.config.rank
+    blocks = torch.from_numpy(manager.blocks_of(slot)).long()
+    assert blocks.tolist() == one.blocks_of(slot).tolist()
+    for idx in range(len(manager.schedule)):
+        pages = [each.paged.layer(idx) for each in (manager, one)]
+        if pages[0] is None:
+            continue
+        for name in ("entries", "index_keys"):
+            mine, whole = (getattr(each, name) for each in pages)
+            if mine is not None:
+                own = slice(rank * mine.rows_per_page, (rank + 1) * mine.rows_per_page)
+                for field in ("data", "scales"):
+                    parts[0].append(getattr(mine, field)[blocks])
+                    parts[1].append(getattr(whole, field)[blocks][:, own])
+    return parts
+
+
+FORWARDS = ((420, 20), (30, 140), (3, 3), (1, 1), (20, 3), (1, 0), (0, 1))
+
+
+def compare(rank, group, device="cpu", dtype=torch.float32, forwards=FORWARDS, **choices):
+    """Chunks, verification and decode of two requests, beside a manager that is alone."""
+    config = CacheConfig.tiny(
+        **{"compress_ratios": (0, 4, 128, 4), "block_tokens": 128, "drafts_per_step": 2,
+           "index_topk": 16, **choices}
+    )  # fmt: skip
+    sizes = {"max_requests": 3, "num_blocks": 8, "max_forward_tokens": 700, "device": device}
+    whole = dataclasses.replace(config, block_tokens=128 * group.size())
+    one = KVCacheManager(whole, **sizes)
+    manager = KVCacheManager(config, process_group=group, **sizes)
+    weights = [move_to(device, each) for each in model_weights(config, seed=0)]
+    tokens = [make_ties(model_projections(config, 600, seed=n, dtype=dtype)) for n in (10, 20)]
+    tokens = [[move_to(device, each) for each in layers] for layers in tokens]
+    for each in (manager, one):
+        poison(each)
+        each.open_requests(2)
+    places, farthest = [0, 0], 0.0
+    for counts in forwards:
+        rows = [
+            Row(slot, tokens[slot], places[slot], places[slot] + count)
+            for slot, count in reversed(list(enumerate(counts)))
+        ]
+        places = [place + count for place, count in zip(places, counts, strict=True)]
+        mine, alone = (run_layers(each, weights, rows) for each in (manager, one))
+        for got, want in zip(mine, alone, strict=True):
+            assert (got.chosen is None) == (want.chosen is None)
+            if got.chosen is not None:
+                assert torch.equal(got.chosen, want.chosen)
+            scale = want.output.float().abs().max()
+            farthest = max(farthest, float((got.output - want.output).abs().max() / scale))
+        if counts == (3, 3):
+            for each in (manager, one):
+                each.truncate([0, 1], [place - 2 for place in places])
+            places = [place - 2 for place in places]
+    for slot in (0, 1):
+        assert_same(*own_bytes(manager, one, slot))
+    return farthest
+
+
+class Dying:
+    """A group whose process dies, or stops, at one of its exchanges."""
+
+    def __init__(self, group, number, sign):
+        self._group, self._left, self._signal = group, number, sign
+        self.rank, self.size, self.name = group.rank, group.size, group.name
+
+    def allgather(self, *args):
+        self._left -= 1
+        if self._left < 0:
+            os.kill(os.getpid(), self._signal)
+        return self._group.allgather(*args)
+
+
+def lose_a_rank(rank, group, folder, dying, number, sign, seconds):
+    """Run until a rank dies; go on in a group of the others."""
+    config, weights = deep_config(), model_weights(deep_config(), seed=0)
+    tokens = model_projections(config, 60, seed=1)
+    group = new_group(folder / "first", rank, group.size(), seconds)
+    if rank == dying:
+        group = Dying(group, number, sign)
+    sizes = {"max_requests": 2, "num_blocks": 16, "max_forward_tokens": 64}
+    manager = KVCacheManager(config, process_group=group, **sizes)
+    slot = manager.open_request()
+    run_layers(manager, weights, [Row(slot, tokens, 0, 40)])
+    begin = time.monotonic()
+    with pytest.raises(RankLostError):
+        run_layers(manager, weights, [Row(slot, tokens, 40, 44)])
+    waited = time.monotonic() - begin
+    assert manager.live_plan is None
+    if manager.lengths[slot] > 40:  # every layer was written
+        manager.truncate(slot, 40)
+    assert manager.lengths[slot] == 40
+    with pytest.raises(RankLostError):  # at once
+        run_layers(manager, weights, [Row(slot, tokens, 40, 44)])
+    manager.free_request(slot)
+    manager.check_integrity()
+    left = [each for each in range(group.size()) if each != dying]
+    rest = new_group(folder / "second", left.index(rank), len(left))
+    manager = KVCacheManager(config, process_group=rest, **sizes)
+    slot = manager.open_request()
+    outputs = run_layers(manager, weights, [Row(slot, tokens, 0, 44)])
+    return waited, [each.output for each in outputs]

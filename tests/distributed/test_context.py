@@ -1,0 +1,155 @@
+"""Ranks that divide a context equal one that has it alone, also when one of them dies."""
+
+import signal
+
+import pytest
+import torch
+
+from dsv4 import CacheConfig, KVCacheManager
+from dsv4.cache.graphs.captured_forward import CapturedForward
+from dsv4.distributed import context
+from dsv4.kernels.reference.indexer import select_topk
+from dsv4.testing import Row, model_projections, model_weights
+from dsv4.tools.planner.memory_plan import MemoryPlan
+from tests.cache.life import run_layers
+from tests.distributed import ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_ranks_equal_one(num_ranks):
+    assert max(ranks.run_ranks(num_ranks, ranks.compare)) < 1e-5
+
+
+V4_ROWS = {"head_dim": 512, "rope_dim": 64, "num_query_heads": 64, "index_num_heads": 64,
+           "index_head_dim": 128}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "choices", "limit"), [(torch.float32, {}, 1e-5), (torch.bfloat16, V4_ROWS, 2.0**-7)]
+)
+def test_the_ranks_equal_one_on_a_gpu(dtype, choices, limit):
+    """BF16 parts are rounded before they are joined."""
+    parts = ranks.run_ranks(
+        2, ranks.compare, device="cuda", dtype=dtype, forwards=((420, 20), (3, 3), (1, 0)),
+        **choices,
+    )  # fmt: skip
+    assert max(parts) < limit
+
+
+def test_merge_follows_the_rule_of_one_rank():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 2.0, torch.nan])
+    for num_entries, topk in ((40, 6), (12, 12), (5, 9), (64, 1)):
+        scores = values[torch.randint(0, 6, (50, num_entries), generator=generator)]
+        counts = torch.randint(0, num_entries + 1, (50,), generator=generator)
+        entries = torch.arange(num_entries).expand(50, -1)
+        entries = torch.where(entries < counts[:, None], entries, -1).int()
+        order = torch.randperm(num_entries, generator=generator)
+        merged = context._merge(entries[:, order], scores[:, order], counts, topk)
+        want = select_topk(scores, counts, topk)
+        assert torch.equal(merged[:, : want.shape[1]], want)
+        assert (merged[:, want.shape[1] :] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "make_config", "max_tokens", "sizes"),
+    [(2, ranks.short_config, 40, (6, 30)), (4, ranks.short_config, 80, (3, 25)),
+     (2, ranks.whole_config, 640, (2, 20))],
+)  # fmt: skip
+def test_lives(num_ranks, make_config, max_tokens, sizes):
+    steps = ranks.run_ranks(num_ranks, ranks.live, make_config, max_tokens, *sizes)
+    assert len(set(steps)) == 1
+    assert steps[0] >= sizes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_many_lives(num_ranks):
+    ranks.run_ranks(num_ranks, ranks.live, ranks.short_config, 20 * num_ranks, 25, 50)
+
+
+def alone():
+    config = ranks.deep_config()
+    manager = KVCacheManager(config, max_requests=1, num_blocks=20, max_forward_tokens=64)
+    slot, tokens = manager.open_request(), model_projections(config, 60, seed=1)
+    layers = run_layers(manager, model_weights(config, seed=0), [Row(slot, tokens, 0, 44)])
+    return [layer.output for layer in layers]
+
+
+# Exchanges: one of sizes, then two of each CSA layer: candidates and results.
+@pytest.mark.parametrize(
+    ("num_ranks", "number", "sign", "seconds"),
+    [(2, 5, signal.SIGKILL, 30.0), (3, 6, signal.SIGKILL, 4.0), (2, 8, signal.SIGKILL, 30.0),
+     (2, 5, signal.SIGSTOP, 4.0)],
+)  # fmt: skip
+def test_a_lost_rank(tmp_path, num_ranks, number, sign, seconds):
+    call = (tmp_path, 1, number, sign, seconds)
+    survivors = ranks.run_ranks(num_ranks, ranks.lose_a_rank, *call, killed={1})
+    for waited, outputs in survivors:
+        assert waited < seconds + 5.0
+        for mine, theirs in zip(outputs, alone(), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-5 * float(theirs.abs().max()))
+
+
+class Group:
+    """A group of two ranks that exchanges nothing."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+    def name(self):
+        return "none"
+
+    def allgather(self, outputs, inputs):
+        for each in outputs[0]:
+            each.copy_(inputs[0])
+        return self
+
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("problem", "choices"),
+    [("backend 'flashmla'", {"attention_backend": "flashmla"}),
+     ("backend 'deepgemm'", {"index_backend": "deepgemm"}), ("a store", {"store": object()}),
+     ("a rank of", {"process_group": object()})],
+)  # fmt: skip
+def test_refusals(problem, choices):
+    sizes = {"max_requests": 1, "num_blocks": 2, "process_group": Group()}
+    with pytest.raises(ValueError, match=problem):
+        KVCacheManager(CacheConfig.tiny(), **{**sizes, **choices})
+
+
+def test_graphs_are_refused():
+    manager = KVCacheManager(CacheConfig.tiny(), max_requests=1, num_blocks=2,
+                             process_group=Group())  # fmt: skip
+    with pytest.raises(ValueError, match="CUDA graphs"):
+        CapturedForward(manager, lambda handles: None, batch=1)
+
+
+def test_candidate_blocks_are_refused():
+    with pytest.raises(ValueError, match="candidate_source_layer_id"):
+        KVCacheManager(CacheConfig.v41_flash(), max_requests=1, num_blocks=1, process_group=Group())
+
+
+def test_a_rank_stores_its_share():
+    config = CacheConfig.tiny()
+    sizes = {"max_requests": 2, "num_blocks": 6}
+    manager = KVCacheManager(config, **sizes, process_group=Group())
+    one = KVCacheManager(config, **sizes)
+    assert manager.paged.storage.shape == one.paged.storage.shape
+    assert manager.capacity.longest_request == 2 * one.capacity.longest_request
+    allocated = sum(size.allocated for size in manager.memory().values())
+    assert allocated == sum(tensor.nbytes for tensor in manager.tensors().values())
+    plan = MemoryPlan(config.split_context(1, 2), 2, 3 * 512, gpu_bytes=10**9)
+    assert plan.blocks_per_request == 3
+    planned = KVCacheManager(config, **sizes, max_request_tokens=3 * 512, process_group=Group())
+    assert plan.cache_bytes == sum(tensor.nbytes for tensor in planned.tensors().values())
+    assert manager.config.format_fingerprint != one.config.format_fingerprint
+    stored = CacheConfig.from_stored_fields(manager.config.stored_fields)
+    assert stored.format_fingerprint == manager.config.format_fingerprint
