@@ -49,8 +49,10 @@ def test_keys_become_operands(name):
     keys = handle.memory.index_keys
     if name == "mxfp4":
         replace_keys(keys, 107, 133)
-        slot = int(handle.tokens.request_slots[handle.tokens.chunk_ids[1]])
-        keys.scales[handle.tokens.block_table[slot, 0], 3, 2] = 134
+        first, second = handle.tokens.request_slots[handle.tokens.chunk_ids.long()].tolist()
+        block = handle.tokens.block_table[first, 1]
+        keys.data[block, 5, 32:48], keys.scales[block, 5, 2] = 0x80, 0  # zeros, some negative
+        keys.scales[handle.tokens.block_table[second, 0], 3, 2] = 134
     else:
         keys.field("scale").uniform_()
     chunk_keys = empty_keys(handle, device=device)

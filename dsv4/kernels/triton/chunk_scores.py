@@ -125,7 +125,9 @@ def store_mxfp4(out_ptr, words, key_scale_ptr, is_key, flags_ptr, DIM: tl.conste
     place_ptr = out_ptr[:, :, None] + nth * (DIM // 16) + group[:, :, None]  # [TILE, groups, 4]
     tl.store(place_ptr, halves[0].to(tl.int32, bitcast=True))
     tl.store(place_ptr + DIM // 32, halves[1].to(tl.int32, bitcast=True))
-    reach = tl.max(tl.max(tl.abs(scales - MIDDLE_SCALE), axis=1), axis=0)
+    has_codes = tl.max(words & 0x77777777, axis=2) != 0  # a group of zeros is 0 with any scale
+    reach = tl.where(has_codes, tl.abs(scales - MIDDLE_SCALE), 0)
+    reach = tl.max(tl.max(reach, axis=1), axis=0)
     tl.store(flags_ptr + tl.program_id(0), tl.where(reach > SCALE_REACH, 1.0, 0.0))
 
 
