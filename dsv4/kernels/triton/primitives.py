@@ -52,20 +52,10 @@ def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
     beside a copy. It may read nothing that a kernel writes. STARTS_NEXT lets the next launch
     begin beside this one.
     """
-    if STARTS_NEXT:
-        start_next_launch()
     if has_instructions_of(EARLY_ARCH):
+        if STARTS_NEXT:
+            gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def start_next_launch():
-    """Let the next launch begin beside this one.
-
-    After this one's wait, the next may read at once all that launches before this one wrote.
-    """
-    if has_instructions_of(EARLY_ARCH):
-        gdc_launch_dependents()
 
 
 @triton.jit
