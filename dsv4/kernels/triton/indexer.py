@@ -76,7 +76,6 @@ from dsv4.kernels.triton.primitives import (
     load_rope,
     loop_bound,
     rotate_tail,
-    start_next_launch,
     wait_for_launch_before,
 )
 from dsv4.kernels.triton.topk import choose_best, visible_entries
@@ -126,8 +125,7 @@ def _query_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
     _slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
-    wait_for_launch_before(STARTS_NEXT=False)
-    start_next_launch()  # keys are written: scores may load them beside this launch
+    wait_for_launch_before(STARTS_NEXT=True)
     if count > topk:
         head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # [ROWS]
         is_head = head < HEADS
@@ -340,8 +338,7 @@ def _score_kernel(
                                      workspace_starts_ptr)  # fmt: skip
         counts = tl.where(is_scored & (are_chunks_scored != 0), 0, counts)
     slot = tl.max(slots, axis=0)
-    if KEY.FORMAT != "index_mxfp4":
-        wait_for_launch_before(STARTS_NEXT=False)
+    wait_for_launch_before(STARTS_NEXT=False)
     operands = QueryOperands(query_operand_ptr, query_weights_ptr, query_weights_stride)
     keys = KeyPages(data_ptr, scale_ptr, page_stride, block_table_ptr, table_stride)
     if tl.max(counts, axis=0) > 0:
@@ -356,8 +353,6 @@ def _score_kernel(
                     score_tokens(start + idx, slot, count + tl.zeros((1,), tl.int32), scores_ptr,
                                  scores_stride, operands, keys, OPERAND_BYTES, KEY,
                                  ALONE)  # fmt: skip
-    else:
-        wait_for_launch_before(STARTS_NEXT=False)
 
 
 def select_entries(

@@ -94,7 +94,6 @@ class TopkLaunch(NamedTuple):
     """Programs that choose entries, by the scores that a program holds."""
 
     num_warps: int
-    maxnreg: int | None = None
 
 
 class AttendLaunch(NamedTuple):

@@ -21,8 +21,8 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
             {"up_to": None, "num_warps": 4, "window_rows": 4, "maxnreg": 80},
         ],
         "hca decode": [
-            {"up_to": 128, "num_warps": 4, "channels": 32},
-            {"up_to": None, "num_warps": 4},
+            {"up_to": 64, "num_warps": 4, "channels": 32},
+            {"up_to": None, "num_warps": 2},
         ],
         "hca step": [{"up_to": None, "num_warps": 4}],
         "hca chunk": [

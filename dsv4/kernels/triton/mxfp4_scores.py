@@ -18,12 +18,7 @@ import triton.language as tl
 
 from dsv4.kernels.triton.decode import e2m1_values, ue8m0_values
 from dsv4.kernels.triton.key_tiles import load_pages, pages_of_tile, tile_blocks
-from dsv4.kernels.triton.primitives import (
-    INTERPRETED,
-    loop_bound,
-    power_of_two,
-    wait_for_launch_before,
-)
+from dsv4.kernels.triton.primitives import INTERPRETED, loop_bound, power_of_two
 
 MIN_E5M2_EXPONENT = tl.constexpr(-15)  # smallest exponent that keeps E2M1 values exact in E5M2
 QUERY_EXPONENT = tl.constexpr(6)  # exponent of the factor of a head's largest group
@@ -253,15 +248,6 @@ def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
     BLOCK_HEADS: tl.constexpr = SPEC.BLOCK_HEADS
     TILE: tl.constexpr = SPEC.TILE
     TOKENS: tl.constexpr = SPEC.TOKENS
-    count = tl.max(counts, axis=0)
-    highest = tl.zeros((TILE, TOKENS), tl.float32)
-    first_tile, step = tl.program_id(1), tl.num_programs(1)
-    entry = first_tile * TILE + tl.arange(0, TILE)[:, None]  # [TILE, 1]
-    first, last = load_pages(pages_ptr, first_tile, count, ENTRIES_PER_BLOCK, TILE)
-    blocks = tile_blocks(first, last, ENTRIES_PER_BLOCK, TILE)
-    words, scales = load_tile_words(keys, blocks, entry, count, KEY, SPEC)
-    first, last = load_pages(pages_ptr, first_tile + step, count, ENTRIES_PER_BLOCK, TILE)
-    wait_for_launch_before(STARTS_NEXT=False)  # for the query
     query = e5m2_operand(load_query_codes(operands.query_ptr, TOKENS * BLOCK_HEADS, BLOCK))
     head = tl.arange(0, TOKENS * BLOCK_HEADS)
     weight_ptr = (
@@ -271,6 +257,14 @@ def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
     group = tl.arange(0, BLOCK // 32)[:, None]
     residual_scales = tl.load(weight_ptr[None, :] + (group + 1) * BLOCK_HEADS)
     weights = tl.where(tl.min(residual_scales, axis=0) < 1.0, float("nan"), weights)
+    count = tl.max(counts, axis=0)
+    highest = tl.zeros((TILE, TOKENS), tl.float32)
+    first_tile, step = tl.program_id(1), tl.num_programs(1)
+    entry = first_tile * TILE + tl.arange(0, TILE)[:, None]  # [TILE, 1]
+    first, last = load_pages(pages_ptr, first_tile, count, ENTRIES_PER_BLOCK, TILE)
+    blocks = tile_blocks(first, last, ENTRIES_PER_BLOCK, TILE)
+    words, scales = load_tile_words(keys, blocks, entry, count, KEY, SPEC)
+    first, last = load_pages(pages_ptr, first_tile + step, count, ENTRIES_PER_BLOCK, TILE)
     for tile in tl.range(loop_bound(first_tile), loop_bound(tl.cdiv(count, TILE)),
                          loop_bound(step), num_stages=1):  # fmt: skip
         next_blocks = tile_blocks(first, last, ENTRIES_PER_BLOCK, TILE)

@@ -52,20 +52,10 @@ def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
     beside a copy. It may read nothing that a kernel writes. STARTS_NEXT lets the next launch
     begin beside this one.
     """
-    if STARTS_NEXT:
-        start_next_launch()
     if has_instructions_of(EARLY_ARCH):
+        if STARTS_NEXT:
+            gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def start_next_launch():
-    """Let the next launch begin beside this one.
-
-    After this one's wait, the next may read at once all that launches before this one wrote.
-    """
-    if has_instructions_of(EARLY_ARCH):
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -165,25 +155,15 @@ def magnitude(x):
 
 @triton.jit
 def mean_of_squares(x, DIM: tl.constexpr):
-    """Mean of x² of a tile's rows, `[ROWS]` fp64: the same number in any order of addition.
-
-    A square is a whole number of units, 2^42 at most. Halves of these numbers are added as int32,
-    which a warp does in one instruction.
-    """
-    LOW: tl.constexpr = 32 - padded(x.shape[1]).bit_length()  # bits of the lower half
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # [ROWS]
-    exponent = ((largest >> 23) - 127).to(tl.int64)
-    # Adding it drops all bits of a square below the unit, 2^(2 × exponent - 40).
+    """Mean of x² of a tile's rows, `[ROWS]` fp64: the same number in any order of addition."""
+    largest = tl.maximum(tl.max(magnitude(x), axis=1), 0.0)
+    exponent = ((largest.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.int64)
+    # Adding it drops all bits of a square below 2^(2 × exponent - 40).
     magic = ((2 * exponent + 12 + 1023) << 52) | (1 << 51)
+    magic = magic.to(tl.float64, bitcast=True)[:, None]
     wide = x.to(tl.float64)
     # A product of two fp32 numbers is exact in fp64, so that fma rounds as two operations do.
-    shifted = tl.fma(wide, wide, magic.to(tl.float64, bitcast=True)[:, None])
-    units = shifted.to(tl.int64, bitcast=True) - magic[:, None]
-    low = tl.sum((units & ((1 << LOW) - 1)).to(tl.int32), axis=1)
-    high = tl.sum((units >> LOW).to(tl.int32), axis=1)
-    unit = ((2 * exponent - 40 + 1023) << 52).to(tl.float64, bitcast=True)
-    total = ((high.to(tl.int64) << LOW) + low).to(tl.float64) * unit
-    total = tl.where(largest < 0x7F800000, total, largest.to(tl.float32, bitcast=True))
+    total = tl.sum(tl.fma(wide, wide, magic) - magic, axis=1)
     return total * (1.0 / DIM) if DIM & (DIM - 1) == 0 else total / DIM
 
 

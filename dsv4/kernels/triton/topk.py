@@ -37,11 +37,10 @@ SIGN_BIT = tl.constexpr(-(2**31))
 INF_BITS, NAN_BITS = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
 NO_KEY = tl.constexpr(-0x7F800001)  # below -inf
 END_KEY = tl.constexpr(0x7F800001)  # above inf
-FIRST_MARGIN = tl.constexpr(3.0)  # standard errors from the first guess to its pivots
+FIRST_MARGIN = tl.constexpr(0.05)  # standard deviations from the first guess to its pivots
 MARGIN = tl.constexpr(0.7)  # standard deviations from a guess between two counts to its pivots
 STEP = tl.constexpr(0.1)  # standard deviations of tops between the first two pivots of members
 NEAR, FAR = tl.constexpr(0.7), tl.constexpr(1.4)  # pivots around a guess, in shares of its distance
-CANDIDATES = tl.constexpr(128)  # the most scores that are compared with each other
 MAX_GUESSES = tl.constexpr(12)  # passes before the interval is cut in thirds instead
 
 
@@ -147,9 +146,9 @@ def split_quads(x, WIDTH: tl.constexpr):
 
 @triton.jit
 def sum_lanes(x, THREADS: tl.constexpr):
-    """The sum of each warp, `[warps]`: over a thread's quads first, then over lanes."""
-    quads = tl.sum(tl.reshape(x, (x.shape[0] // 4 // THREADS, THREADS, 4)), axis=2)
-    return tl.sum(tl.reshape(tl.sum(quads, axis=0), (THREADS // 32, 32)), axis=1)
+    """The sum of each warp, `[warps]`: over a thread first, then over lanes."""
+    threads = tl.sum(tl.reshape(x, (x.shape[0] // THREADS, THREADS)), axis=0)  # [THREADS]
+    return tl.sum(tl.reshape(threads, (THREADS // 32, 32)), axis=1)
 
 
 @triton.jit
@@ -164,16 +163,17 @@ def sum_both(a, b, THREADS: tl.constexpr):
 def first_pivots(scores, count, wanted, SHAPE: tl.constexpr):
     """Two keys around the wanted-th largest of `count` scores, if they are normal numbers.
 
-    Returns their standard deviation too. Some CANDIDATES scores lie between the keys then.
+    The estimate takes every fourth score. Returns their standard deviation too.
     """
-    scale = 1.0 / count.to(tl.float32)
-    values = tl.where(tl.abs(scores) < float("inf"), scores, 0.0)
+    sample = split_quads(scores, SHAPE.WIDTH)[0]  # [WIDTH / 4]
+    scale = 1.0 / tl.cdiv(count, 4).to(tl.float32)
+    is_finite = tl.abs(sample) < float("inf")
+    values = tl.where(is_finite, sample, 0.0)
     mean, square = sum_both(values, values * values, SHAPE.THREADS)
     mean, square = mean * scale, square * scale
     deviation = tl.sqrt(tl.maximum(square - mean * mean, 0.0))
-    z = upper_quantile(tl.minimum(wanted * scale, 1.0))
-    guess = mean + deviation * z
-    margin = deviation * FIRST_MARGIN * tl.sqrt((1.0 + 0.5 * z * z) * scale)
+    guess = mean + deviation * upper_quantile(tl.minimum(wanted / count.to(tl.float32), 1.0))
+    margin = deviation * FIRST_MARGIN
     is_guess = tl.abs(guess) < float("inf")
     first = tl.where(is_guess, value_key(guess - margin), NO_KEY // 3)
     last = tl.where(is_guess, value_key(guess + margin), END_KEY // 3)
@@ -282,40 +282,7 @@ def smallest_from(scores, low, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def rank_between(list_ptr, scores, interval, wanted, SHAPE: tl.constexpr):
-    """The wanted-th largest's key, of at most CANDIDATES scores in an interval that holds it.
-
-    They pass through the list, in any order. Each is then compared with all.
-    """
-    QUADS: tl.constexpr = SHAPE.WIDTH // 4
-    floor, upper = key_value(interval.low), key_value(interval.high)
-    is_between = (scores >= floor) & (scores < upper)
-    by_quad = tl.sum(by_thread(tl.where(is_between, 1, 0), SHAPE), axis=2)  # [quads, THREADS]
-    lanes = tl.reshape(tl.sum(by_quad, axis=0), (SHAPE.THREADS // 32, 32))
-    before = tl.reshape(scan_lanes(lanes, tl.sum(lanes, axis=1)), (SHAPE.THREADS,))
-    place = tl.reshape(before[None, :] + tl.cumsum(by_quad, axis=0) - by_quad, (QUADS,))
-    quads = split_quads(scores, SHAPE.WIDTH)
-    for nth in tl.static_range(4):
-        is_listed = (quads[nth] >= floor) & (quads[nth] < upper)
-        tl.store(list_ptr + place, quads[nth].to(tl.int32, bitcast=True), mask=is_listed)
-        place += tl.where(is_listed, 1, 0)
-    tl.debug_barrier()  # the list is stored before it is read
-    count = interval.num_low - interval.num_high
-    nth = tl.arange(0, CANDIDATES)
-    bits = tl.load(list_ptr + nth, mask=nth < count, other=NAN_BITS)
-    each = tl.arange(0, CANDIDATES // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    others = tl.load(list_ptr + each, mask=each < count, other=NAN_BITS)
-    others = others.to(tl.float32, bitcast=True)[:, None, :]
-    is_reached = others >= bits.to(tl.float32, bitcast=True)[None, :, None]
-    at_least = tl.sum(tl.where(is_reached, 1.0, 0.0), axis=0).to(tl.int32)  # [CANDIDATES, 32]
-    at_least = tl.sum(at_least, axis=1)
-    tl.debug_barrier()  # the list is read before it is overwritten
-    keys = tl.where(interval.num_high + at_least >= wanted, order_keys(bits), NO_KEY)
-    return tl.max(keys, axis=0)
-
-
-@triton.jit
-def find_threshold(list_ptr, scores, first, last, count, wanted, SHAPE: tl.constexpr):
+def find_threshold(scores, first, last, count, wanted, SHAPE: tl.constexpr):
     """A key that exactly `wanted` scores are not below, found from the pivots `first` and `last`.
 
     Where equal scores rule that out, it is the wanted-th largest's key, which more scores are not
@@ -344,11 +311,7 @@ def find_threshold(list_ptr, scores, first, last, count, wanted, SHAPE: tl.const
         is_found = (num_low == wanted) | (low + 1 >= high)
         if not is_found:
             is_open = (low == NO_KEY) | (high == END_KEY)
-            if (not is_open) & (num_low - num_high <= tl.minimum(wanted, CANDIDATES)):
-                interval = Interval(low, high, num_low, num_high)
-                low = rank_between(list_ptr, scores, interval, wanted, SHAPE)
-                is_found = tl.full((), True, tl.int1)
-            elif num_high + 1 == wanted:  # one score is missing: the next below high
+            if num_high + 1 == wanted:  # one score is missing: the next below high
                 low = largest_before(scores, high, SHAPE)
                 is_found = tl.full((), True, tl.int1)
             elif is_open & (num_passes < 3):
@@ -368,15 +331,6 @@ def find_threshold(list_ptr, scores, first, last, count, wanted, SHAPE: tl.const
 
 
 @triton.jit
-def scan_lanes(lanes, totals):
-    """Exclusive prefix sums of `[groups, lanes]` counts, whose groups have these totals."""
-    group = tl.arange(0, totals.shape[0])
-    is_earlier = group[None, :] < group[:, None]
-    before_group = tl.sum(tl.where(is_earlier, totals[None, :], 0), axis=1)
-    return before_group[:, None] + tl.cumsum(lanes, axis=1) - lanes
-
-
-@triton.jit
 def count_before(counts, NUM: tl.constexpr):
     """Exclusive prefix sums of `[NUM]` counts, and their total: over lanes, then over warps.
 
@@ -387,7 +341,10 @@ def count_before(counts, NUM: tl.constexpr):
     first, second = tl.split(tl.trans(tl.reshape(counts, (2, NUM // 2))))
     lanes = tl.reshape(second * 65536 + first, (GROUPS, LANES))
     totals = tl.sum(lanes, axis=1)
-    before = tl.reshape(scan_lanes(lanes, totals), (NUM // 2,))
+    group = tl.arange(0, GROUPS)
+    is_earlier = group[None, :] < group[:, None]
+    before_group = tl.sum(tl.where(is_earlier, totals[None, :], 0), axis=1)
+    before = tl.reshape(before_group[:, None] + tl.cumsum(lanes, axis=1) - lanes, (NUM // 2,))
     total = tl.sum(tl.sum(in_each_warp(totals), axis=1), axis=0)
     num_first = total & 0xFFFF
     halves = tl.join(before & 0xFFFF, (before >> 16) + num_first)
@@ -556,7 +513,7 @@ def _topk_kernel(
         scores = bits.to(tl.float32, bitcast=True)
         first, last, deviation = first_pivots(scores, count, topk, SHAPE)
         for level in tl.static_range(LEVELS):
-            low = find_threshold(entries_ptr, scores, first, last, count, topk, SHAPE)
+            low = find_threshold(scores, first, last, count, topk, SHAPE)
             unused = (entry, entry, entry, entry)
             # Until the last level, the token's entry_idx lists groups.
             num_listed = store_best(entries_ptr, rows_ptr, scores, entry, unused, low, topk, SHAPE,
@@ -576,7 +533,7 @@ def _topk_kernel(
                 first, last, deviation = first_pivots(scores, count, topk, SHAPE)
         end = tl.where(slot >= 0, num_seen, 0)
         blocks = load_blocks(pages, entry, end, ENTRIES_PER_BLOCK)
-        low = find_threshold(entries_ptr, scores, first, last, count, topk, SHAPE)
+        low = find_threshold(scores, first, last, count, topk, SHAPE)
         low = tl.where(slot >= 0, low, END_KEY)
         num_stored = store_best(entries_ptr, rows_ptr, scores, entry, blocks, low, topk, SHAPE,
                                 ENTRIES_PER_BLOCK, True)  # fmt: skip
@@ -634,14 +591,13 @@ def choose_best(
         group = find_launch(GroupLaunch, "top-k groups", device)
         grid = (len(part), -(-max_entries // group.scores))
         _group_kernel[grid](**shared, CHUNK=group.scores, num_warps=group.num_warps)
-    launch = find_launch(TopkLaunch, "top-k", device, width)
+    num_warps = find_launch(TopkLaunch, "top-k", device, width).num_warps
     _topk_kernel[(len(part),)](
         **shared, entry_idx_ptr=chosen.entry_idx, rows_ptr=chosen.rows, counts_ptr=chosen.counts,
         max_entries=max_entries,
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         ENTRIES_PER_BLOCK=layout.entries_per_block, WIDTH=width,
-        BLOCK_K=next_power_of_two(topk), WARPS=launch.num_warps, num_warps=launch.num_warps,
-        maxnreg=launch.maxnreg,
+        BLOCK_K=next_power_of_two(topk), WARPS=num_warps, num_warps=num_warps,
     )  # fmt: skip
 
 
