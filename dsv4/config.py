@@ -281,6 +281,12 @@ class CacheConfig:
             self, block_tokens=self.block_tokens * num_ranks, context=ContextShare(rank, num_ranks)
         )
 
+    @cached_property
+    def whole(self) -> "CacheConfig":
+        """The config that `split_context` was called on; itself for one rank."""
+        block_tokens = self.block_tokens // self.num_ranks
+        return dataclasses.replace(self, block_tokens=block_tokens, context=None)
+
     @property
     def rank(self) -> int:
         """The rank among those that divide a context; 0 for one alone."""

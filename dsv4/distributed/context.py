@@ -68,7 +68,7 @@ class SplitContext:
         # By plan and ratio: the tokens as they see the rank's own entries, the rows of these.
         self._own_tokens: WeakKeyDictionary[ForwardPlan, dict[int, TokenMap]] = WeakKeyDictionary()
         self._own_rows: WeakKeyDictionary[ForwardPlan, dict[int, Tensor]] = WeakKeyDictionary()
-        sizes = repr(replace(capacity, config=replace(capacity.config, context=None)))
+        sizes = repr(replace(capacity, config=capacity.config.whole))
         digest = torch.frombuffer(
             bytearray(hashlib.sha256(sizes.encode()).digest()), dtype=torch.uint8
         )

@@ -137,11 +137,11 @@ class AttentionSubBlock:
     def _check(self, hidden: Tensor, handle: LayerCacheHandle) -> None:
         check_type("handle", handle, LayerCacheHandle)
         check_type("hidden", hidden, Tensor)
-        if handle.layer != self.layer or handle.config != self.config:
+        is_own = handle.config.whole == self.config.whole
+        if handle.layer != self.layer or not is_own:
             raise ValueError(
                 f"Invalid handle: expected layer {self.layer.layer_idx} of this block's config, "
-                f"got layer {handle.layer.layer_idx}"
-                + ("" if handle.config == self.config else " of another config")
+                f"got layer {handle.layer.layer_idx}" + ("" if is_own else " of another config")
             )
         expected = (handle.plan.num_tokens, self.module.q_a_proj.in_features)
         if tuple(hidden.shape) != expected:

@@ -1,6 +1,7 @@
 """Ranks of a split context in processes of their own."""
 
 import dataclasses
+import hashlib
 import multiprocessing
 import os
 import tempfile
@@ -160,7 +161,10 @@ FORWARDS = ((420, 20), (30, 140), (3, 3), (1, 1), (20, 3), (1, 0), (0, 1))
 
 
 def compare(rank, group, device="cpu", dtype=torch.float32, forwards=FORWARDS, **choices):
-    """Chunks, verification and decode of two requests, beside a manager that is alone."""
+    """Chunks, verification and decode of two requests, beside a manager that is alone.
+
+    Returns the farthest output, relative to the scale, and a digest of all outputs.
+    """
     config = CacheConfig.tiny(
         **{"compress_ratios": (0, 4, 128, 4), "block_tokens": 128, "drafts_per_step": 2,
            "index_topk": 16, **choices}
@@ -175,7 +179,7 @@ def compare(rank, group, device="cpu", dtype=torch.float32, forwards=FORWARDS, *
     for each in (manager, one):
         poison(each)
         each.open_requests(2)
-    places, farthest = [0, 0], 0.0
+    places, farthest, digest = [0, 0], 0.0, hashlib.sha256()
     for counts in forwards:
         rows = [
             Row(slot, tokens[slot], places[slot], places[slot] + count)
@@ -187,6 +191,7 @@ def compare(rank, group, device="cpu", dtype=torch.float32, forwards=FORWARDS, *
             assert (got.chosen is None) == (want.chosen is None)
             if got.chosen is not None:
                 assert torch.equal(got.chosen, want.chosen)
+            digest.update(got.output.cpu().view(torch.uint8).numpy().tobytes())
             scale = want.output.float().abs().max()
             farthest = max(farthest, float((got.output - want.output).abs().max() / scale))
         if counts == (3, 3):
@@ -195,7 +200,26 @@ def compare(rank, group, device="cpu", dtype=torch.float32, forwards=FORWARDS, *
             places = [place - 2 for place in places]
     for slot in (0, 1):
         assert_same(*own_bytes(manager, one, slot))
-    return farthest
+    return farthest, digest.hexdigest()
+
+
+def serve(rank, group):
+    """The tokens that the example's engine gives some requests, of which not all fit."""
+    from decoder import Decoder
+    from engine import Engine
+
+    model = Decoder((4, 0, 4), block_tokens=16)
+    manager = KVCacheManager(
+        model.config, max_requests=4, num_blocks=8, max_forward_tokens=64, max_request_tokens=200,
+        num_checkpoints=4, host_blocks=6, host_slots=2, process_group=group,
+    )  # fmt: skip
+    served = Engine(model, manager, budget=64)
+    text = torch.randint(0, 128, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    requests = served.submit(text[:75], 12, num_samples=2) + served.submit(text[:45], 20)
+    requests += served.submit(text[:70] + text[:30], 10)
+    while served.step():
+        pass
+    return [request.ids for request in requests]
 
 
 class Dying:

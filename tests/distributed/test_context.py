@@ -17,7 +17,15 @@ from tests.distributed import ranks
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_ranks_equal_one(num_ranks):
-    assert max(ranks.run_ranks(num_ranks, ranks.compare)) < 1e-5
+    farthest, digests = zip(*ranks.run_ranks(num_ranks, ranks.compare), strict=True)
+    assert max(farthest) < 1e-5
+    assert len(set(digests)) == 1  # all ranks go on with the same bits
+
+
+@pytest.mark.slow
+def test_an_engine_serves_from_two_ranks():
+    expected = ranks.serve(0, None)
+    assert ranks.run_ranks(2, ranks.serve) == [expected, expected]
 
 
 V4_ROWS = {"head_dim": 512, "rope_dim": 64, "num_query_heads": 64, "index_num_heads": 64,
@@ -34,7 +42,7 @@ def test_the_ranks_equal_one_on_a_gpu(dtype, choices, limit):
         2, ranks.compare, device="cuda", dtype=dtype, forwards=((420, 20), (3, 3), (1, 0)),
         **choices,
     )  # fmt: skip
-    assert max(parts) < limit
+    assert max(farthest for farthest, _ in parts) < limit
 
 
 def test_merge_follows_the_rule_of_one_rank():
