@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.cache.memory.cache_memory import CacheMemory
 from dsv4.cache.memory.capacity import blocks_for
 from dsv4.cache.memory.layout import CacheLayout, cache_layout
 from dsv4.cache.memory.paged_cache import LayerPages, PagedKVPool
@@ -72,9 +73,7 @@ class SavedRequest:
 
 def copy_request(
     config: CacheConfig,
-    layout: CacheLayout,
-    state: StateCachePool,
-    paged: PagedKVPool,
+    memory: CacheMemory,
     *,
     slot: int,
     blocks: Tensor,
@@ -92,14 +91,15 @@ def copy_request(
         first_block: Blocks before it are left out.
         prefix_root, token_ids: As in `SavedRequest`.
     """
-    device, blocks = state.storage.device, blocks[first_block:]
+    layout, device, blocks = memory.layout, memory.parts[0].device, blocks[first_block:]
     entries_from = first_block * config.block_tokens
     new_state = StateCachePool(layout, max_requests=1, device=device)
     new_paged = PagedKVPool(layout, num_blocks=len(blocks), index_global_scale=None, device=device)
     for layer_idx, layer in enumerate(layout.layers):
-        source, target = state.layer(layer_idx), new_state.layer(layer_idx)
+        part = memory.parts[memory.part_of[layer_idx]]
+        source, target = part.state.layer(layer_idx), new_state.layer(layer_idx)
         _copy_state(layer, source, slot, target, floor, length)
-        pages, new_pages = paged.layer(layer_idx), new_paged.layer(layer_idx)
+        pages, new_pages = part.paged.layer(layer_idx), new_paged.layer(layer_idx)
         if layer.ratio:
             num_entries = config.own_entries((length - entries_from) // layer.ratio, layer.ratio)
             _copy_entries(layer, pages, blocks, new_pages, num_entries)
@@ -146,8 +146,8 @@ def _copy_state(
     layer: LayerLayout, source: LayerState, slot: int, target: LayerState, floor: int, length: int
 ) -> None:
     rows = torch.arange(first_window_position(layer.window, floor), length) % layer.ring_rows
-    target.ring.data[0, rows] = source.ring.data[slot, rows]
-    target.ring.scales[0, rows] = source.ring.scales[slot, rows]
+    _put(target.ring.data, rows, source.ring.data[slot, rows])
+    _put(target.ring.scales, rows, source.ring.scales[slot, rows])
     if not layer.tail_rows:
         return
     rows = torch.arange(first_tail_position(layer, floor), length) % layer.tail_rows
@@ -156,12 +156,17 @@ def _copy_state(
         (source.index_tail, target.index_tail),
     ):
         if from_tail is not None and to_tail is not None:
-            to_tail[0, rows] = from_tail[slot, rows]
+            _put(to_tail, rows, from_tail[slot, rows])
     if source.sums is not None and target.sums is not None:
         groups = torch.arange(closed_groups(floor).start, length // GROUP_ROWS)
         is_stored = groups % HCA_GROUPS < HCA_GROUPS - 1
         rows = groups[is_stored] % sum_ring(layer.sum_rows)
-        target.sums[0, rows] = source.sums[slot, rows]
+        _put(target.sums, rows, source.sums[slot, rows])
+
+
+def _put(target: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Give rows of the first slot their values, of any device."""
+    target[0, rows] = values.to(target.device)
 
 
 def _copy_entries(
@@ -182,8 +187,8 @@ def _copy_entries(
             continue
         for part in ("data", "scales"):
             mine, theirs = getattr(from_rows, part), getattr(to_rows, part)
-            theirs[:full] = mine[blocks[:full]]
-            theirs[full : full + 1, :rest] = mine[blocks[full : full + 1], :rest]
+            theirs[:full].copy_(mine[blocks[:full]])
+            theirs[full : full + 1, :rest].copy_(mine[blocks[full : full + 1], :rest])
 
 
 def write_saved(path: FilePath, saved: SavedRequest, config: CacheConfig) -> None:

@@ -49,7 +49,7 @@ class _Driver:
     def __init__(self, manager: KVCacheManager, transport: Transport, deadline: float) -> None:
         self._manager, self._transport = manager, transport
         self._channel = Channel(transport, deadline)
-        self._channel.rows_per_piece(manager.paged.storage.shape[1])  # refuse too small a memory
+        self._channel.rows_per_piece(manager.blocks.num_bytes)  # refuse too small a memory
         self._steps: Steps = self._run()
         self._failure: BaseException | None = None
 
@@ -191,7 +191,7 @@ class Handover(_Driver):
             self._check_unchanged()
             count = self._num_final() - self._num_sent
             if count > 0:
-                row_bytes = self._manager.paged.storage.shape[1]
+                row_bytes = self._manager.blocks.num_bytes
                 region = Region("blocks", self._num_sent, count, row_bytes)
                 yield from self._channel.send_region(region, self._read_blocks, self._check)
                 self._num_sent += count
@@ -218,7 +218,7 @@ class Handover(_Driver):
 
     def _read_blocks(self, first: int, count: int, into: Tensor) -> None:
         blocks = self._manager.blocks_of(self._slot)[first : first + count]
-        self._manager.paged.read_blocks(blocks, into)
+        self._manager.blocks.read(blocks, into)
 
     def _check_unchanged(self) -> None:
         """Refuse a request that has lost tokens that were sent, or changed after `finish`."""
@@ -364,10 +364,10 @@ class Receiver(_Driver):
         """Receive all regions; return the request, or why it is none."""
         manager, problem = self._manager, ""
         check = load_xxh3() if offer["has_checks"] else None
-        slot_bytes, page_align = manager.state.storage.shape[1], manager.config.page_align
+        slot_bytes, page_align = manager.slots.num_bytes, manager.config.page_align
         slot = torch.zeros(slot_bytes // page_align, page_align, dtype=torch.uint8)
         ids = torch.zeros(0, 4, dtype=torch.uint8)
-        block_bytes = manager.paged.storage.shape[1]
+        block_bytes = manager.blocks.num_bytes
         num_rows = {"blocks": 0, "slot": 0, "token_ids": 0}
         limits = {  # most rows, and their bytes
             "blocks": (len(incoming.blocks), block_bytes), "slot": tuple(slot.shape),
@@ -409,14 +409,15 @@ class Receiver(_Driver):
     ) -> SavedRequest | str:
         """Return the request if it is one, or why not."""
         token_ids = ids.reshape(-1).view(torch.int32)
-        blocks = self._manager.paged.storage[: num_rows["blocks"]]
+        shape = num_rows["blocks"], self._manager.blocks.num_bytes
+        blocks = torch.empty(shape, dtype=torch.uint8, device="meta")  # written already
         try:
             saved = SavedRequest(
                 int(message["length"]), int(message["rollback_floor"]), slot.reshape(-1), blocks,
                 message["prefix_root"], token_ids, fingerprint,
             )  # fmt: skip
             manager = self._manager
-            check_request(saved, manager.config, manager.device_memory.layout)
+            check_request(saved, manager.config, manager.layout)
         except (ValueError, TypeError, KeyError) as error:
             return str(error)
         return saved if num_rows["slot"] == len(slot) else "expected a whole slot"
