@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -54,6 +55,13 @@ from dsv4.kernels.external.limits import (
 DEVICE_CHECKPOINTS = 8
 
 
+class Transfer(Protocol):
+    """Moves bytes between the pools and another process."""
+
+    def close(self) -> None:
+        """End it: nothing of the pools is read or written any more."""
+
+
 class KVCacheManager(NotCopyable):
     """The cache of one model (or of one rank's layers) for up to `max_requests` requests.
 
@@ -102,6 +110,7 @@ class KVCacheManager(NotCopyable):
         device: The device; of several that of layer 0.
         memory_parts: The tensors of each device.
         layout: The places of every layer's bytes in blocks and slots.
+        transfers: Those that read or write the pools in place; `close` ends them.
         blocks, slots: The rows of all devices, each in the order of bytes of one device.
         device_memory: Every tensor of `device`, and each layer's part of it.
         block_table: `[max_requests, max_blocks]` int32 on the device, -1 where there is none.
@@ -200,6 +209,7 @@ class KVCacheManager(NotCopyable):
             self.check_one_device("split context")
             self.context = SplitContext(self.capacity, self.block_table, process_group)
         self._layers = [self._layer_parts(idx) for idx in range(len(self.schedule))]
+        self.transfers: WeakSet[Transfer] = WeakSet()
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -605,9 +615,13 @@ class KVCacheManager(NotCopyable):
         Args:
             rows: `[n, block_bytes]` uint8 on any device, its blocks from `first_block` on.
         """
+        self.check_incoming(incoming)
+        self.blocks.write(incoming.blocks[first_block : first_block + len(rows)], rows)
+
+    def check_incoming(self, incoming: IncomingRequest) -> None:
+        """Refuse room that is given up, or another manager's."""
         self._journal.finish()
         self._requests.check_incoming(incoming)
-        self.blocks.write(incoming.blocks[first_block : first_block + len(rows)], rows)
 
     def drop_incoming(self, incoming: IncomingRequest) -> None:
         """Give up the room that is kept for a request; again does nothing more."""
@@ -925,6 +939,8 @@ class KVCacheManager(NotCopyable):
             if is_usable:
                 self._journal.finish()
             tier.close(is_usable=is_usable)
+        for transfer in tuple(self.transfers):
+            transfer.close()
         self._problem = "closed"
         self._forward.retire()
         self._layers = []

@@ -26,7 +26,7 @@ from torch import Tensor
 from dsv4.cache.incoming import IncomingRequest
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.saved_request import SavedRequest, check_request
-from dsv4.distributed.channel import Channel, Region, Steps, load_xxh3
+from dsv4.distributed.channel import Channel, Region, RegionRows, Steps, load_xxh3
 from dsv4.distributed.transport import Transport
 from dsv4.errors import (
     HandoverError,
@@ -50,6 +50,11 @@ class _Driver:
         self._manager, self._transport = manager, transport
         self._channel = Channel(transport, deadline)
         self._channel.rows_per_piece(manager.blocks.num_bytes)  # refuse too small a memory
+        pool, memory = manager.blocks.pieces[0].storage, transport.memory
+        self._is_direct = not manager.blocks.is_split and pool.is_cpu and memory.is_cpu
+        if self._is_direct:
+            transport.add_memory(pool)
+            manager.transfers.add(self)
         self._steps: Steps = self._run()
         self._failure: BaseException | None = None
 
@@ -75,8 +80,8 @@ class _Driver:
 
     def close(self) -> None:
         """Give up what is on its way, and end the connection."""
+        self._transport.close()  # before the room of what it writes is given up
         self._steps.close()
-        self._transport.close()
 
 
 class Handover(_Driver):
@@ -193,7 +198,8 @@ class Handover(_Driver):
             if count > 0:
                 row_bytes = self._manager.blocks.num_bytes
                 region = Region("blocks", self._num_sent, count, row_bytes)
-                yield from self._channel.send_region(region, self._read_blocks, self._check)
+                rows = RegionRows(self._read_blocks, self._find_blocks)
+                yield from self._channel.send_region(region, rows, self._check)
                 self._num_sent += count
             elif self._rest is not None:
                 return
@@ -214,11 +220,17 @@ class Handover(_Driver):
         ):  # fmt: skip
             if len(rows):
                 region = Region(kind, first, *rows.shape)  # type: ignore[arg-type]
-                yield from self._channel.send_region(region, _reader(rows, first), self._check)
+                reader = RegionRows(_reader(rows, first))
+                yield from self._channel.send_region(region, reader, self._check)
 
     def _read_blocks(self, first: int, count: int, into: Tensor) -> None:
         blocks = self._manager.blocks_of(self._slot)[first : first + count]
         self._manager.blocks.read(blocks, into)
+
+    def _find_blocks(self, first: int, count: int) -> Tensor | None:
+        if not self._is_direct:
+            return None
+        return self._manager.blocks.view(self._manager.blocks_of(self._slot)[first : first + count])
 
     def _check_unchanged(self) -> None:
         """Refuse a request that has lost tokens that were sent, or changed after `finish`."""
@@ -380,6 +392,13 @@ class Receiver(_Driver):
             else:
                 (slot if region.kind == "slot" else ids)[first : first + count].copy_(rows)
 
+        def find(first: int, count: int) -> Tensor | None:
+            manager.check_incoming(incoming)
+            if region.kind != "blocks" or not (self._is_direct and self._transport.can_stop):
+                return None
+            incoming.stop = self._transport.close
+            return manager.blocks.view(incoming.blocks[first : first + count])
+
         while True:
             message = yield from self._channel.get("region", "alive", "end")
             if message["kind"] == "alive":
@@ -393,7 +412,9 @@ class Receiver(_Driver):
                 raise PeerLostError(f"The peer sent a region that is not expected: {region}")
             if region.kind == "token_ids":
                 ids = torch.cat((ids, torch.zeros(region.num_rows, 4, dtype=torch.uint8)))
-            is_right = yield from self._channel.receive_region(region, write, check)
+            rows = RegionRows(write, find)
+            is_right = yield from self._channel.receive_region(region, rows, check)
+            incoming.stop = None
             if not is_right:
                 problem = f"the {region.kind} from {region.first} on have another xxh3"
             num_rows[region.kind] += region.num_rows

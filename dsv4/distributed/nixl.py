@@ -29,6 +29,8 @@ class NixlTransport:
         backends: NIXL's backends.
     """
 
+    can_stop = False  # the peer writes, and may learn late that it should not
+
     def __init__(
         self,
         store: Any,
@@ -44,17 +46,27 @@ class NixlTransport:
             raise ImportError("NixlTransport needs nixl: pip install 'dsv4[nixl]'") from error
         self.memory = torch.empty(memory_bytes, dtype=torch.uint8, device=device)
         self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=list(backends)))
-        self._registered = self._agent.register_memory([self.memory])
+        self._registered: dict[int, Any] = {}
+        self.add_memory(self.memory)
         store.set(f"nixl/{rank}", self._agent.get_agent_metadata())
         peer = self._agent.add_remote_agent(store.get(f"nixl/{1 - rank}"))
         self._peer: str = peer.decode() if isinstance(peer, bytes) else peer
         self._num_sent = self._num_received = 0
         self._wanted: dict[int, bytes] = {}  # where the peer wants its next messages
         self._arrived: set[int] = set()
+        self._waiting: list[_Send] = []  # those that the peer does not want yet
+
+    def add_memory(self, memory: Tensor) -> None:
+        if memory.numel() and memory.data_ptr() not in self._registered:
+            known = self._call(self._agent.register_memory, [memory])
+            self._registered[memory.data_ptr()] = known
 
     def send(self, data: Tensor) -> Pending:
         self._num_sent += 1
-        return _Send(self, self._num_sent, data)
+        self._waiting.append(_Send(self, self._num_sent, data))
+        message = self._waiting[-1]
+        self.read_notes()
+        return message
 
     def receive(self, data: Tensor) -> Pending:
         self._num_received += 1
@@ -71,6 +83,7 @@ class NixlTransport:
                 self._wanted[int(number)] = place
             else:
                 self._arrived.add(int(number))
+        self._waiting = [message for message in self._waiting if not message.start()]
 
     def take_arrived(self, number: int) -> bool:
         """Whether a message has come; asked once more, it has not."""
@@ -81,7 +94,6 @@ class NixlTransport:
 
     def start_write(self, number: int, data: Tensor) -> Any:
         """Start to write a message once the peer wants it; return the transfer, or None."""
-        self.read_notes()
         place = self._wanted.pop(number, None)
         if place is None:
             return None
@@ -105,7 +117,8 @@ class NixlTransport:
     def close(self) -> None:
         with suppress(Exception):  # the peer may be dead
             self._agent.remove_remote_agent(self._peer)
-            self._agent.deregister_memory(self._registered)
+            for known in self._registered.values():
+                self._agent.deregister_memory(known)
 
     def _call(self, function: Any, *args: Any) -> Any:
         try:
@@ -143,8 +156,13 @@ class _Send(_Message):
         super().__init__(transport, number)
         self._data, self._transfer = data, None
 
+    def start(self) -> bool:
+        """Start to write, once the peer wants it; return whether it has started."""
+        self._transfer = self._transport.start_write(self._number, self._data)
+        return self._transfer is not None
+
     def _advance(self) -> bool:
         if self._transfer is None:
-            self._transfer = self._transport.start_write(self._number, self._data)
+            self._transport.read_notes()
             return False
         return self._transport.is_written(self._transfer)

@@ -241,6 +241,7 @@ def test_every_message_can_be_the_last(expected, exported):
 @pytest.mark.parametrize("has_checks", [True, False])
 def test_a_damaged_piece_is_refused(has_checks, expected, exported):
     whole = Pair(exported)
+    whole.connect(has_checks=has_checks)
     whole.run()
     pieces = [i for i, size in enumerate(whole.line.sizes) if size != MESSAGE_BYTES]
     assert len(pieces) >= 4

@@ -112,6 +112,12 @@ class DeviceRows:
                 else:
                     yield pair
 
+    def view(self, rows: IntArray) -> Tensor | None:
+        """Return consecutive rows in place, `[n, num_bytes]`; None for others and split ones."""
+        if self.is_split or not len(rows) or (np.diff(rows) != 1).any():
+            return None
+        return self.pieces[0].storage[int(rows[0]) : int(rows[0]) + len(rows)]
+
     def read(self, rows: IntArray, into: Tensor) -> None:
         """Copy rows to memory of any device, `[n, num_bytes]`."""
         for piece in self.pieces:

@@ -151,7 +151,9 @@ def _check_model(model: Any) -> None:
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"Invalid dtype of model: expected float32 or bfloat16, got {model.dtype}")
     for module, name, method in _routes(model):
-        is_own = getattr(vars(module).get(name), "__func__", None) is type(module).forward
+        is_own = name == "_old_forward" and module._old_forward == MethodType(
+            type(module).forward, module
+        )
         if name in vars(module) and not is_own and not _is_routed(module, name, method):
             raise ValueError(
                 f"Invalid model: expected {type(module).__name__}.{name} as its class has it, got "
