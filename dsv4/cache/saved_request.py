@@ -145,28 +145,31 @@ def closed_groups(length: int) -> range:
 def _copy_state(
     layer: LayerLayout, source: LayerState, slot: int, target: LayerState, floor: int, length: int
 ) -> None:
-    rows = torch.arange(first_window_position(layer.window, floor), length) % layer.ring_rows
-    _put(target.ring.data, rows, source.ring.data[slot, rows])
-    _put(target.ring.scales, rows, source.ring.scales[slot, rows])
+    first = first_window_position(layer.window, floor)
+    for rows in _ring_slices(first, length, layer.ring_rows):
+        target.ring.data[0, rows].copy_(source.ring.data[slot, rows])
+        target.ring.scales[0, rows].copy_(source.ring.scales[slot, rows])
     if not layer.tail_rows:
         return
-    rows = torch.arange(first_tail_position(layer, floor), length) % layer.tail_rows
-    for from_tail, to_tail in (
-        (source.tail, target.tail),
-        (source.index_tail, target.index_tail),
-    ):
-        if from_tail is not None and to_tail is not None:
-            _put(to_tail, rows, from_tail[slot, rows])
+    for rows in _ring_slices(first_tail_position(layer, floor), length, layer.tail_rows):
+        for from_tail, to_tail in (
+            (source.tail, target.tail),
+            (source.index_tail, target.index_tail),
+        ):
+            if from_tail is not None and to_tail is not None:
+                to_tail[0, rows].copy_(from_tail[slot, rows])
     if source.sums is not None and target.sums is not None:
         groups = torch.arange(closed_groups(floor).start, length // GROUP_ROWS)
         is_stored = groups % HCA_GROUPS < HCA_GROUPS - 1
-        rows = groups[is_stored] % sum_ring(layer.sum_rows)
-        _put(target.sums, rows, source.sums[slot, rows])
+        places = groups[is_stored] % sum_ring(layer.sum_rows)
+        target.sums[0, places] = source.sums[slot, places].to(target.sums.device)
 
 
-def _put(target: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Give rows of the first slot their values, of any device."""
-    target[0, rows] = values.to(target.device)
+def _ring_slices(first: int, end: int, num_rows: int) -> list[slice]:
+    """Return the rows of a ring that positions from `first` to `end` have, in one or two runs."""
+    start, count = first % num_rows, min(end - first, num_rows)
+    over = max(0, start + count - num_rows)
+    return [slice(start, start + count - over)] + [slice(0, over)] * (over > 0)
 
 
 def _copy_entries(
@@ -187,8 +190,10 @@ def _copy_entries(
             continue
         for part in ("data", "scales"):
             mine, theirs = getattr(from_rows, part), getattr(to_rows, part)
-            theirs[:full].copy_(mine[blocks[:full]])
-            theirs[full : full + 1, :rest].copy_(mine[blocks[full : full + 1], :rest])
+            if full:
+                theirs[:full].copy_(mine[blocks[:full]])
+            if rest:
+                theirs[full, :rest].copy_(mine[int(blocks[full]), :rest])
 
 
 def write_saved(path: FilePath, saved: SavedRequest, config: CacheConfig) -> None:
