@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4.cache.memory.cache_memory import CacheMemory
 from dsv4.cache.memory.capacity import blocks_for
+from dsv4.cache.memory.device_rows import copy_bytes
 from dsv4.cache.memory.layout import CacheLayout, cache_layout
 from dsv4.cache.memory.paged_cache import LayerPages, PagedKVPool
 from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
@@ -93,8 +94,13 @@ def copy_request(
     """
     layout, device, blocks = memory.layout, memory.parts[0].device, blocks[first_block:]
     entries_from = first_block * config.block_tokens
-    new_state = StateCachePool(layout, max_requests=1, device=device)
-    new_paged = PagedKVPool(layout, num_blocks=len(blocks), index_global_scale=None, device=device)
+    new_state = StateCachePool(
+        layout, max_requests=1, device=device, storage=_zeros(1, layout.slots.num_bytes, device)
+    )
+    new_paged = PagedKVPool(
+        layout, num_blocks=len(blocks), index_global_scale=None, device=device,
+        storage=_zeros(len(blocks), layout.blocks.num_bytes, device),
+    )  # fmt: skip
     for layer_idx, layer in enumerate(layout.layers):
         part = memory.parts[memory.part_of[layer_idx]]
         source, target = part.state.layer(layer_idx), new_state.layer(layer_idx)
@@ -107,6 +113,13 @@ def copy_request(
         length, floor, new_state.storage[0], new_paged.storage, prefix_root,
         _no_ids() if token_ids is None else token_ids, config.format_fingerprint,
     )  # fmt: skip
+
+
+def _zeros(num_rows: int, row_bytes: int, device: torch.device) -> Tensor:
+    """Allocate rows of zeros; on the CPU only those that are written take memory."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_rows, row_bytes), dtype=np.uint8))
+    return torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=device)
 
 
 def check_request(saved: SavedRequest, config: CacheConfig, layout: CacheLayout) -> None:
@@ -147,8 +160,8 @@ def _copy_state(
 ) -> None:
     first = first_window_position(layer.window, floor)
     for rows in _ring_slices(first, length, layer.ring_rows):
-        target.ring.data[0, rows].copy_(source.ring.data[slot, rows])
-        target.ring.scales[0, rows].copy_(source.ring.scales[slot, rows])
+        copy_bytes(target.ring.data[0, rows], source.ring.data[slot, rows])
+        copy_bytes(target.ring.scales[0, rows], source.ring.scales[slot, rows])
     if not layer.tail_rows:
         return
     for rows in _ring_slices(first_tail_position(layer, floor), length, layer.tail_rows):
@@ -157,7 +170,7 @@ def _copy_state(
             (source.index_tail, target.index_tail),
         ):
             if from_tail is not None and to_tail is not None:
-                to_tail[0, rows].copy_(from_tail[slot, rows])
+                copy_bytes(to_tail[0, rows], from_tail[slot, rows])
     if source.sums is not None and target.sums is not None:
         groups = torch.arange(closed_groups(floor).start, length // GROUP_ROWS)
         is_stored = groups % HCA_GROUPS < HCA_GROUPS - 1
@@ -193,7 +206,7 @@ def _copy_entries(
             if full:
                 theirs[:full].copy_(mine[blocks[:full]])
             if rest:
-                theirs[full, :rest].copy_(mine[int(blocks[full]), :rest])
+                copy_bytes(theirs[full, :rest], mine[int(blocks[full]), :rest])
 
 
 def write_saved(path: FilePath, saved: SavedRequest, config: CacheConfig) -> None:

@@ -6,8 +6,8 @@ pieces travel, another is filled or read.
     | out 4 KiB | in 4 KiB | piece 0 | piece 1 | piece 2 | piece 3 |
 
 A region is rows of equal bytes: blocks in a request's order, a slot, or token ids. It is one
-message that names it, then its rows in as few pieces as fit, then the xxh3-64 of the pieces. Each
-side has a piece in place where its rows lie one after the other, and copies it otherwise.
+message that names it, then its rows in as few pieces as fit. Each side has a piece in place where
+its rows lie one after the other, and copies it otherwise. The xxh3-64 of all pieces come last.
 """
 
 import json
@@ -74,6 +74,7 @@ class Channel:
         self._pieces = rest.split(self.piece_bytes)[:NUM_PIECES]
         self._sent: list[Pending | None] = [None] * NUM_PIECES
         self._next = 0
+        self._checks: list[str] = []  # of the pieces so far
 
     def put(self, kind: str, **fields: Any) -> Steps:
         data = json.dumps({"kind": kind, **fields}).encode().ljust(MESSAGE_BYTES)
@@ -106,8 +107,8 @@ class Channel:
     def send_region(
         self, region: Region, rows: RegionRows, check: Callable[[Any], bytes] | None
     ) -> Steps:
-        """Send rows; each piece is hashed while it travels."""
-        per_piece, checks = self.rows_per_piece(region.row_bytes), []
+        """Start to send rows; each piece is hashed while it travels."""
+        per_piece = self.rows_per_piece(region.row_bytes)
         yield from self.put("region", region=region)
         end = region.first + region.num_rows
         for first in range(region.first, end, per_piece):
@@ -119,41 +120,47 @@ class Channel:
                 rows.copy(first, count, data)
             self._sent[self._next] = self.transport.send(data.view(-1))
             if check is not None:
-                checks.append(check(data.cpu().numpy()).hex())
+                self._checks.append(check(data.cpu().numpy()).hex())
             self._next = (self._next + 1) % NUM_PIECES
-        for pending in self._sent:
-            yield from self._until(pending)
+
+    def send_checks(self) -> Steps:
+        """Send the hashes of all pieces since the last time."""
+        checks, self._checks = self._checks, []
         for start in range(0, len(checks), CHECKS_PER_MESSAGE):
             yield from self.put("checks", checks=checks[start : start + CHECKS_PER_MESSAGE])
 
     def receive_region(
         self, region: Region, rows: RegionRows, check: Callable[[Any], bytes] | None
     ) -> Steps:
-        """Receive rows; return whether all are right."""
-        per_piece, checks = self.rows_per_piece(region.row_bytes), []
+        """Receive rows."""
+        per_piece = self.rows_per_piece(region.row_bytes)
         end = region.first + region.num_rows
         starts = range(region.first, end, per_piece)
         counts = [min(per_piece, end - first) for first in starts]
+        coming: list[tuple[Tensor, bool, Pending]] = []
 
-        def start(i: int) -> tuple[Tensor, bool, Pending]:
-            data = rows.find(starts[i], counts[i])
-            if data is not None:
-                return data, True, self.transport.receive(data.view(-1))
-            data = self._piece(i % NUM_PIECES, counts[i], region)
-            return data, False, self.transport.receive(data.view(-1))
+        def start() -> None:
+            if (i := len(coming)) < len(counts):
+                found = rows.find(starts[i], counts[i])
+                data = self._piece(i % NUM_PIECES, counts[i], region) if found is None else found
+                coming.append((data, found is not None, self.transport.receive(data.view(-1))))
 
-        coming = [start(i) for i in range(min(NUM_PIECES, len(counts)))]
+        for _ in range(NUM_PIECES):
+            start()
         for i, (first, count) in enumerate(zip(starts, counts, strict=True)):
             data, is_in_place, pending = coming[i]
             yield from self._until(pending)
-            if is_in_place and i + NUM_PIECES < len(counts):
-                coming.append(start(i + NUM_PIECES))
+            if is_in_place:
+                start()
             if check is not None:
-                checks.append(check(data.cpu().numpy()).hex())
+                self._checks.append(check(data.cpu().numpy()).hex())
             if not is_in_place:
                 rows.copy(first, count, data)
-                if i + NUM_PIECES < len(counts):
-                    coming.append(start(i + NUM_PIECES))
+                start()
+
+    def receive_checks(self) -> Steps:
+        """Receive the hashes of all pieces; return whether they are as here."""
+        checks, self._checks = self._checks, []
         expected: list[str] = []
         while len(expected) < len(checks):
             message = yield from self.get("checks")

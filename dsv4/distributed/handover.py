@@ -17,7 +17,6 @@ so, and any other takes it anew.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -176,6 +175,9 @@ class Handover(_Driver):
             yield from self._send_blocks()
             assert self._rest is not None
             yield from self._send_rest(self._rest)
+            if self._check is not None:
+                yield from channel.put("checked")
+                yield from channel.send_checks()
             yield from channel.put("end", **self._rest.description)
             answer = yield from channel.get("ready", "refuse")
         if answer["kind"] == "refuse":
@@ -220,7 +222,7 @@ class Handover(_Driver):
         ):  # fmt: skip
             if len(rows):
                 region = Region(kind, first, *rows.shape)  # type: ignore[arg-type]
-                reader = RegionRows(_reader(rows, first))
+                reader = _tensor_rows(rows, first, in_place=self._transport.takes_any)
                 yield from self._channel.send_region(region, reader, self._check)
 
     def _read_blocks(self, first: int, count: int, into: Tensor) -> None:
@@ -374,10 +376,10 @@ class Receiver(_Driver):
 
     def _receive_parts(self, offer: dict[str, Any], incoming: IncomingRequest) -> Steps:
         """Receive all regions; return the request, or why it is none."""
-        manager, problem = self._manager, ""
+        manager, is_right = self._manager, not offer["has_checks"]
         check = load_xxh3() if offer["has_checks"] else None
         slot_bytes, page_align = manager.slots.num_bytes, manager.config.page_align
-        slot = torch.zeros(slot_bytes // page_align, page_align, dtype=torch.uint8)
+        slot = torch.empty(slot_bytes // page_align, page_align, dtype=torch.uint8)
         ids = torch.zeros(0, 4, dtype=torch.uint8)
         block_bytes = manager.blocks.num_bytes
         num_rows = {"blocks": 0, "slot": 0, "token_ids": 0}
@@ -394,14 +396,19 @@ class Receiver(_Driver):
 
         def find(first: int, count: int) -> Tensor | None:
             manager.check_incoming(incoming)
-            if region.kind != "blocks" or not (self._is_direct and self._transport.can_stop):
+            if not (self._is_direct and self._transport.takes_any):
                 return None
+            if region.kind != "blocks":
+                return (slot if region.kind == "slot" else ids)[first : first + count]
             incoming.stop = self._transport.close
             return manager.blocks.view(incoming.blocks[first : first + count])
 
         while True:
-            message = yield from self._channel.get("region", "alive", "end")
+            message = yield from self._channel.get("region", "alive", "checked", "end")
             if message["kind"] == "alive":
+                continue
+            if message["kind"] == "checked":
+                is_right = yield from self._channel.receive_checks()
                 continue
             if message["kind"] == "end":
                 break
@@ -413,12 +420,12 @@ class Receiver(_Driver):
             if region.kind == "token_ids":
                 ids = torch.cat((ids, torch.zeros(region.num_rows, 4, dtype=torch.uint8)))
             rows = RegionRows(write, find)
-            is_right = yield from self._channel.receive_region(region, rows, check)
+            yield from self._channel.receive_region(region, rows, check)
             incoming.stop = None
-            if not is_right:
-                problem = f"the {region.kind} from {region.first} on have another xxh3"
             num_rows[region.kind] += region.num_rows
-        return problem or self._request(message, slot, ids, num_rows, offer["fingerprint"])
+        if not is_right:
+            return "some pieces have another xxh3"
+        return self._request(message, slot, ids, num_rows, offer["fingerprint"])
 
     def _request(
         self,
@@ -444,8 +451,13 @@ class Receiver(_Driver):
         return saved if num_rows["slot"] == len(slot) else "expected a whole slot"
 
 
-def _reader(rows: Tensor, offset: int) -> Callable[[int, int, Tensor], None]:
-    def read(first: int, count: int, into: Tensor) -> None:
-        into.copy_(rows[first - offset : first - offset + count])
+def _tensor_rows(rows: Tensor, offset: int, *, in_place: bool) -> RegionRows:
+    """Let a tensor be read as rows from `offset` on, in place if it is on the CPU."""
 
-    return read
+    def find(first: int, count: int) -> Tensor:
+        return rows[first - offset : first - offset + count]
+
+    def read(first: int, count: int, into: Tensor) -> None:
+        into.copy_(find(first, count))
+
+    return RegionRows(read, find) if in_place and rows.is_cpu else RegionRows(read)

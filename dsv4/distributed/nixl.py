@@ -29,7 +29,7 @@ class NixlTransport:
         backends: NIXL's backends.
     """
 
-    can_stop = False  # the peer writes, and may learn late that it should not
+    takes_any = False  # the peer writes, and may learn late that it should not
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class NixlTransport:
         self._num_sent = self._num_received = 0
         self._wanted: dict[int, bytes] = {}  # where the peer wants its next messages
         self._arrived: set[int] = set()
-        self._waiting: list[_Send] = []  # those that the peer does not want yet
+        self._sending: list[_Send] = []  # NIXL sends the note of one that is asked for
 
     def add_memory(self, memory: Tensor) -> None:
         if memory.numel() and memory.data_ptr() not in self._registered:
@@ -63,8 +63,8 @@ class NixlTransport:
 
     def send(self, data: Tensor) -> Pending:
         self._num_sent += 1
-        self._waiting.append(_Send(self, self._num_sent, data))
-        message = self._waiting[-1]
+        message = _Send(self, self._num_sent, data)
+        self._sending.append(message)
         self.read_notes()
         return message
 
@@ -75,7 +75,7 @@ class NixlTransport:
         return _Receive(self, self._num_received)
 
     def read_notes(self) -> None:
-        """Take the notes that have come."""
+        """Take the notes that have come, and go on with all that is sent."""
         notes: dict[str, list[bytes]] = self._call(self._agent.get_new_notifs)
         for note in notes.get(self._peer, ()):
             kind, number, place = (*note.split(b" ", 2), b"")[:3]
@@ -83,7 +83,7 @@ class NixlTransport:
                 self._wanted[int(number)] = place
             else:
                 self._arrived.add(int(number))
-        self._waiting = [message for message in self._waiting if not message.start()]
+        self._sending = [message for message in self._sending if not message.go_on()]
 
     def take_arrived(self, number: int) -> bool:
         """Whether a message has come; asked once more, it has not."""
@@ -155,14 +155,16 @@ class _Send(_Message):
     def __init__(self, transport: NixlTransport, number: int, data: Tensor) -> None:
         super().__init__(transport, number)
         self._data, self._transfer = data, None
+        self._is_written = False
 
-    def start(self) -> bool:
-        """Start to write, once the peer wants it; return whether it has started."""
-        self._transfer = self._transport.start_write(self._number, self._data)
-        return self._transfer is not None
+    def go_on(self) -> bool:
+        """Start to write once the peer wants it; return whether all is written."""
+        if self._transfer is None:
+            self._transfer = self._transport.start_write(self._number, self._data)
+        else:
+            self._is_written = self._transport.is_written(self._transfer)
+        return self._is_written
 
     def _advance(self) -> bool:
-        if self._transfer is None:
-            self._transport.read_notes()
-            return False
-        return self._transport.is_written(self._transfer)
+        self._transport.read_notes()
+        return self._is_written

@@ -35,14 +35,14 @@ class Transport(Protocol):
 
     Attributes:
         memory: `[num_bytes]` uint8. Messages are views of it, which do not change on their way.
-        can_stop: After `close` nothing is written to a message any more.
+        takes_any: Messages may be views of any memory, and none is read or written after `close`.
     """
 
     memory: Tensor
-    can_stop: bool
+    takes_any: bool
 
     def add_memory(self, memory: Tensor) -> None:
-        """Let messages be views of more memory; again does nothing more."""
+        """Let messages that are sent be views of more memory; again does nothing more."""
 
     def send(self, data: Tensor) -> Pending:
         """Start to send a message."""
@@ -103,7 +103,7 @@ class TorchTransport:
         device: The device of `memory`: the CPU for gloo, a GPU for NCCL.
     """
 
-    can_stop = True
+    takes_any = True
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class TorchTransport:
         return cls(dist.ProcessGroupGloo(store, rank, 2, options), 1 - rank, **sizes)
 
     def add_memory(self, memory: Tensor) -> None:
-        pass  # messages may be views of any
+        pass
 
     def send(self, data: Tensor) -> Pending:
         return self._sends.add(self._start(self._group.send, data))

@@ -26,7 +26,7 @@ class Line:
 class LocalTransport:
     """One end."""
 
-    can_stop = True
+    takes_any = True
 
     def __init__(self, line, rank, memory_bytes):
         self.memory = torch.zeros(memory_bytes, dtype=torch.uint8)

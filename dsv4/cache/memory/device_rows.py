@@ -35,6 +35,17 @@ class Piece(NamedTuple):
     spans: tuple[Span, ...]
 
 
+def copy_bytes(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor to one of its shape and dtype on any device.
+
+    On the CPU one thread copies: torch's others would go on spinning, in the way of a transfer.
+    """
+    if target.is_cpu and source.is_cpu and target.dtype != torch.bfloat16:
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)
+
+
 def find_spans(whole: RunLayout, part: RunLayout) -> tuple[Span, ...]:
     """Find the bytes of a run that some of its layers have, in as few spans as there are."""
     offsets = sorted(
@@ -122,13 +133,13 @@ class DeviceRows:
         """Copy rows to memory of any device, `[n, num_bytes]`."""
         for piece in self.pieces:
             for mine, theirs in self.pairs(piece, rows, into, np.arange(len(rows))):
-                theirs.copy_(mine)
+                copy_bytes(theirs, mine)
 
     def write(self, rows: IntArray, values: Tensor) -> None:
         """Give rows their bytes, `[n, num_bytes]` on any device."""
         for piece in self.pieces:
             for mine, theirs in self.pairs(piece, rows, values, np.arange(len(rows))):
-                mine.copy_(theirs)
+                copy_bytes(mine, theirs)
 
     def copy(self, source: "DeviceRows", row: int, to: int) -> None:
         """Copy a row of rows that lie on the same devices."""
