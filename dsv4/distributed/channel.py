@@ -5,9 +5,10 @@ pieces travel, another is filled or read.
 
     | out 4 KiB | in 4 KiB | piece 0 | piece 1 | piece 2 | piece 3 |
 
-A region is rows of equal bytes: blocks in a request's order, a slot, or token ids. It is one
-message that names it, then its rows in as few pieces as fit. Each side has a piece in place where
-its rows lie one after the other, and copies it otherwise. The xxh3-64 of all pieces come last.
+A region is rows of equal bytes: blocks in a request's order, a slot, token ids or records. It is
+one message that names it, then its rows in as few pieces as fit. Each side has a piece in place
+where its rows lie one after the other, and copies it otherwise. The xxh3-64 of all pieces come
+last.
 """
 
 import json
@@ -25,7 +26,7 @@ MESSAGE_BYTES = 4096
 CHECKS_PER_MESSAGE = 200
 NUM_PIECES = 4
 Steps = Generator[Pending | None, None, Any]
-RegionKind = Literal["blocks", "slot", "token_ids"]
+RegionKind = Literal["blocks", "slot", "token_ids", "records"]
 
 
 class Region(NamedTuple):
@@ -45,7 +46,7 @@ class RegionRows(NamedTuple):
         find: Returns such rows in place, in memory that the transport knows, or None.
     """
 
-    copy: Callable[[int, int, Tensor], None]
+    copy: Callable[[int, int, Tensor], object]
     find: Callable[[int, int], Tensor | None] = lambda first, count: None
 
 
