@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.cache.memory.device_rows import as_buffer
 from dsv4.distributed.transport import Pending, Transport
 from dsv4.errors import HandoverError, PeerLostError
 
@@ -56,6 +57,11 @@ def load_xxh3() -> Callable[[Any], bytes]:
     except ImportError as error:
         raise ImportError("Checked hand-overs need xxhash: pip install 'dsv4[store]'") from error
     return xxh3_64_digest
+
+
+def _hash(data: Tensor, check: Callable[[Any], bytes]) -> str:
+    on_host = data.cpu()
+    return check(as_buffer(on_host)).hex()
 
 
 class Channel:
@@ -121,7 +127,7 @@ class Channel:
                 rows.copy(first, count, data)
             self._sent[self._next] = self.transport.send(data.view(-1))
             if check is not None:
-                self._checks.append(check(data.cpu().numpy()).hex())
+                self._checks.append(_hash(data, check))
             self._next = (self._next + 1) % NUM_PIECES
 
     def send_checks(self) -> Steps:
@@ -154,7 +160,7 @@ class Channel:
             if is_in_place:
                 start()
             if check is not None:
-                self._checks.append(check(data.cpu().numpy()).hex())
+                self._checks.append(_hash(data, check))
             if not is_in_place:
                 rows.copy(first, count, data)
                 start()

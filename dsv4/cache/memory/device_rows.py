@@ -8,8 +8,9 @@ it. On several devices each holds the bytes of its layers.
     cuda:1   | L2 | K2 | pad |
 """
 
+import ctypes
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,10 +41,19 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
 
     On the CPU one thread copies: torch's others would go on spinning, in the way of a transfer.
     """
-    if target.is_cpu and source.is_cpu and target.dtype != torch.bfloat16:
-        np.copyto(target.numpy(), source.numpy())
+    is_plain = target.is_cpu and source.is_cpu and target.dtype == source.dtype
+    if is_plain and target.is_contiguous() and source.is_contiguous():
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         target.copy_(source)
+
+
+def as_buffer(tensor: Tensor) -> Any:
+    """Return the bytes of a contiguous tensor on the CPU, which must live on meanwhile.
+
+    Its storage can still be resized, as `sleep` does; `numpy()` would prevent that.
+    """
+    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def find_spans(whole: RunLayout, part: RunLayout) -> tuple[Span, ...]:
