@@ -172,10 +172,10 @@ def _copy_state(
             if from_tail is not None and to_tail is not None:
                 copy_bytes(to_tail[0, rows], from_tail[slot, rows])
     if source.sums is not None and target.sums is not None:
-        groups = torch.arange(closed_groups(floor).start, length // GROUP_ROWS)
-        is_stored = groups % HCA_GROUPS < HCA_GROUPS - 1
-        places = groups[is_stored] % sum_ring(layer.sum_rows)
-        target.sums[0, places] = source.sums[slot, places].to(target.sums.device)
+        for group in range(closed_groups(floor).start, length // GROUP_ROWS):
+            if group % HCA_GROUPS < HCA_GROUPS - 1:
+                row = group % sum_ring(layer.sum_rows)
+                copy_bytes(target.sums[0, row], source.sums[slot, row])
 
 
 def _ring_slices(first: int, end: int, num_rows: int) -> list[slice]:
