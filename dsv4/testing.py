@@ -39,11 +39,12 @@ class Row(NamedTuple):
 
 def poison(manager: KVCacheManager) -> None:
     """Fill pools and workspaces with NaN, so that a read of unwritten memory shows."""
-    manager.paged.storage.fill_(POISON_BYTE)
-    manager.state.storage.fill_(POISON_BYTE)
-    manager.device_memory.workspace.fill_(POISON_BYTE)
-    manager.device_memory.partials.fill_(torch.nan)
-    manager.device_memory.rope_rows.fill_(torch.nan)
+    for memory in manager.memory_parts:
+        memory.paged.storage.fill_(POISON_BYTE)
+        memory.state.storage.fill_(POISON_BYTE)
+        memory.workspace.fill_(POISON_BYTE)
+        memory.partials.fill_(torch.nan)
+        memory.rope_rows.fill_(torch.nan)
 
 
 def random_weights(

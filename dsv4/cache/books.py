@@ -4,15 +4,14 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dsv4.cache.memory.arrays import Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
+from dsv4.cache.memory.cache_memory import CacheMemory
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.cache.memory.checkpoints import CheckpointPolicy, Checkpoints
-from dsv4.cache.memory.device_memory import DeviceMemory
+from dsv4.cache.memory.device_rows import DeviceRows
 from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.plan import ForwardPlan
@@ -43,7 +42,7 @@ class CacheBooks:
     def __init__(
         self,
         capacity: Capacity,
-        memory: DeviceMemory,
+        memory: CacheMemory,
         requests: RequestTable,
         policy: CheckpointPolicy,
         journal: Journal,
@@ -57,14 +56,14 @@ class CacheBooks:
         self._memory, self._wipe_on_free = memory, wipe_on_free
         self._block_tokens = capacity.config.block_tokens
         self.host = HostMemory(
-            memory.paged.storage, memory.state.storage, journal,
+            memory.blocks, memory.slots, journal,
             num_blocks=capacity.host_blocks, num_slots=capacity.host_slots, is_wiped=wipe_on_free,
         )  # fmt: skip
         self.allocator = BlockAllocator(
-            capacity.num_blocks, journal, on_free=self._wiper(memory.paged.storage)
+            capacity.num_blocks, journal, on_free=self._wiper(memory.blocks)
         )
         self.checkpoints = Checkpoints(
-            memory.checkpoints, memory.state.storage, self.host, journal,
+            memory.checkpoints, memory.fronts, self.host, journal,
             on_free=self._wiper(memory.checkpoints),
         )  # fmt: skip
         self.prefix = self._new_prefix_cache(capacity, policy, on_events, store)
@@ -187,7 +186,7 @@ class CacheBooks:
         self.drop_blocks(slots, nothing, nothing)
         self.requests.close_slots(slots)
         if self._wipe_on_free:
-            self.journal.after_commit(self._wipe, self._memory.state.storage, slots)
+            self.journal.after_commit(self._wipe, self._memory.slots, slots)
 
     def wipe_undo(self, plan: ForwardPlan) -> None:
         """Wipe what was kept for a plan that has ended."""
@@ -195,10 +194,10 @@ class CacheBooks:
             used = plan.survival.undo_slots
             self.journal.after_commit(self._wipe, self._memory.undo, used[used >= 0])
 
-    def _wiper(self, storage: Tensor) -> Callable[[IntArray], None] | None:
-        return partial(self._wipe, storage) if self._wipe_on_free else None
+    def _wiper(self, rows: DeviceRows) -> Callable[[IntArray], None] | None:
+        return partial(self._wipe, rows) if self._wipe_on_free else None
 
-    def _wipe(self, storage: Tensor, rows: NDArray[np.integer]) -> None:
+    def _wipe(self, rows: DeviceRows, ids: NDArray[np.integer]) -> None:
         """Overwrite rows with zeros, after copies of them to the host."""
         self.host.finish()
-        storage[torch.from_numpy(rows.astype(np.int64)).to(storage.device)] = 0
+        rows.wipe(ids)

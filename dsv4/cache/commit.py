@@ -14,8 +14,8 @@ from dsv4.cache.books import CacheBooks
 from dsv4.cache.layer_checks import check_tensor
 from dsv4.cache.memory.accepted_counts import AcceptedCounts
 from dsv4.cache.memory.arrays import Int64Array
+from dsv4.cache.memory.cache_memory import CacheMemory
 from dsv4.cache.memory.capacity import Capacity
-from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.plan import ForwardPlan
 
 
@@ -42,10 +42,10 @@ class StepCommit:
         step: The step; None if every length is known.
     """
 
-    def __init__(self, capacity: Capacity, memory: DeviceMemory, books: CacheBooks) -> None:
+    def __init__(self, capacity: Capacity, memory: CacheMemory, books: CacheBooks) -> None:
         self._books, self._journal = books, books.journal
         self._max_requests, self._max_step = capacity.max_requests, capacity.max_step_tokens
-        self._accepted = AcceptedCounts(memory.plan_buffers.accepted)
+        self._accepted = AcceptedCounts(*(part.plan_buffers.accepted for part in memory.parts))
         self.step: Committed | None = None
 
     def names(self, slots: Int64Array) -> bool:

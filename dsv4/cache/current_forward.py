@@ -6,8 +6,8 @@ from torch import Tensor
 from dsv4.cache.books import CacheBooks
 from dsv4.cache.commit import StepCommit
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
+from dsv4.cache.memory.cache_memory import CacheMemory
 from dsv4.cache.memory.capacity import Capacity
-from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.plan import ForwardPlan
 from dsv4.errors import LiveForwardError
 
@@ -21,7 +21,7 @@ class CurrentForward:
         committed: The last step whose accepted tokens the host does not know.
     """
 
-    def __init__(self, capacity: Capacity, memory: DeviceMemory, books: CacheBooks) -> None:
+    def __init__(self, capacity: Capacity, memory: CacheMemory, books: CacheBooks) -> None:
         self._books, self._journal = books, books.journal
         self._memory = memory
         self._block_tokens = capacity.config.block_tokens

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from dsv4.cache.books import CacheBooks
 from dsv4.cache.current_forward import CurrentForward
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray, read_only
+from dsv4.cache.memory.cache_memory import CacheMemory
 from dsv4.cache.memory.capacity import Capacity, blocks_for
-from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.plan import ForwardPlan, Survival
 from dsv4.checks import check_int, check_ints
 from dsv4.errors import OutOfBlocksError
 from dsv4.kernels.backends import load_backend
-from dsv4.kernels.contracts import CheckpointPoints
+from dsv4.kernels.contracts import CheckpointPoints, TokenMap
 
 Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
 
@@ -68,14 +68,15 @@ class ForwardPlanner:
     def __init__(
         self,
         capacity: Capacity,
-        memory: DeviceMemory,
+        memory: CacheMemory,
         books: CacheBooks,
         forward: CurrentForward,
         *,
-        backend: str,
+        backends: Sequence[str],
     ) -> None:
-        self._capacity, self._config, self._backend = capacity, capacity.config, backend
+        self._capacity, self._config, self._backends = capacity, capacity.config, backends
         self._memory, self._books, self._forward = memory, books, forward
+        self._buffers = [part.plan_buffers for part in memory.parts]
         self._nothing = read_only(np.full(capacity.max_requests, -1, dtype=np.int64))
 
     def prepare_step(self, request_slots: Ints, num_tokens: int) -> ForwardPlan:
@@ -140,17 +141,16 @@ class ForwardPlanner:
                 self._hold(rows.slots, survival)
             boundaries = self._take_checkpoints(in_chunks)
             num_chunks = self._fill_buffers(rows, num_tokens, has_chunks=has_chunks)
-            buffers, max_step = self._memory.plan_buffers, int(rows.counts.max(initial=0))
-            buffers.upload(
-                self._books.requests.changed_blocks, sources, targets, (batch, num_tokens)
-            )
-            self._books.requests.forget_changes()
-            tokens = buffers.token_map(batch, num_tokens, num_chunks, max_step)
+            max_step, requests = int(rows.counts.max(initial=0)), self._books.requests
+            for buffers in self._buffers:
+                buffers.upload(requests.changed_blocks, sources, targets, (batch, num_tokens))
+            requests.forget_changes()
+            tokens = self._cut_buffers(batch, num_tokens, num_chunks, max_step)
             if rows.uncertain is not None:
-                load_backend(self._backend).apply_accepted(buffers.acceptance(batch), tokens)
+                self._apply_accepted(tokens, batch)
             plan = ForwardPlan(
                 owner=weakref.ref(self._forward),
-                tokens=tokens,
+                tokens=tokens[0],
                 request_slots=rows.slots.astype(np.int32),
                 positions_before=rows.before.astype(np.int32),
                 positions_after=rows.after.astype(np.int32),
@@ -159,8 +159,9 @@ class ForwardPlanner:
                 num_new_blocks=needs.num_blocks,
                 has_workspace=num_chunks > 0,
                 num_layer_writes=self._config.num_layer_writes,
-                boundaries=boundaries,
+                boundaries=boundaries[0],
                 survival=survival,
+                other_parts=tuple(zip(tokens[1:], boundaries[1:], strict=True)),
             )
             self._forward.start(plan, in_steps if rows.uncertain is None else None)
             return plan
@@ -172,7 +173,7 @@ class ForwardPlanner:
         nothing = np.zeros(num_rows, dtype=np.int32)
         return ForwardPlan(
             owner=weakref.ref(self._forward),
-            tokens=self._memory.plan_buffers.token_map(num_rows, num_tokens, num_chunks, max_step),
+            tokens=self._buffers[0].token_map(num_rows, num_tokens, num_chunks, max_step),
             request_slots=nothing - 1,
             positions_before=nothing,
             positions_after=nothing,
@@ -357,23 +358,36 @@ class ForwardPlanner:
         for row in np.flatnonzero(survival.undo_slots >= 0).tolist():
             self._memory.save_undo(int(survival.undo_slots[row]), int(slots[row]))
 
-    def _take_checkpoints(self, in_chunks: list[tuple[int, int, int]]) -> CheckpointPoints | None:
+    def _cut_buffers(self, *sizes: int) -> list[TokenMap]:
+        """Cut the buffers of each device to a forward's size."""
+        return [buffers.token_map(*sizes) for buffers in self._buffers]
+
+    def _apply_accepted(self, tokens: list[TokenMap], batch: int) -> None:
+        """Let each device find the lengths after the step before."""
+        for buffers, each, backend in zip(self._buffers, tokens, self._backends, strict=True):
+            with self._memory.on_device(each.positions.device):
+                load_backend(backend).apply_accepted(buffers.acceptance(batch), each)
+
+    def _take_checkpoints(
+        self, in_chunks: list[tuple[int, int, int]]
+    ) -> list[CheckpointPoints] | list[None]:
         """Take checkpoints for the boundaries inside chunks, as far as there are any."""
-        prefix = self._books.prefix
-        if prefix is None or not in_chunks:
-            return None
-        points = prefix.plan_checkpoints(in_chunks, self._capacity.max_forward_checkpoints)
+        prefix, parts = self._books.prefix, self._memory.parts
+        points: list[tuple[int, int, int]] = []
+        if prefix is not None and in_chunks:
+            points = prefix.plan_checkpoints(in_chunks, self._capacity.max_forward_checkpoints)
         if not points:
-            return None
-        return CheckpointPoints(
-            self._memory.plan_buffers.note_checkpoints(points), self._memory.checkpoints
-        )
+            return [None] * len(parts)
+        return [
+            CheckpointPoints(part.plan_buffers.note_checkpoints(points), part.checkpoints)
+            for part in parts
+        ]
 
     def _fill_buffers(self, rows: Rows, num_tokens: int, *, has_chunks: bool) -> int:
         """Write the plan's arrays and return the number of chunks."""
         slots, before, after, counts, _, is_chunk, uncertain = rows
         batch, num_chunks = len(slots), 0
-        host = self._memory.plan_buffers.start(batch, num_tokens)
+        host = self._buffers[0].start(batch, num_tokens)
         num_ranks = self._config.num_ranks  # blocks of the table that kernels read
         np.multiply(self._books.requests.num_read_only, num_ranks, host["num_read_only"],
                     casting="unsafe")  # fmt: skip

@@ -1,6 +1,7 @@
 """`LayerCacheHandle`: one layer of the cache for one forward. Allocates nothing in the pools."""
 
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,6 +89,8 @@ class LayerParts:
     index_backend: str
     batch_invariant: bool
     checks: LayerChecks
+    part: int
+    on_device: AbstractContextManager[object]
     context: SplitContext | None = None
 
 
@@ -142,7 +145,7 @@ class LayerCacheHandle:
     def tokens(self) -> TokenMap:
         """The device side of the plan, as long as it is the manager's current one."""
         self.plan.check_current()
-        return self.plan.tokens
+        return self.plan.on_part(self.parts.part)[0]
 
     @property
     def request_slots(self) -> Tensor:
@@ -285,19 +288,20 @@ class LayerCacheHandle:
         plan, parts = self.plan, self.parts
         window, entries = writes.window is not None, writes.entries is not None
         plan.begin_write(self.progress, window=window, entries=entries)
-        tokens, boundaries = plan.tokens, plan.boundaries
+        tokens, boundaries = plan.on_part(parts.part)
         try:
-            if boundaries is not None and self.schema.tail_buffer_size_b:
-                # Before the write, which may overwrite rows that an early boundary needs.
-                ops.checkpoint_tails(
-                    boundaries, parts.memory, tokens, writes, backend=parts.backend
-                )
-            if window:
-                ops.write_layer(writes, parts.memory, tokens, backend=parts.backend)
-            else:
-                maybe_flush(writes, parts.memory, tokens, backend=parts.backend)
-            if boundaries is not None and window:
-                ops.checkpoint_window(boundaries, parts.memory, tokens, backend=parts.backend)
+            with parts.on_device:
+                if boundaries is not None and self.schema.tail_buffer_size_b:
+                    # Before the write, which may overwrite rows that an early boundary needs.
+                    ops.checkpoint_tails(
+                        boundaries, parts.memory, tokens, writes, backend=parts.backend
+                    )
+                if window:
+                    ops.write_layer(writes, parts.memory, tokens, backend=parts.backend)
+                else:
+                    maybe_flush(writes, parts.memory, tokens, backend=parts.backend)
+                if boundaries is not None and window:
+                    ops.checkpoint_window(boundaries, parts.memory, tokens, backend=parts.backend)
         except BaseException:
             plan.cancel()
             raise
@@ -330,12 +334,13 @@ class LayerCacheHandle:
                     query, head_weights, parts.memory, plan, backend=parts.index_backend
                 )
             else:
-                selection = ops.select_entries(
-                    query, head_weights, parts.memory, plan.tokens,
-                    max_entries=plan.max_entries(parts.layer.ratio),
-                    candidates=None if candidates is None else candidates.blocks,
-                    backend=parts.index_backend,
-                )  # fmt: skip
+                with parts.on_device:
+                    selection = ops.select_entries(
+                        query, head_weights, parts.memory, plan.on_part(parts.part)[0],
+                        max_entries=plan.max_entries(parts.layer.ratio),
+                        candidates=None if candidates is None else candidates.blocks,
+                        backend=parts.index_backend,
+                    )  # fmt: skip
         except BaseException:
             self._fail()
             raise
@@ -393,7 +398,9 @@ class LayerCacheHandle:
                 return parts.context.attend(
                     query, sinks, parts.memory, selected_rows, plan, **options
                 )
-            return ops.attend(query, sinks, parts.memory, selected_rows, plan.tokens, **options)
+            tokens = plan.on_part(parts.part)[0]
+            with parts.on_device:
+                return ops.attend(query, sinks, parts.memory, selected_rows, tokens, **options)
         except BaseException:
             self._fail()
             raise
@@ -408,22 +415,25 @@ class LayerCacheHandle:
         self._pages()
         self.parts.checks.check_tensor("rows", rows, tuple(rows.shape), (torch.int64, torch.int32))
         self._check_entries()
-        return ops.gather_compressed_kv(self.memory, rows, backend=self.parts.backend)
+        with self.parts.on_device:
+            return ops.gather_compressed_kv(self.memory, rows, backend=self.parts.backend)
 
     def gather_all_compressed_kv(self) -> Gathered:
         """Dense entries `[batch, max_entries, head_dim]`: all closed ones of each request."""
         self._pages()
         self._check_entries()
-        return ops.gather_all_compressed_kv(
-            self.memory, self.tokens,
-            max_entries=self.plan.max_entries(self.layer.ratio),
-            backend=self.parts.backend,
-        )  # fmt: skip
+        with self.parts.on_device:
+            return ops.gather_all_compressed_kv(
+                self.memory, self.tokens,
+                max_entries=self.plan.max_entries(self.layer.ratio),
+                backend=self.parts.backend,
+            )  # fmt: skip
 
     def gather_swa_kv(self) -> Gathered:
         """Dense window rows `[num_tokens, window, head_dim]`, each token's own last."""
         self._check_window()
-        return ops.gather_swa_kv(self.memory, self.tokens, backend=self.parts.backend)
+        with self.parts.on_device:
+            return ops.gather_swa_kv(self.memory, self.tokens, backend=self.parts.backend)
 
     def read_swa_view(self) -> SWAView:
         """The window rings, with positions and head derived from the lengths."""

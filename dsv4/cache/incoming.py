@@ -1,5 +1,6 @@
 """`IncomingRequest`: a slot and blocks that are kept for a request which is still on its way."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dsv4.cache.memory.arrays import IntArray
@@ -17,9 +18,15 @@ class IncomingRequest(NotCopyable):
         num_tokens: The most tokens that it may have.
         blocks: Blocks on the device for so many tokens, in order.
         is_accepted: It has become an open request.
+        stop: Ends what writes to the blocks beside its owner; called before they are given up.
     """
 
     slot: int
     num_tokens: int
     blocks: IntArray
     is_accepted: bool = False
+    stop: Callable[[], None] | None = None
+
+    def end_writes(self) -> None:
+        if self.stop is not None:
+            self.stop()

@@ -8,16 +8,16 @@ from dsv4.cache.books import CacheBooks
 from dsv4.cache.current_forward import CurrentForward
 from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
+from dsv4.cache.memory.cache_memory import CacheMemory
 from dsv4.cache.memory.capacity import blocks_for
 from dsv4.cache.memory.checkpoints import Checkpoints
-from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.request_table import RequestTable
 from dsv4.config import CacheConfig
 from dsv4.errors import IntegrityError
 
 
 def check_integrity(
-    config: CacheConfig, books: CacheBooks, forward: CurrentForward, memory: DeviceMemory
+    config: CacheConfig, books: CacheBooks, forward: CurrentForward, memory: CacheMemory
 ) -> None:
     """Raise `IntegrityError` if the books contradict each other; waits for the device."""
     requests, num_blocks = books.requests, books.allocator.num_blocks
@@ -87,13 +87,14 @@ def _block_problems(
         yield f"block {wrong[0]} is in more than one column"
 
 
-def _device_problems(requests: RequestTable, memory: DeviceMemory) -> Iterator[str]:
+def _device_problems(requests: RequestTable, memory: CacheMemory) -> Iterator[str]:
     """Compare the block tables, with the changes that the next plan brings."""
-    table: IntArray = memory.block_table.cpu().numpy().copy()
     changed, values = requests.changed_blocks()
-    table.reshape(-1)[changed] = values
-    if not np.array_equal(table, requests.block_table):
-        yield "the device's block table differs from the host's"
+    for part in memory.parts:
+        table: IntArray = part.block_table.cpu().numpy().copy()
+        table.reshape(-1)[changed] = values
+        if not np.array_equal(table, requests.block_table):
+            yield "the device's block table differs from the host's"
 
 
 def _owner_problems(books: CacheBooks, forward: CurrentForward) -> Iterator[str]:

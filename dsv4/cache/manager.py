@@ -1,8 +1,9 @@
 """`KVCacheManager`: opens, extends and frees the requests of one cache."""
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -16,12 +17,14 @@ from dsv4.cache.incoming import IncomingRequest
 from dsv4.cache.integrity import check_integrity
 from dsv4.cache.layer_checks import LayerChecks
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
+from dsv4.cache.memory.cache_memory import CacheMemory, on_device, read_devices
 from dsv4.cache.memory.capacity import Capacity, ComponentBytes, blocks_for
 from dsv4.cache.memory.checkpoints import CheckpointPolicy
-from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.memory.layout import block_layout
+from dsv4.cache.memory.paged_cache import PagedKVPool
 from dsv4.cache.memory.schema import build_schemas
+from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prefix.disk_tier import Prefetch
 from dsv4.cache.prefix.events import OnEvents
@@ -52,6 +55,13 @@ from dsv4.kernels.external.limits import (
 DEVICE_CHECKPOINTS = 8
 
 
+class Transfer(Protocol):
+    """Moves bytes between the pools and another process."""
+
+    def close(self) -> None:
+        """End it: nothing of the pools is read or written any more."""
+
+
 class KVCacheManager(NotCopyable):
     """The cache of one model (or of one rank's layers) for up to `max_requests` requests.
 
@@ -62,7 +72,8 @@ class KVCacheManager(NotCopyable):
         config: Geometry, formats and block size.
         max_requests: Requests open at once, and the most rows of one forward.
         num_blocks: Blocks of `config.block_tokens` tokens, shared by all requests.
-        device: The device of the pools.
+        device: The device of the pools, or one for each layer. Then each layer's bytes lie on its
+            own device, under one set of books. A plan's arrays travel once to each device.
         backend: The kernels: `triton`, the default on a GPU, or `reference`.
         attention_backend: The kernels that attend, by default those of `backend`; `flashmla` reads
             `fp8` rows in place.
@@ -96,9 +107,13 @@ class KVCacheManager(NotCopyable):
         schedule: One `LayerSpec` per layer.
         schemas: One `LayerCacheSchema` per layer.
         capacity: The sizes above.
-        device_memory: Every tensor, and each layer's part of it.
+        device: The device; of several that of layer 0.
+        memory_parts: The tensors of each device.
+        layout: The places of every layer's bytes in blocks and slots.
+        transfers: Those that read or write the pools in place; `close` ends them.
+        blocks, slots: The rows of all devices, each in the order of bytes of one device.
+        device_memory: Every tensor of `device`, and each layer's part of it.
         block_table: `[max_requests, max_blocks]` int32 on the device, -1 where there is none.
-        paged, state: The pools of blocks and of slots.
         context: The other ranks of a context that is split, else None.
     """
 
@@ -108,7 +123,7 @@ class KVCacheManager(NotCopyable):
         *,
         max_requests: int,
         num_blocks: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | Sequence[torch.device | str] = "cpu",
         backend: str | None = None,
         attention_backend: str | None = None,
         index_backend: str | None = None,
@@ -139,16 +154,19 @@ class KVCacheManager(NotCopyable):
             has_blocks = config.smallest_ratio > 0
             max_request_tokens = min(config.max_position, by_blocks if has_blocks else 1 << 62)
         self.config = config
-        self.device = torch.device(device)
+        devices = read_devices(device, config.num_layers)
+        self.device = devices[0]
         self.backend = default_backend(self.device) if backend is None else backend
         self.batch_invariant = batch_invariant
-        check_backend(self.backend, self.device)
-        if attention_backend is not None:
-            check_attention_backend(
-                attention_backend, config, self.device, batch_invariant=batch_invariant
-            )
-        if index_backend is not None:
-            check_index_backend(index_backend, config, self.device)
+        for each in dict.fromkeys(devices):
+            with on_device(each, is_one=len(set(devices)) == 1):
+                check_backend(backend or default_backend(each), each)
+                if attention_backend is not None:
+                    check_attention_backend(
+                        attention_backend, config, each, batch_invariant=batch_invariant
+                    )
+                if index_backend is not None:
+                    check_index_backend(index_backend, config, each)
         self.attention_backend = attention_backend or self.backend
         self.index_backend = index_backend or self.backend
         check_latent_keys(config, attention=self.attention_backend, index=self.index_backend)
@@ -168,25 +186,53 @@ class KVCacheManager(NotCopyable):
         self._problem = ""
         self._journal = Journal(fatal=(torch.AcceleratorError,))
         self._requests = RequestTable(self.capacity, self._journal)
-        self.device_memory = DeviceMemory(
-            self.capacity, self.schemas, self._requests.block_table, self.device, storage
+        self._memory = CacheMemory(
+            self.capacity, self.schemas, self._requests.block_table, devices, storage
         )
+        self.memory_parts, self.layout = self._memory.parts, self._memory.layout
+        self.device_memory = self.memory_parts[0]
+        self.blocks, self.slots = self._memory.blocks, self._memory.slots
         self._books = CacheBooks(
-            self.capacity, self.device_memory, self._requests,
+            self.capacity, self._memory, self._requests,
             checkpoint_policy or CheckpointPolicy(), self._journal, wipe_on_free=wipe_on_free,
             on_events=on_events,
             store=store,
         )  # fmt: skip
-        self._forward = CurrentForward(self.capacity, self.device_memory, self._books)
+        self._forward = CurrentForward(self.capacity, self._memory, self._books)
+        self._backends = [backend or default_backend(p.device) for p in self._memory.parts]
         self._planner = ForwardPlanner(
-            self.capacity, self.device_memory, self._books, self._forward, backend=self.backend
+            self.capacity, self._memory, self._books, self._forward, backends=self._backends
         )
         self.block_table = self.device_memory.block_table
-        self.paged, self.state = self.device_memory.paged, self.device_memory.state
         self.context: SplitContext | None = None
         if process_group is not None and config.num_ranks > 1:
+            self.check_one_device("split context")
             self.context = SplitContext(self.capacity, self.block_table, process_group)
         self._layers = [self._layer_parts(idx) for idx in range(len(self.schedule))]
+        self.transfers: WeakSet[Transfer] = WeakSet()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices, that of layer 0 first."""
+        return tuple(part.device for part in self._memory.parts)
+
+    @property
+    def paged(self) -> PagedKVPool:
+        """The pool of blocks, on one device."""
+        self.check_one_device("paged")
+        return self.device_memory.paged
+
+    @property
+    def state(self) -> StateCachePool:
+        """The pool of slots, on one device."""
+        self.check_one_device("state")
+        return self.device_memory.state
+
+    def check_one_device(self, name: str) -> None:
+        """Refuse what there is on one device only."""
+        if len(self._memory.parts) > 1:
+            found = ", ".join(map(str, self.devices))
+            raise ValueError(f"No {name} on several devices: expected one, got {found}")
 
     @property
     def lengths(self) -> Int64Array:
@@ -308,7 +354,7 @@ class KVCacheManager(NotCopyable):
             if path:
                 blocks = prefix.take(path, books.acquire_blocks(num_missing))
                 if checkpointed is None:
-                    self.state.reset_slot(slot)  # what a replay reads at first should be finite
+                    self.slots.wipe(np.array([slot]))  # a replay should read finite rows at first
                 else:
                     books.checkpoints.load(checkpointed.checkpoint, slot)
                 requests.fill_slot(slot, blocks, Extent(length, known, len(path)))
@@ -404,9 +450,9 @@ class KVCacheManager(NotCopyable):
             books.allocator.share(shared)
             fork = books.open_slots(1)[0]
             requests.fill_slot(fork, np.concatenate((shared, copies)), extent)
-            self.state.storage[fork].copy_(self.state.storage[slot])
+            self.slots.copy(self.slots, slot, fork)
             for source, target in zip(copied.tolist(), copies.tolist(), strict=True):
-                self.paged.storage[target].copy_(self.paged.storage[source])
+                self.blocks.copy(self.blocks, source, target)
             if books.prefix is not None:
                 books.prefix.copy(slot, fork)
             return fork
@@ -489,7 +535,7 @@ class KVCacheManager(NotCopyable):
             ValueError: It is of a cache whose bytes mean something else.
             NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
         """
-        check_request(saved, self.config, self.device_memory.layout)
+        check_request(saved, self.config, self.layout)
         self._check_fits(saved.length)
         self._begin()
         self._requests.check_free_slots()
@@ -497,8 +543,8 @@ class KVCacheManager(NotCopyable):
         with self._journal:
             slot = self._books.open_slots(1)[0]
             blocks = self._books.acquire_blocks(len(saved.blocks))
-            self.state.storage[slot] = saved.slot.to(self.device)
-            self.paged.storage[torch.from_numpy(blocks).long()] = saved.blocks.to(self.device)
+            self.slots.write(np.array([slot]), saved.slot[None])
+            self.blocks.write(blocks, saved.blocks)
             self._requests.fill_slot(slot, blocks, Extent(saved.length, saved.rollback_floor))
             self._track(slot, saved)
             return slot
@@ -548,7 +594,7 @@ class KVCacheManager(NotCopyable):
         self._begin()
         requests = self._requests
         requests.check_incoming(incoming)
-        check_request(saved, self.config, self.device_memory.layout)
+        check_request(saved, self.config, self.layout)
         if saved.length > incoming.num_tokens:
             raise ValueError(
                 f"Invalid request: expected at most the {incoming.num_tokens} tokens that room is "
@@ -556,7 +602,7 @@ class KVCacheManager(NotCopyable):
             )
         slot = incoming.slot
         with self._journal:
-            self.state.storage[slot] = saved.slot.to(self.device)
+            self.slots.write(np.array([slot]), saved.slot[None])
             self._books.drop_blocks(np.array([slot]), np.array([saved.length]), np.zeros(1, int))
             requests.set_floors(np.array([slot]), np.array([saved.rollback_floor]))
             requests.reveal(incoming)
@@ -569,9 +615,13 @@ class KVCacheManager(NotCopyable):
         Args:
             rows: `[n, block_bytes]` uint8 on any device, its blocks from `first_block` on.
         """
+        self.check_incoming(incoming)
+        self.blocks.write(incoming.blocks[first_block : first_block + len(rows)], rows)
+
+    def check_incoming(self, incoming: IncomingRequest) -> None:
+        """Refuse room that is given up, or another manager's."""
         self._journal.finish()
         self._requests.check_incoming(incoming)
-        self.paged.write_blocks(incoming.blocks[first_block : first_block + len(rows)], rows)
 
     def drop_incoming(self, incoming: IncomingRequest) -> None:
         """Give up the room that is kept for a request; again does nothing more."""
@@ -600,7 +650,7 @@ class KVCacheManager(NotCopyable):
             ValueError: The file is damaged, or of a cache whose bytes mean something else.
             NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
         """
-        saved = read_saved(path, self.config, self.device_memory.layout)
+        saved = read_saved(path, self.config, self.layout)
         self._check_fits(saved.length, f" in {os.fspath(path)}")
         return self.import_request(saved)
 
@@ -786,9 +836,12 @@ class KVCacheManager(NotCopyable):
     def make_rope(self, plan: ForwardPlan) -> None:
         """Make the RoPE rows of a plan's tokens, once for all layers."""
         if not plan.has_rope:
-            ops.make_rope(
-                self.device_memory.memories[0], plan.tokens.positions, backend=self.backend
-            )
+            for idx, (part, backend) in enumerate(
+                zip(self._memory.parts, self._backends, strict=True)
+            ):
+                with self._memory.on_device(part.device):
+                    positions = plan.on_part(idx)[0].positions
+                    ops.make_rope(part.memories[0], positions, backend=backend)
             if self.context is not None:
                 self.context.start(plan)
             plan.has_rope = True
@@ -819,7 +872,7 @@ class KVCacheManager(NotCopyable):
 
     def memory(self) -> dict[str, ComponentBytes]:
         """Count bytes by component; the allocated ones add up to those of `tensors()`."""
-        return self.capacity.memory()
+        return self.capacity.memory(self._memory.part_of)
 
     def host_memory(self) -> dict[str, ComponentBytes]:
         """Count bytes of blocks and slots on the host, by component."""
@@ -827,18 +880,18 @@ class KVCacheManager(NotCopyable):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor the manager owns, by name."""
-        return self.device_memory.tensors()
+        return self._memory.tensors()
 
     def stats(self) -> CacheStats:
         """Count blocks by their owners, and the hits and evictions of the prefix cache."""
         self._begin()
         self._forward.publish()
-        return collect_stats(self._books, self.device_memory)
+        return collect_stats(self._books, self._memory)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the books contradict each other."""
         self._begin()
-        check_integrity(self.config, self._books, self._forward, self.device_memory)
+        check_integrity(self.config, self._books, self._forward, self._memory)
 
     def sleep(self) -> None:
         """Give the memory of blocks, slots and checkpoints back, until `wake`.
@@ -867,12 +920,12 @@ class KVCacheManager(NotCopyable):
         self._forward.retire()
         self._books.host.finish()
         self._problem = "asleep: call wake() first"
-        self.device_memory.release()
+        self._memory.release()
 
     def wake(self) -> None:
         """Take the memory again that `sleep` gave back."""
         if self._problem.startswith("asleep"):
-            self.device_memory.restore()
+            self._memory.restore()
             self._problem = ""
 
     def close(self) -> None:
@@ -886,10 +939,12 @@ class KVCacheManager(NotCopyable):
             if is_usable:
                 self._journal.finish()
             tier.close(is_usable=is_usable)
+        for transfer in tuple(self.transfers):
+            transfer.close()
         self._problem = "closed"
         self._forward.retire()
         self._layers = []
-        self.device_memory.release()
+        self._memory.release()
         self._books.host.release()
 
     def __enter__(self) -> "KVCacheManager":
@@ -950,27 +1005,30 @@ class KVCacheManager(NotCopyable):
             root = prefix.requests[slot].root.hex()
             ids = torch.from_numpy(prefix.ids.read(slot).copy())
         return copy_request(
-            self.config, self.device_memory.layout, self.state, self.paged, slot=slot,
+            self.config, self._memory, slot=slot,
             blocks=torch.from_numpy(requests.blocks_of(slot)).long(), length=length, floor=floor,
             first_block=first_block, prefix_root=root, token_ids=ids,
         )  # fmt: skip
 
     def _layer_parts(self, layer_idx: int) -> LayerParts:
         layer, schema = self.schedule[layer_idx], self.schemas[layer_idx]
+        idx = self._memory.part_of[layer_idx]
+        part, is_own = self._memory.parts[idx], self.backend == self._backends[idx]
+        attention = self.attention_backend if is_own else self._backends[idx]
         return LayerParts(
             config=self.config,
             layer=layer,
             schema=schema,
-            paged=self.paged.layer(layer_idx),
-            state=self.state.layer(layer_idx),
-            memory=self.device_memory.memories[layer_idx],
-            backend=self.backend,
-            attention_backend=self.attention_backend,
-            index_backend=self.index_backend,
+            paged=part.paged.layer(layer_idx),
+            state=part.state.layer(layer_idx),
+            memory=part.memories[layer_idx],
+            backend=self._backends[idx],
+            attention_backend=attention,
+            index_backend=self.index_backend if is_own else self._backends[idx],
             batch_invariant=self.batch_invariant,
-            checks=LayerChecks(
-                self.config, layer, schema, self.state.storage.device, self.attention_backend
-            ),
+            checks=LayerChecks(self.config, layer, schema, part.block_table.device, attention),
+            part=idx,
+            on_device=self._memory.on_device(part.device),
             context=self.context,
         )
 

@@ -62,6 +62,7 @@ class ForwardPlan:
         boundaries: Block boundaries inside chunks that the layers checkpoint; None for none.
         survival: What `cancel` leaves; None for a plan of padding alone.
         has_rope: The device has the RoPE rows of its tokens.
+        other_parts: `tokens` and `boundaries` on the manager's other devices.
     """
 
     owner: Callable[[], PlanOwner | None]
@@ -79,6 +80,7 @@ class ForwardPlan:
     is_cancelled: bool = False
     is_retired: bool = False
     has_rope: bool = False
+    other_parts: tuple[tuple[TokenMap, CheckpointPoints | None], ...] = ()
     _num_written: int = 0
     _has_begun: bool = False
     _is_declared_complete: bool = False
@@ -125,6 +127,10 @@ class ForwardPlan:
     def has_started(self) -> bool:
         """Some layer was written, or tried to, or the forward was declared complete."""
         return self._has_begun or self._is_declared_complete
+
+    def on_part(self, part: int) -> tuple[TokenMap, CheckpointPoints | None]:
+        """Return `tokens` and `boundaries` on one of the manager's devices."""
+        return self.other_parts[part - 1] if part else (self.tokens, self.boundaries)
 
     def max_entries(self, ratio: int) -> int:
         """Return the most entries that a token of this forward sees in a layer of that ratio."""

@@ -84,6 +84,7 @@ class RequestTable:
         self._journal.set_rows(self.is_closing, slots, False)
         self._journal.set_rows(self.is_hidden, slots, False)
         for slot in self.incoming.keys() & set(slots.tolist()):
+            self.incoming[slot].end_writes()
             self._journal.drop_item(self.incoming, slot)
         self._free_slots += slots[::-1].tolist()
 

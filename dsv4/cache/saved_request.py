@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.cache.memory.cache_memory import CacheMemory
 from dsv4.cache.memory.capacity import blocks_for
+from dsv4.cache.memory.device_rows import copy_bytes
 from dsv4.cache.memory.layout import CacheLayout, cache_layout
 from dsv4.cache.memory.paged_cache import LayerPages, PagedKVPool
 from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
@@ -72,9 +74,7 @@ class SavedRequest:
 
 def copy_request(
     config: CacheConfig,
-    layout: CacheLayout,
-    state: StateCachePool,
-    paged: PagedKVPool,
+    memory: CacheMemory,
     *,
     slot: int,
     blocks: Tensor,
@@ -92,14 +92,20 @@ def copy_request(
         first_block: Blocks before it are left out.
         prefix_root, token_ids: As in `SavedRequest`.
     """
-    device, blocks = state.storage.device, blocks[first_block:]
+    layout, device, blocks = memory.layout, memory.parts[0].device, blocks[first_block:]
     entries_from = first_block * config.block_tokens
-    new_state = StateCachePool(layout, max_requests=1, device=device)
-    new_paged = PagedKVPool(layout, num_blocks=len(blocks), index_global_scale=None, device=device)
+    new_state = StateCachePool(
+        layout, max_requests=1, device=device, storage=_zeros(1, layout.slots.num_bytes, device)
+    )
+    new_paged = PagedKVPool(
+        layout, num_blocks=len(blocks), index_global_scale=None, device=device,
+        storage=_zeros(len(blocks), layout.blocks.num_bytes, device),
+    )  # fmt: skip
     for layer_idx, layer in enumerate(layout.layers):
-        source, target = state.layer(layer_idx), new_state.layer(layer_idx)
+        part = memory.parts[memory.part_of[layer_idx]]
+        source, target = part.state.layer(layer_idx), new_state.layer(layer_idx)
         _copy_state(layer, source, slot, target, floor, length)
-        pages, new_pages = paged.layer(layer_idx), new_paged.layer(layer_idx)
+        pages, new_pages = part.paged.layer(layer_idx), new_paged.layer(layer_idx)
         if layer.ratio:
             num_entries = config.own_entries((length - entries_from) // layer.ratio, layer.ratio)
             _copy_entries(layer, pages, blocks, new_pages, num_entries)
@@ -107,6 +113,13 @@ def copy_request(
         length, floor, new_state.storage[0], new_paged.storage, prefix_root,
         _no_ids() if token_ids is None else token_ids, config.format_fingerprint,
     )  # fmt: skip
+
+
+def _zeros(num_rows: int, row_bytes: int, device: torch.device) -> Tensor:
+    """Allocate rows of zeros; on the CPU only those that are written take memory."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_rows, row_bytes), dtype=np.uint8))
+    return torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=device)
 
 
 def check_request(saved: SavedRequest, config: CacheConfig, layout: CacheLayout) -> None:
@@ -145,23 +158,31 @@ def closed_groups(length: int) -> range:
 def _copy_state(
     layer: LayerLayout, source: LayerState, slot: int, target: LayerState, floor: int, length: int
 ) -> None:
-    rows = torch.arange(first_window_position(layer.window, floor), length) % layer.ring_rows
-    target.ring.data[0, rows] = source.ring.data[slot, rows]
-    target.ring.scales[0, rows] = source.ring.scales[slot, rows]
+    first = first_window_position(layer.window, floor)
+    for rows in _ring_slices(first, length, layer.ring_rows):
+        copy_bytes(target.ring.data[0, rows], source.ring.data[slot, rows])
+        copy_bytes(target.ring.scales[0, rows], source.ring.scales[slot, rows])
     if not layer.tail_rows:
         return
-    rows = torch.arange(first_tail_position(layer, floor), length) % layer.tail_rows
-    for from_tail, to_tail in (
-        (source.tail, target.tail),
-        (source.index_tail, target.index_tail),
-    ):
-        if from_tail is not None and to_tail is not None:
-            to_tail[0, rows] = from_tail[slot, rows]
+    for rows in _ring_slices(first_tail_position(layer, floor), length, layer.tail_rows):
+        for from_tail, to_tail in (
+            (source.tail, target.tail),
+            (source.index_tail, target.index_tail),
+        ):
+            if from_tail is not None and to_tail is not None:
+                copy_bytes(to_tail[0, rows], from_tail[slot, rows])
     if source.sums is not None and target.sums is not None:
-        groups = torch.arange(closed_groups(floor).start, length // GROUP_ROWS)
-        is_stored = groups % HCA_GROUPS < HCA_GROUPS - 1
-        rows = groups[is_stored] % sum_ring(layer.sum_rows)
-        target.sums[0, rows] = source.sums[slot, rows]
+        for group in range(closed_groups(floor).start, length // GROUP_ROWS):
+            if group % HCA_GROUPS < HCA_GROUPS - 1:
+                row = group % sum_ring(layer.sum_rows)
+                copy_bytes(target.sums[0, row], source.sums[slot, row])
+
+
+def _ring_slices(first: int, end: int, num_rows: int) -> list[slice]:
+    """Return the rows of a ring that positions from `first` to `end` have, in one or two runs."""
+    start, count = first % num_rows, min(end - first, num_rows)
+    over = max(0, start + count - num_rows)
+    return [slice(start, start + count - over)] + [slice(0, over)] * (over > 0)
 
 
 def _copy_entries(
@@ -182,8 +203,10 @@ def _copy_entries(
             continue
         for part in ("data", "scales"):
             mine, theirs = getattr(from_rows, part), getattr(to_rows, part)
-            theirs[:full] = mine[blocks[:full]]
-            theirs[full : full + 1, :rest] = mine[blocks[full : full + 1], :rest]
+            if full:
+                theirs[:full].copy_(mine[blocks[:full]])
+            if rest:
+                copy_bytes(theirs[full, :rest], mine[int(blocks[full]), :rest])
 
 
 def write_saved(path: FilePath, saved: SavedRequest, config: CacheConfig) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dsv4.cache.books import CacheBooks
-from dsv4.cache.memory.device_memory import DeviceMemory
+from dsv4.cache.memory.cache_memory import CacheMemory
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CacheStats:
         return self.num_hit_tokens / self.num_asked_tokens if self.num_asked_tokens else 0.0
 
 
-def collect_stats(books: CacheBooks, memory: DeviceMemory) -> CacheStats:
+def collect_stats(books: CacheBooks, memory: CacheMemory) -> CacheStats:
     """Collect the counts of the books as they are now."""
     prefix, num_free = books.prefix, books.allocator.num_free
     num_evictable = 0 if prefix is None else prefix.tree.num_evictable
@@ -88,8 +88,8 @@ def collect_stats(books: CacheBooks, memory: DeviceMemory) -> CacheStats:
         common["num_disk_skipped"] = tier.counts.num_skipped
         common["num_disk_damaged"] = tier.num_damaged
     tree = prefix.tree
-    block_bytes = memory.paged.layout.num_bytes
-    checkpoint_bytes, on_host = memory.checkpoints.shape[1], tree.num_host_checkpoints
+    block_bytes = memory.blocks.num_bytes
+    checkpoint_bytes, on_host = memory.checkpoints.num_bytes, tree.num_host_checkpoints
     return CacheStats(
         **common,
         num_prefix_blocks=tree.num_blocks,

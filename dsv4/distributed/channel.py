@@ -5,8 +5,10 @@ pieces travel, another is filled or read.
 
     | out 4 KiB | in 4 KiB | piece 0 | piece 1 | piece 2 | piece 3 |
 
-A region is rows of equal bytes: blocks in a request's order, a slot, or token ids. It is one
-message that names it, then its rows in as few pieces as fit. A piece ends with its xxh3-64.
+A region is rows of equal bytes: blocks in a request's order, a slot, token ids or records. It is
+one message that names it, then its rows in as few pieces as fit. Each side has a piece in place
+where its rows lie one after the other, and copies it otherwise. The xxh3-64 of all pieces come
+last.
 """
 
 import json
@@ -17,14 +19,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.cache.memory.device_rows import as_buffer
 from dsv4.distributed.transport import Pending, Transport
 from dsv4.errors import HandoverError, PeerLostError
 
 MESSAGE_BYTES = 4096
-CHECK_BYTES = 8
+CHECKS_PER_MESSAGE = 200
 NUM_PIECES = 4
 Steps = Generator[Pending | None, None, Any]
-RegionKind = Literal["blocks", "slot", "token_ids"]
+RegionKind = Literal["blocks", "slot", "token_ids", "records"]
 
 
 class Region(NamedTuple):
@@ -36,12 +39,29 @@ class Region(NamedTuple):
     row_bytes: int
 
 
+class RegionRows(NamedTuple):
+    """The rows of a region on one side.
+
+    Attributes:
+        copy: Copies `count` rows from `first` on to a piece, or from it, `[count, row_bytes]`.
+        find: Returns such rows in place, in memory that the transport knows, or None.
+    """
+
+    copy: Callable[[int, int, Tensor], object]
+    find: Callable[[int, int], Tensor | None] = lambda first, count: None
+
+
 def load_xxh3() -> Callable[[Any], bytes]:
     try:
         from xxhash import xxh3_64_digest
     except ImportError as error:
         raise ImportError("Checked hand-overs need xxhash: pip install 'dsv4[store]'") from error
     return xxh3_64_digest
+
+
+def _hash(data: Tensor, check: Callable[[Any], bytes]) -> str:
+    on_host = data.cpu()
+    return check(as_buffer(on_host)).hex()
 
 
 class Channel:
@@ -57,10 +77,11 @@ class Channel:
         self._out, self._in, rest = transport.memory.split(
             [MESSAGE_BYTES, MESSAGE_BYTES, len(transport.memory) - 2 * MESSAGE_BYTES]
         )
-        self.piece_bytes = len(rest) // NUM_PIECES - CHECK_BYTES
-        self._pieces = rest.split(self.piece_bytes + CHECK_BYTES)[:NUM_PIECES]
+        self.piece_bytes = len(rest) // NUM_PIECES
+        self._pieces = rest.split(self.piece_bytes)[:NUM_PIECES]
         self._sent: list[Pending | None] = [None] * NUM_PIECES
         self._next = 0
+        self._checks: list[str] = []  # of the pieces so far
 
     def put(self, kind: str, **fields: Any) -> Steps:
         data = json.dumps({"kind": kind, **fields}).encode().ljust(MESSAGE_BYTES)
@@ -91,55 +112,72 @@ class Channel:
         return self.piece_bytes // max(1, row_bytes)
 
     def send_region(
-        self,
-        region: Region,
-        read: Callable[[int, int, Tensor], None],
-        check: Callable[[Any], bytes] | None,
+        self, region: Region, rows: RegionRows, check: Callable[[Any], bytes] | None
     ) -> Steps:
-        """Send rows; `read(first, count, into)` gives some of them, `[count, row_bytes]`."""
+        """Start to send rows; each piece is hashed while it travels."""
         per_piece = self.rows_per_piece(region.row_bytes)
         yield from self.put("region", region=region)
         end = region.first + region.num_rows
         for first in range(region.first, end, per_piece):
             count = min(per_piece, end - first)
-            piece, num_bytes = self._pieces[self._next], count * region.row_bytes
             yield from self._until(self._sent[self._next])
-            read(first, count, piece[:num_bytes].view(count, region.row_bytes))
-            data = piece[: num_bytes + CHECK_BYTES]
-            digest = bytes(CHECK_BYTES) if check is None else check(piece[:num_bytes].cpu().numpy())
-            data[num_bytes:].copy_(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-            self._sent[self._next] = self.transport.send(data)
+            data = rows.find(first, count)
+            if data is None:
+                data = self._piece(self._next, count, region)
+                rows.copy(first, count, data)
+            self._sent[self._next] = self.transport.send(data.view(-1))
+            if check is not None:
+                self._checks.append(_hash(data, check))
             self._next = (self._next + 1) % NUM_PIECES
-        for pending in self._sent:
-            yield from self._until(pending)
+
+    def send_checks(self) -> Steps:
+        """Send the hashes of all pieces since the last time."""
+        checks, self._checks = self._checks, []
+        for start in range(0, len(checks), CHECKS_PER_MESSAGE):
+            yield from self.put("checks", checks=checks[start : start + CHECKS_PER_MESSAGE])
 
     def receive_region(
-        self,
-        region: Region,
-        write: Callable[[int, int, Tensor], None],
-        check: Callable[[Any], bytes] | None,
+        self, region: Region, rows: RegionRows, check: Callable[[Any], bytes] | None
     ) -> Steps:
-        """Receive rows; `write(first, count, rows)` takes some. Return whether all are right."""
-        per_piece, is_right = self.rows_per_piece(region.row_bytes), True
+        """Receive rows."""
+        per_piece = self.rows_per_piece(region.row_bytes)
         end = region.first + region.num_rows
         starts = range(region.first, end, per_piece)
         counts = [min(per_piece, end - first) for first in starts]
+        coming: list[tuple[Tensor, bool, Pending]] = []
 
-        def start(i: int) -> tuple[Tensor, Pending]:
-            data = self._pieces[i % NUM_PIECES][: counts[i] * region.row_bytes + CHECK_BYTES]
-            return data, self.transport.receive(data)
+        def start() -> None:
+            if (i := len(coming)) < len(counts):
+                found = rows.find(starts[i], counts[i])
+                data = self._piece(i % NUM_PIECES, counts[i], region) if found is None else found
+                coming.append((data, found is not None, self.transport.receive(data.view(-1))))
 
-        coming = [start(i) for i in range(min(NUM_PIECES, len(counts)))]
+        for _ in range(NUM_PIECES):
+            start()
         for i, (first, count) in enumerate(zip(starts, counts, strict=True)):
-            data, pending = coming[i]
+            data, is_in_place, pending = coming[i]
             yield from self._until(pending)
-            rows, digest = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
+            if is_in_place:
+                start()
             if check is not None:
-                is_right &= check(rows.cpu().numpy()) == bytes(digest.cpu().numpy())
-            write(first, count, rows.view(count, region.row_bytes))
-            if i + NUM_PIECES < len(counts):
-                coming.append(start(i + NUM_PIECES))
-        return is_right
+                self._checks.append(_hash(data, check))
+            if not is_in_place:
+                rows.copy(first, count, data)
+                start()
+
+    def receive_checks(self) -> Steps:
+        """Receive the hashes of all pieces; return whether they are as here."""
+        checks, self._checks = self._checks, []
+        expected: list[str] = []
+        while len(expected) < len(checks):
+            message = yield from self.get("checks")
+            expected += message["checks"] or [""]  # a peer that sends none is wrong
+        return checks == expected
+
+    def _piece(self, idx: int, count: int, region: Region) -> Tensor:
+        """Cut a piece to `[count, row_bytes]`."""
+        data: Tensor = self._pieces[idx][: count * region.row_bytes]
+        return data.view(count, region.row_bytes)
 
     def _until(self, pending: Pending | None, *, has_deadline: bool = True) -> Steps:
         end = time.monotonic() + self.deadline

@@ -17,7 +17,6 @@ so, and any other takes it anew.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 from dsv4.cache.incoming import IncomingRequest
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.saved_request import SavedRequest, check_request
-from dsv4.distributed.channel import Channel, Region, Steps, load_xxh3
+from dsv4.distributed.channel import Channel, Region, RegionRows, Steps, load_xxh3
 from dsv4.distributed.transport import Transport
 from dsv4.errors import (
     HandoverError,
@@ -49,7 +48,12 @@ class _Driver:
     def __init__(self, manager: KVCacheManager, transport: Transport, deadline: float) -> None:
         self._manager, self._transport = manager, transport
         self._channel = Channel(transport, deadline)
-        self._channel.rows_per_piece(manager.paged.storage.shape[1])  # refuse too small a memory
+        self._channel.rows_per_piece(manager.blocks.num_bytes)  # refuse too small a memory
+        pool, memory = manager.blocks.pieces[0].storage, transport.memory
+        self._is_direct = not manager.blocks.is_split and pool.is_cpu and memory.is_cpu
+        if self._is_direct:
+            transport.add_memory(pool)
+            manager.transfers.add(self)
         self._steps: Steps = self._run()
         self._failure: BaseException | None = None
 
@@ -75,8 +79,8 @@ class _Driver:
 
     def close(self) -> None:
         """Give up what is on its way, and end the connection."""
+        self._transport.close()  # before the room of what it writes is given up
         self._steps.close()
-        self._transport.close()
 
 
 class Handover(_Driver):
@@ -171,6 +175,9 @@ class Handover(_Driver):
             yield from self._send_blocks()
             assert self._rest is not None
             yield from self._send_rest(self._rest)
+            if self._check is not None:
+                yield from channel.put("checked")
+                yield from channel.send_checks()
             yield from channel.put("end", **self._rest.description)
             answer = yield from channel.get("ready", "refuse")
         if answer["kind"] == "refuse":
@@ -191,9 +198,10 @@ class Handover(_Driver):
             self._check_unchanged()
             count = self._num_final() - self._num_sent
             if count > 0:
-                row_bytes = self._manager.paged.storage.shape[1]
+                row_bytes = self._manager.blocks.num_bytes
                 region = Region("blocks", self._num_sent, count, row_bytes)
-                yield from self._channel.send_region(region, self._read_blocks, self._check)
+                rows = RegionRows(self._read_blocks, self._find_blocks)
+                yield from self._channel.send_region(region, rows, self._check)
                 self._num_sent += count
             elif self._rest is not None:
                 return
@@ -214,11 +222,17 @@ class Handover(_Driver):
         ):  # fmt: skip
             if len(rows):
                 region = Region(kind, first, *rows.shape)  # type: ignore[arg-type]
-                yield from self._channel.send_region(region, _reader(rows, first), self._check)
+                reader = _tensor_rows(rows, first, in_place=self._transport.takes_any)
+                yield from self._channel.send_region(region, reader, self._check)
 
     def _read_blocks(self, first: int, count: int, into: Tensor) -> None:
         blocks = self._manager.blocks_of(self._slot)[first : first + count]
-        self._manager.paged.read_blocks(blocks, into)
+        self._manager.blocks.read(blocks, into)
+
+    def _find_blocks(self, first: int, count: int) -> Tensor | None:
+        if not self._is_direct:
+            return None
+        return self._manager.blocks.view(self._manager.blocks_of(self._slot)[first : first + count])
 
     def _check_unchanged(self) -> None:
         """Refuse a request that has lost tokens that were sent, or changed after `finish`."""
@@ -362,12 +376,12 @@ class Receiver(_Driver):
 
     def _receive_parts(self, offer: dict[str, Any], incoming: IncomingRequest) -> Steps:
         """Receive all regions; return the request, or why it is none."""
-        manager, problem = self._manager, ""
+        manager, is_right = self._manager, not offer["has_checks"]
         check = load_xxh3() if offer["has_checks"] else None
-        slot_bytes, page_align = manager.state.storage.shape[1], manager.config.page_align
-        slot = torch.zeros(slot_bytes // page_align, page_align, dtype=torch.uint8)
+        slot_bytes, page_align = manager.slots.num_bytes, manager.config.page_align
+        slot = torch.empty(slot_bytes // page_align, page_align, dtype=torch.uint8)
         ids = torch.zeros(0, 4, dtype=torch.uint8)
-        block_bytes = manager.paged.storage.shape[1]
+        block_bytes = manager.blocks.num_bytes
         num_rows = {"blocks": 0, "slot": 0, "token_ids": 0}
         limits = {  # most rows, and their bytes
             "blocks": (len(incoming.blocks), block_bytes), "slot": tuple(slot.shape),
@@ -380,9 +394,21 @@ class Receiver(_Driver):
             else:
                 (slot if region.kind == "slot" else ids)[first : first + count].copy_(rows)
 
+        def find(first: int, count: int) -> Tensor | None:
+            manager.check_incoming(incoming)
+            if not (self._is_direct and self._transport.takes_any):
+                return None
+            if region.kind != "blocks":
+                return (slot if region.kind == "slot" else ids)[first : first + count]
+            incoming.stop = self._transport.close
+            return manager.blocks.view(incoming.blocks[first : first + count])
+
         while True:
-            message = yield from self._channel.get("region", "alive", "end")
+            message = yield from self._channel.get("region", "alive", "checked", "end")
             if message["kind"] == "alive":
+                continue
+            if message["kind"] == "checked":
+                is_right = yield from self._channel.receive_checks()
                 continue
             if message["kind"] == "end":
                 break
@@ -393,11 +419,13 @@ class Receiver(_Driver):
                 raise PeerLostError(f"The peer sent a region that is not expected: {region}")
             if region.kind == "token_ids":
                 ids = torch.cat((ids, torch.zeros(region.num_rows, 4, dtype=torch.uint8)))
-            is_right = yield from self._channel.receive_region(region, write, check)
-            if not is_right:
-                problem = f"the {region.kind} from {region.first} on have another xxh3"
+            rows = RegionRows(write, find)
+            yield from self._channel.receive_region(region, rows, check)
+            incoming.stop = None
             num_rows[region.kind] += region.num_rows
-        return problem or self._request(message, slot, ids, num_rows, offer["fingerprint"])
+        if not is_right:
+            return "some pieces have another xxh3"
+        return self._request(message, slot, ids, num_rows, offer["fingerprint"])
 
     def _request(
         self,
@@ -409,21 +437,27 @@ class Receiver(_Driver):
     ) -> SavedRequest | str:
         """Return the request if it is one, or why not."""
         token_ids = ids.reshape(-1).view(torch.int32)
-        blocks = self._manager.paged.storage[: num_rows["blocks"]]
+        shape = num_rows["blocks"], self._manager.blocks.num_bytes
+        blocks = torch.empty(shape, dtype=torch.uint8, device="meta")  # written already
         try:
             saved = SavedRequest(
                 int(message["length"]), int(message["rollback_floor"]), slot.reshape(-1), blocks,
                 message["prefix_root"], token_ids, fingerprint,
             )  # fmt: skip
             manager = self._manager
-            check_request(saved, manager.config, manager.device_memory.layout)
+            check_request(saved, manager.config, manager.layout)
         except (ValueError, TypeError, KeyError) as error:
             return str(error)
         return saved if num_rows["slot"] == len(slot) else "expected a whole slot"
 
 
-def _reader(rows: Tensor, offset: int) -> Callable[[int, int, Tensor], None]:
-    def read(first: int, count: int, into: Tensor) -> None:
-        into.copy_(rows[first - offset : first - offset + count])
+def _tensor_rows(rows: Tensor, offset: int, *, in_place: bool) -> RegionRows:
+    """Let a tensor be read as rows from `offset` on, in place if it is on the CPU."""
 
-    return read
+    def find(first: int, count: int) -> Tensor:
+        return rows[first - offset : first - offset + count]
+
+    def read(first: int, count: int, into: Tensor) -> None:
+        into.copy_(find(first, count))
+
+    return RegionRows(read, find) if in_place and rows.is_cpu else RegionRows(read)

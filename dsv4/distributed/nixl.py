@@ -29,6 +29,8 @@ class NixlTransport:
         backends: NIXL's backends.
     """
 
+    takes_any = False  # the peer writes, and may learn late that it should not
+
     def __init__(
         self,
         store: Any,
@@ -44,17 +46,27 @@ class NixlTransport:
             raise ImportError("NixlTransport needs nixl: pip install 'dsv4[nixl]'") from error
         self.memory = torch.empty(memory_bytes, dtype=torch.uint8, device=device)
         self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=list(backends)))
-        self._registered = self._agent.register_memory([self.memory])
+        self._registered: dict[int, Any] = {}
+        self.add_memory(self.memory)
         store.set(f"nixl/{rank}", self._agent.get_agent_metadata())
         peer = self._agent.add_remote_agent(store.get(f"nixl/{1 - rank}"))
         self._peer: str = peer.decode() if isinstance(peer, bytes) else peer
         self._num_sent = self._num_received = 0
         self._wanted: dict[int, bytes] = {}  # where the peer wants its next messages
         self._arrived: set[int] = set()
+        self._sending: list[_Send] = []  # NIXL sends the note of one that is asked for
+
+    def add_memory(self, memory: Tensor) -> None:
+        if memory.numel() and memory.data_ptr() not in self._registered:
+            known = self._call(self._agent.register_memory, [memory])
+            self._registered[memory.data_ptr()] = known
 
     def send(self, data: Tensor) -> Pending:
         self._num_sent += 1
-        return _Send(self, self._num_sent, data)
+        message = _Send(self, self._num_sent, data)
+        self._sending.append(message)
+        self.read_notes()
+        return message
 
     def receive(self, data: Tensor) -> Pending:
         self._num_received += 1
@@ -63,7 +75,7 @@ class NixlTransport:
         return _Receive(self, self._num_received)
 
     def read_notes(self) -> None:
-        """Take the notes that have come."""
+        """Take the notes that have come, and go on with all that is sent."""
         notes: dict[str, list[bytes]] = self._call(self._agent.get_new_notifs)
         for note in notes.get(self._peer, ()):
             kind, number, place = (*note.split(b" ", 2), b"")[:3]
@@ -71,6 +83,7 @@ class NixlTransport:
                 self._wanted[int(number)] = place
             else:
                 self._arrived.add(int(number))
+        self._sending = [message for message in self._sending if not message.go_on()]
 
     def take_arrived(self, number: int) -> bool:
         """Whether a message has come; asked once more, it has not."""
@@ -81,7 +94,6 @@ class NixlTransport:
 
     def start_write(self, number: int, data: Tensor) -> Any:
         """Start to write a message once the peer wants it; return the transfer, or None."""
-        self.read_notes()
         place = self._wanted.pop(number, None)
         if place is None:
             return None
@@ -105,7 +117,8 @@ class NixlTransport:
     def close(self) -> None:
         with suppress(Exception):  # the peer may be dead
             self._agent.remove_remote_agent(self._peer)
-            self._agent.deregister_memory(self._registered)
+            for known in self._registered.values():
+                self._agent.deregister_memory(known)
 
     def _call(self, function: Any, *args: Any) -> Any:
         try:
@@ -142,9 +155,16 @@ class _Send(_Message):
     def __init__(self, transport: NixlTransport, number: int, data: Tensor) -> None:
         super().__init__(transport, number)
         self._data, self._transfer = data, None
+        self._is_written = False
 
-    def _advance(self) -> bool:
+    def go_on(self) -> bool:
+        """Start to write once the peer wants it; return whether all is written."""
         if self._transfer is None:
             self._transfer = self._transport.start_write(self._number, self._data)
-            return False
-        return self._transport.is_written(self._transfer)
+        else:
+            self._is_written = self._transport.is_written(self._transfer)
+        return self._is_written
+
+    def _advance(self) -> bool:
+        self._transport.read_notes()
+        return self._is_written

@@ -35,9 +35,14 @@ class Transport(Protocol):
 
     Attributes:
         memory: `[num_bytes]` uint8. Messages are views of it, which do not change on their way.
+        takes_any: Messages may be views of any memory, and none is read or written after `close`.
     """
 
     memory: Tensor
+    takes_any: bool
+
+    def add_memory(self, memory: Tensor) -> None:
+        """Let messages that are sent be views of more memory; again does nothing more."""
 
     def send(self, data: Tensor) -> Pending:
         """Start to send a message."""
@@ -81,7 +86,7 @@ class _TorchPending(NamedTuple):
     over: Future[None]
 
     def wait(self, seconds: float) -> bool:
-        if not wait([self.over], seconds).done:
+        if not self.over.done() and not wait([self.over], seconds).done:
             return False
         if (error := self.over.exception()) is not None:
             raise PeerLostError(f"The peer is lost: {error}") from error
@@ -97,6 +102,8 @@ class TorchTransport:
         memory_bytes: Bytes of `memory`; a few pieces of data share it.
         device: The device of `memory`: the CPU for gloo, a GPU for NCCL.
     """
+
+    takes_any = True
 
     def __init__(
         self,
@@ -125,6 +132,9 @@ class TorchTransport:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         return cls(dist.ProcessGroupGloo(store, rank, 2, options), 1 - rank, **sizes)
+
+    def add_memory(self, memory: Tensor) -> None:
+        pass
 
     def send(self, data: Tensor) -> Pending:
         return self._sends.add(self._start(self._group.send, data))

@@ -217,7 +217,7 @@ def books(manager):
 
 def check_counts(manager):
     """Every block is counted once: free, evictable, of an open request, or kept for others."""
-    stats = collect_stats(manager._books, manager.device_memory)
+    stats = collect_stats(manager._books, manager._memory)
     table = manager._books.requests.block_table
     in_requests = set(table[table >= 0].tolist())
     kept = {block for place in manager._books.swapped.places for block in place.kept.tolist()}
@@ -262,7 +262,8 @@ class Life(RuleBasedStateMachine):
         self.manager = self.world.new_manager(**self.sizes)
         poison(self.manager)
         host = self.manager._books.host
-        for storage in (self.manager.device_memory.checkpoints, host.blocks, host.slots):
+        pools = [memory.checkpoints for memory in self.manager.memory_parts]
+        for storage in (*pools, host.blocks, host.slots):
             storage.fill_(0xFF)
         self.tokens, self.floors, self.known = {}, {}, {}
         self.waiting = []

@@ -39,7 +39,7 @@ def live_bytes(manager, slot):
     """The rows that a request can read, layer by layer, where it keeps them."""
     length, parts = int(manager.lengths[slot]), []
     for idx, schema in enumerate(manager.schemas):
-        state, pages = manager.state.layer(idx), manager.paged.layer(idx)
+        state, pages = manager._layers[idx].state, manager._layers[idx].paged
         live = live_parts(manager.config, schema, length)
         parts += _stored(state.ring, slot, live.window % schema.ring_rows)
         if pages is None:

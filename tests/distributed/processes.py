@@ -81,6 +81,7 @@ class KilledAt:
 
     def __init__(self, transport, number):
         self._transport, self._left, self.memory = transport, number, transport.memory
+        self.takes_any, self.add_memory = transport.takes_any, transport.add_memory
 
     def _count(self):
         self._left -= 1

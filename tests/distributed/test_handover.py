@@ -241,6 +241,7 @@ def test_every_message_can_be_the_last(expected, exported):
 @pytest.mark.parametrize("has_checks", [True, False])
 def test_a_damaged_piece_is_refused(has_checks, expected, exported):
     whole = Pair(exported)
+    whole.connect(has_checks=has_checks)
     whole.run()
     pieces = [i for i, size in enumerate(whole.line.sizes) if size != MESSAGE_BYTES]
     assert len(pieces) >= 4
@@ -323,6 +324,30 @@ def test_a_second_connection_replaces_the_first(expected, exported):
     pair.assert_receiver_alone(expected)
     old.close()
     pair.assert_receiver_alone(expected)
+
+
+def test_both_managers_can_sleep_after_it(exported):
+    pair = Pair(exported)
+    assert pair.run()[0] == [None, None]
+    pair.receiver.reset()
+    for manager in (pair.sender, pair.receiver):
+        manager.sleep()
+        manager.wake()
+        manager.import_request(exported)
+        manager.close()
+
+
+def test_a_manager_that_closes_ends_its_hand_over(exported):
+    pair = Pair(exported)
+    pair.handover.finish()
+    for _ in range(2):
+        pair.handover.poll()
+        pair.taker.poll()
+    pair.receiver.close()
+    assert pair.line.is_cut
+    with pytest.raises(PeerLostError):
+        while not pair.handover.poll():
+            pass
 
 
 def test_nobody_sees_a_request_on_its_way(exported):

@@ -33,6 +33,7 @@ def check_complete(manager: KVCacheManager, purpose: str) -> None:
 
 def fill_with_padding(manager: KVCacheManager, num_tokens: int) -> None:
     """Make padding of all rows and of the first `num_tokens` tokens, now and wherever unused."""
+    manager.check_one_device("captured forward")
     manager.device_memory.plan_buffers.reserve(num_tokens)
     manager.prepare_forward([], [], []).complete()
 
@@ -105,6 +106,7 @@ class CapturedForward:
         max_length: int | None = None,
         pool: GraphPool | None = None,
     ) -> None:
+        manager.check_one_device("captured forward")
         if manager.context is not None:
             raise ValueError("A split context does not support CUDA graphs: its ranks exchange")
         capacity = manager.capacity

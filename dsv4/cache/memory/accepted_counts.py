@@ -11,10 +11,12 @@ class AcceptedCounts:
 
     Args:
         counts: `[max_requests]` int32 on the device; the next step reads it there.
+        others: The same on the other devices.
     """
 
-    def __init__(self, counts: Tensor) -> None:
-        self.counts = self._host = counts
+    def __init__(self, counts: Tensor, *others: Tensor) -> None:
+        self.counts, self._others = counts, others
+        self._host = counts
         self._arrived: torch.cuda.Event | None = None
         if counts.is_cuda:
             self._host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=True)
@@ -23,7 +25,8 @@ class AcceptedCounts:
     def send(self, accepted: Tensor) -> None:
         """Keep counts for the next step, and queue their copy to the host."""
         rows = slice(len(accepted))
-        self.counts[rows].copy_(accepted)
+        for counts in (self.counts, *self._others):
+            counts[rows].copy_(accepted)
         if self._arrived is not None:
             self._host[rows].copy_(self.counts[rows], non_blocking=True)
             self._arrived.record(torch.cuda.current_stream(self.counts.device))

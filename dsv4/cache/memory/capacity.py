@@ -1,6 +1,6 @@
 """`Capacity`: the sizes of a manager, and their exact bytes before anything is allocated."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -216,9 +216,25 @@ class Capacity:
         noted = 3 * (self.max_table_updates + self.max_forward_checkpoints)
         return rows + 2 * self.max_forward_tokens + noted
 
-    def memory(self) -> dict[str, ComponentBytes]:
-        """Count the bytes of every tensor of a manager of these sizes, by component."""
-        config, schemas = self.config, build_schemas(self.config)
+    def memory(self, part_of: Sequence[int] | None = None) -> dict[str, ComponentBytes]:
+        """Count the bytes of every tensor of a manager of these sizes, by component.
+
+        Args:
+            part_of: The device of each layer, numbered from 0; by default there is one.
+        """
+        schemas, parts = build_schemas(self.config), part_of or (0,) * self.config.num_layers
+        counted = [
+            self._memory_of(tuple(s for s, own in zip(schemas, parts, strict=True) if own == part))
+            for part in range(max(parts, default=0) + 1)
+        ]
+        return {
+            name: ComponentBytes(*map(sum, zip(*(each[name] for each in counted), strict=True)))
+            for name in counted[0]
+        }
+
+    def _memory_of(self, schemas: tuple[LayerCacheSchema, ...]) -> dict[str, ComponentBytes]:
+        """Count the bytes on the device of some layers."""
+        config = self.config
         csa = [s for s in schemas if s.attention_type is AttentionType.CSA]
         hca = [s for s in schemas if s.attention_type is AttentionType.HCA]
         blocks = self._block_layout(schemas)

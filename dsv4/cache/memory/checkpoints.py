@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
+from dsv4.cache.memory.device_rows import DeviceRows
 from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.cache.memory.journal import Journal
 from dsv4.checks import check_bool, check_int
@@ -68,8 +69,8 @@ class Checkpoints:
     blocks of the host's.
 
     Args:
-        pool: The checkpoints on the device, `[num_checkpoints, bytes]`, each the front of a slot.
-        slots: The fixed state of requests, `[max_requests, slot_bytes]`.
+        pool: The checkpoints on the device, each the front of a slot.
+        fronts: The same bytes of the requests' slots.
         host: The host's memory.
         on_free: Called with rows of the pool that have lost their last owner.
 
@@ -79,19 +80,19 @@ class Checkpoints:
 
     def __init__(
         self,
-        pool: Tensor,
-        slots: Tensor,
+        pool: DeviceRows,
+        fronts: DeviceRows,
         host: HostMemory,
         journal: Journal,
         on_free: Callable[[IntArray], None] | None,
     ) -> None:
         self.num_device = len(pool)
-        self.blocks_each = -(-pool.shape[1] // max(1, host.blocks.shape[1]))
+        self.blocks_each = -(-pool.num_bytes // max(1, host.blocks.shape[1]))
         num_host = len(host.blocks) // self.blocks_each if self.num_device else 0
         self._device = BlockAllocator(self.num_device, journal, on_free)
         self._on_host = BlockAllocator(num_host, journal)
         self._host_blocks: IntArray = np.zeros((num_host, self.blocks_each), dtype=np.int32)
-        self._pool, self._slots, self._host, self._journal = pool, slots, host, journal
+        self._pool, self._fronts, self._host, self._journal = pool, fronts, host, journal
 
     @property
     def num_free(self) -> int:
@@ -106,7 +107,7 @@ class Checkpoints:
     @property
     def num_bytes(self) -> int:
         """Bytes of one."""
-        return self._pool.shape[1]
+        return self._pool.num_bytes
 
     def acquire(self, count: int) -> IntArray:
         """Take checkpoints on the device; their first writer waits for copies of them."""
@@ -136,7 +137,7 @@ class Checkpoints:
     def move_to_host(self, checkpoint: int) -> int:
         """Copy a checkpoint with one owner to free blocks of the host; return its new id."""
         blocks = self._host.block_owners.acquire(self.blocks_each)
-        self._host.copy_row_out(self._pool[checkpoint], blocks)
+        self._host.copy_row_out(self._pool, checkpoint, blocks)
         self._device.release(np.array([checkpoint]))
         return self.adopt(blocks)
 
@@ -146,22 +147,22 @@ class Checkpoints:
         self._journal.set_rows(self._host_blocks, index, blocks)
         return self.num_device + index
 
-    def device_row(self, checkpoint: int) -> Tensor | None:
-        """Return the bytes of a checkpoint on the device; None if it is not there."""
+    def cut(self, checkpoint: int, width: int) -> list[list[tuple[int, Tensor]]]:
+        """Cut a checkpoint on the device as `DeviceRows.cut` does; none if it is not there."""
         is_there = 0 <= checkpoint < self.num_device
-        return self._pool[checkpoint] if is_there else None
+        return self._pool.cut(checkpoint, width) if is_there else []
 
     def save(self, checkpoint: int, slot: int) -> None:
         """Copy the front of a slot to a checkpoint on the device."""
-        self._pool[checkpoint].copy_(self._slots[slot, : self._pool.shape[1]])
+        self._pool.copy(self._fronts, slot, checkpoint)
 
     def load(self, checkpoint: int, slot: int) -> None:
         """Give a slot the rows of a checkpoint."""
-        front = self._slots[slot, : self._pool.shape[1]]
         if self.is_on_host(checkpoint):
-            self._host.copy_row_in(self._host_blocks[checkpoint - self.num_device], front)
+            blocks = self._host_blocks[checkpoint - self.num_device]
+            self._host.copy_row_in(blocks, self._fronts, slot)
         else:
-            front.copy_(self._pool[checkpoint])
+            self._fronts.copy(self._pool, checkpoint, slot)
 
     def host_blocks(self) -> list[int]:
         """Return the blocks of the host that checkpoints have."""

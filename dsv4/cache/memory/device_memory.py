@@ -1,4 +1,4 @@
-"""`DeviceMemory`: allocates every tensor of a manager, and tells each layer where its rows lie."""
+"""`DeviceMemory`: allocates a manager's tensors on a device, and tells layers where rows lie."""
 
 from collections.abc import Mapping
 
@@ -6,10 +6,9 @@ import torch
 
 from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.capacity import Capacity
-from dsv4.cache.memory.layout import byte_rows, cache_layout, checkpoint_bytes
+from dsv4.cache.memory.layout import CacheLayout, byte_rows
 from dsv4.cache.memory.paged_cache import PagedKVPool
 from dsv4.cache.memory.plan_buffers import PlanBuffers
-from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.cache.memory.staging import staging_for
 from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.formats import BYTE_ALIGN
@@ -18,15 +17,18 @@ from dsv4.rope import ROW_STEPS, row_frequencies
 
 
 class DeviceMemory:
-    """All tensors of a manager, allocated once.
+    """All tensors of a manager on one device, allocated once.
 
     Args:
         capacity: Sizes of every tensor.
-        schemas: One per layer.
+        layout: Offsets of every layer's rows.
         host_block_table: `[max_requests, max_blocks]`; on the CPU the device's is the same memory.
         storage: The caller's memory for blocks, slots, checkpoints or undo_slots.
+        checkpoint_bytes: Bytes of one checkpoint.
+        first: The memory on the manager's first device, which plans are made in.
 
     Attributes:
+        device: The device.
         layout: Offsets of every layer's rows.
         paged, state: The pools of blocks and of slots.
         checkpoints: `[num_checkpoints, bytes]` uint8, each the front of a slot.
@@ -44,10 +46,13 @@ class DeviceMemory:
     def __init__(
         self,
         capacity: Capacity,
-        schemas: tuple[LayerCacheSchema, ...],
+        layout: CacheLayout,
         host_block_table: IntArray,
         device: torch.device,
         storage: Mapping[str, torch.Tensor] | None = None,
+        *,
+        checkpoint_bytes: int = 0,
+        first: "DeviceMemory | None" = None,
     ) -> None:
         given = dict(storage or {})
         unknown = set(given) - {"blocks", "slots", "checkpoints", "undo_slots"}
@@ -56,9 +61,9 @@ class DeviceMemory:
                 "Invalid storage: expected some of blocks, slots, checkpoints and undo_slots, "
                 f"got {sorted(unknown)}"
             )
-        self._given = frozenset(given)
+        self._given, self.device = frozenset(given), device
         config, rows = capacity.config, capacity.workspace_rows
-        self.layout = cache_layout(config, schemas, workspace_rows=rows)
+        self.layout = layout
         self.paged = PagedKVPool(
             self.layout, num_blocks=capacity.num_blocks,
             index_global_scale=config.index_global_scale, device=device,
@@ -69,7 +74,7 @@ class DeviceMemory:
             storage=given.get("slots"),
         )  # fmt: skip
         self.checkpoints = byte_rows(
-            "checkpoints", capacity.num_checkpoints, checkpoint_bytes(schemas), device,
+            "checkpoints", capacity.num_checkpoints, checkpoint_bytes, device,
             given.get("checkpoints"),
         )  # fmt: skip
         self.undo = byte_rows(
@@ -82,12 +87,13 @@ class DeviceMemory:
         if config.num_ranks > 1:
             columns = self.block_table.shape[1] * config.num_ranks
             self.rank_table = self.block_table.new_full((capacity.max_requests, columns), -1)
-        self.plan_buffers = PlanBuffers(
+        self.plan_buffers: PlanBuffers = PlanBuffers(
             max_requests=capacity.max_requests, max_tokens=capacity.max_forward_tokens,
             max_table_updates=capacity.max_table_updates,
             max_checkpoints=capacity.max_forward_checkpoints,
             block_table=self.block_table, rank_table=self.rank_table, rank=config.rank,
             blocks=self.paged.storage, staging=staging,
+            first=None if first is None else first.plan_buffers,
         )  # fmt: skip
         workspace_bytes = config.kv_row.page_bytes(rows, align=BYTE_ALIGN)
         self.workspace = torch.zeros(1, workspace_bytes, dtype=torch.uint8, device=device)
@@ -107,7 +113,7 @@ class DeviceMemory:
             self.paged.indexer_global_scale if has_scale else None, self.frequencies,
             self.rope_rows,
         )  # fmt: skip
-        self.memories = tuple(LayerMemory(*storages, layout) for layout in self.layout.layers)
+        self.memories = tuple(LayerMemory(*storages, layer) for layer in layout.layers)
 
     @property
     def _pools(self) -> dict[str, torch.Tensor]:
@@ -126,14 +132,6 @@ class DeviceMemory:
             if not tensor.untyped_storage().nbytes():
                 tensor.untyped_storage().resize_(tensor.nbytes)
                 tensor.zero_()
-
-    def save_undo(self, undo: int, slot: int) -> None:
-        """Copy a slot, before a chunk overwrites it."""
-        self.undo[undo].copy_(self.state.storage[slot])
-
-    def load_undo(self, undo: int, slot: int) -> None:
-        """Give a slot the bytes from before a chunk."""
-        self.state.storage[slot].copy_(self.undo[undo])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""

@@ -5,7 +5,7 @@ work queued before them is done. `finish` lets the current stream wait for them;
 waits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.memory.arrays import IntArray, joined_runs
+from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
+from dsv4.cache.memory.device_rows import DeviceRows
 from dsv4.cache.memory.journal import Journal
 
 
@@ -23,7 +24,7 @@ class HostMemory:
     """Room for blocks and slots in host memory.
 
     Args:
-        blocks, slots: The device's storages, `[num, bytes]` uint8.
+        blocks, slots: The rows on the devices.
         num_blocks, num_slots: Blocks and slots on the host.
         is_wiped: Overwrite those that lose their last owner with zeros.
 
@@ -34,8 +35,8 @@ class HostMemory:
 
     def __init__(
         self,
-        blocks: Tensor,
-        slots: Tensor,
+        blocks: DeviceRows,
+        slots: DeviceRows,
         journal: Journal,
         *,
         num_blocks: int,
@@ -49,63 +50,63 @@ class HostMemory:
         self._device_blocks, self._device_slots = blocks, slots
         self.blocks = _rows_like(blocks, num_blocks)
         self.slots = _rows_like(slots, num_slots)
-        has_stream = blocks.is_cuda and num_blocks + num_slots > 0
-        self._stream = torch.cuda.Stream(blocks.device) if has_stream else None
+        devices = [piece.storage.device for piece in blocks.pieces if num_blocks + num_slots > 0]
+        self._streams = {
+            device: torch.cuda.Stream(device) for device in devices if device.type == "cuda"
+        }
         self._is_copying = False
 
     def copy_blocks_out(self, sources: IntArray, targets: IntArray) -> None:
         """Copy blocks of the device to blocks of the host."""
-        self.num_bytes_out += self._copy(self._device_blocks, sources, self.blocks, targets)
+        self.num_bytes_out += self._copy_out(self._device_blocks, sources, self.blocks, targets)
 
     def copy_blocks_in(self, sources: IntArray, targets: IntArray) -> None:
         """Copy blocks of the host to blocks of the device, before any work queued next."""
-        self.num_bytes_in += self._copy(self.blocks, sources, self._device_blocks, targets)
-        self.finish()
+        self.num_bytes_in += self._copy_in(self.blocks, sources, self._device_blocks, targets)
 
     def copy_slot_out(self, source: int, target: int) -> None:
         """Copy a slot of the device to one of the host."""
         rows = np.array([source]), np.array([target])
-        self.num_bytes_out += self._copy(self._device_slots, rows[0], self.slots, rows[1])
+        self.num_bytes_out += self._copy_out(self._device_slots, rows[0], self.slots, rows[1])
 
     def copy_slot_in(self, source: int, target: int) -> None:
         """Copy a slot of the host to one of the device, before any work queued next."""
         rows = np.array([source]), np.array([target])
-        self.num_bytes_in += self._copy(self.slots, rows[0], self._device_slots, rows[1])
-        self.finish()
+        self.num_bytes_in += self._copy_in(self.slots, rows[0], self._device_slots, rows[1])
 
-    def copy_row_out(self, row: Tensor, targets: IntArray) -> None:
-        """Copy a row of the device of any length, `[bytes]`, to some blocks of the host."""
-        with self._copying():
-            for piece, target in zip(row.split(self.blocks.shape[1]), targets, strict=True):
-                self.blocks[target, : len(piece)].copy_(piece, non_blocking=True)
-        self.num_bytes_out += len(row)
+    def copy_row_out(self, rows: DeviceRows, row: int, targets: IntArray) -> None:
+        """Copy a row of the device of any length to some blocks of the host."""
+        for mine, theirs in self._beside(rows, row, targets):
+            with self._copying(mine.device):
+                theirs.copy_(mine, non_blocking=True)
+        self.num_bytes_out += rows.num_bytes
 
-    def copy_row_in(self, sources: IntArray, row: Tensor) -> None:
+    def copy_row_in(self, sources: IntArray, rows: DeviceRows, row: int) -> None:
         """Copy blocks of the host to a row of the device, before any work queued next."""
-        with self._copying():
-            for piece, source in zip(row.split(self.blocks.shape[1]), sources, strict=True):
-                piece.copy_(self.blocks[source, : len(piece)], non_blocking=True)
-        self.num_bytes_in += len(row)
+        for mine, theirs in self._beside(rows, row, sources):
+            with self._copying(mine.device):
+                mine.copy_(theirs, non_blocking=True)
+        self.num_bytes_in += rows.num_bytes
         self.finish()
 
     def new_rows(self, num_rows: int) -> Tensor:
         """Allocate more memory on the host for blocks, pinned on a GPU."""
         return _rows_like(self._device_blocks, num_rows)
 
-    def device_block(self, block: int) -> Tensor:
-        """Return a block of the device, `[bytes]`."""
-        return self._device_blocks[block]
+    def device_block(self, block: int) -> list[tuple[int, Tensor]]:
+        """Return place and bytes of each part of a block of the device."""
+        return self._device_blocks.cut(block, self._device_blocks.num_bytes)[0]
 
-    def copy_away(self, copies: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-        """Copy rows of the device to other memory of the host; return the event at their end."""
-        with self._copying():
-            for source, target in copies:
+    def copy_away(self, copies: Iterable[tuple[Tensor, Tensor]]) -> list[torch.cuda.Event]:
+        """Copy rows of the device to other memory of the host; return the events at their end."""
+        for source, target in copies:
+            with self._copying(source.device):
                 target.copy_(source, non_blocking=True)
         return self.record_copies()
 
-    def record_copies(self) -> torch.cuda.Event | None:
-        """Return an event after all copies so far; None on the CPU, where they are done."""
-        return None if self._stream is None else self._stream.record_event()
+    def record_copies(self) -> list[torch.cuda.Event]:
+        """Return events after all copies so far; none on the CPU, where they are done."""
+        return [stream.record_event() for stream in self._streams.values()]
 
     def release(self) -> None:
         """Give the memory back, once copies to it are done."""
@@ -114,8 +115,9 @@ class HostMemory:
 
     def finish(self) -> None:
         """Let work queued from here on wait for the copies; call it before reuse of their rows."""
-        if self._is_copying and self._stream is not None:
-            torch.cuda.current_stream(self._device_blocks.device).wait_stream(self._stream)
+        if self._is_copying:
+            for device, stream in self._streams.items():
+                torch.cuda.current_stream(device).wait_stream(stream)
         self._is_copying = False
 
     def _wipe(self, name: str, ids: IntArray) -> None:
@@ -125,33 +127,49 @@ class HostMemory:
 
     def _wait(self) -> None:
         """Wait on the host for all copies: it writes the memory itself."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize()
 
-    def _copying(self) -> AbstractContextManager[object]:
+    def _copying(self, device: torch.device) -> AbstractContextManager[object]:
         """Copy on the copies' stream, after all work queued before."""
         self._is_copying = True
-        if self._stream is None:
+        stream = self._streams.get(device)
+        if stream is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device_blocks.device))
-        return torch.cuda.stream(self._stream)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(stream)
 
-    def _copy(
-        self,
-        source: Tensor,
-        source_rows: NDArray[np.integer],
-        target: Tensor,
-        target_rows: NDArray[np.integer],
+    def _beside(
+        self, rows: DeviceRows, row: int, blocks: IntArray
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parts of a row beside their bytes in blocks of the host."""
+        for parts, block in zip(rows.cut(row, self.blocks.shape[1]), blocks, strict=True):
+            for place, part in parts:
+                yield part, self.blocks[block, place : place + len(part)]
+
+    def _copy_out(
+        self, source: DeviceRows, rows: NDArray[np.integer], target: Tensor, to: NDArray[np.integer]
     ) -> int:
-        """Copy rows, consecutive ones at once, and return their bytes."""
-        with self._copying():
-            for first, count in joined_runs(source_rows, target_rows):
-                start, to = int(source_rows[first]), int(target_rows[first])
-                target[to : to + count].copy_(source[start : start + count], non_blocking=True)
-        return len(source_rows) * source.shape[1]
+        """Copy rows to the host, consecutive ones at once, and return their bytes."""
+        for piece in source.pieces:
+            with self._copying(piece.storage.device):
+                for mine, theirs in source.pairs(piece, rows, target, to):
+                    theirs.copy_(mine, non_blocking=True)
+        return len(rows) * source.num_bytes
+
+    def _copy_in(
+        self, source: Tensor, rows: NDArray[np.integer], target: DeviceRows, to: NDArray[np.integer]
+    ) -> int:
+        """Copy rows from the host, before any work queued next, and return their bytes."""
+        for piece in target.pieces:
+            with self._copying(piece.storage.device):
+                for mine, theirs in target.pairs(piece, to, source, rows):
+                    mine.copy_(theirs, non_blocking=True)
+        self.finish()
+        return len(rows) * target.num_bytes
 
 
-def _rows_like(storage: Tensor, num_rows: int) -> Tensor:
-    """Allocate host memory for rows of a storage, pinned if that is a GPU's."""
-    is_pinned = storage.is_cuda and num_rows > 0
-    return torch.empty(num_rows, storage.shape[1], dtype=torch.uint8, pin_memory=is_pinned)
+def _rows_like(rows: DeviceRows, num_rows: int) -> Tensor:
+    """Allocate host memory for rows, pinned if some are a GPU's."""
+    is_pinned = num_rows > 0 and any(piece.storage.is_cuda for piece in rows.pieces)
+    return torch.empty(num_rows, rows.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)

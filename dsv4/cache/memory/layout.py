@@ -14,7 +14,7 @@ tails that the next window reads again are needed. Other tails come last in a sl
 a block's end, a checkpoint, is the front of the slot: one copy too.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -61,9 +61,17 @@ class CacheLayout:
 
 
 def block_layout(
-    schemas: tuple[LayerCacheSchema, ...], *, page_align: int, at_least: int = 0
+    schemas: tuple[LayerCacheSchema, ...],
+    *,
+    page_align: int,
+    at_least: int = 0,
+    layers: Collection[int] | None = None,
 ) -> RunLayout:
-    """Lay out the pages of one block, `at_least` bytes: all KV entries, then all index keys."""
+    """Lay out the pages of one block, `at_least` bytes: all KV entries, then all index keys.
+
+    Args:
+        layers: Those that it holds pages of; by default all.
+    """
     return _lay_out(
         len(schemas),
         [
@@ -72,23 +80,29 @@ def block_layout(
         ],
         align=page_align,
         at_least=at_least,
+        layers=layers,
     )
 
 
-def slot_layout(schemas: tuple[LayerCacheSchema, ...], *, page_align: int) -> RunLayout:
+def slot_layout(
+    schemas: tuple[LayerCacheSchema, ...],
+    *,
+    page_align: int,
+    layers: Collection[int] | None = None,
+) -> RunLayout:
     """Lay out the fixed state of one request: a checkpoint's parts, then the other tails."""
     rest = ((idx, s) for idx, s in enumerate(schemas) if not s.tail_buffer_size_b)
     tails = [((idx, "tail", s.tail_bytes), (idx, "sums", s.sum_bytes)) for idx, s in rest]
     parts = [*_checkpoint_parts(schemas), *chain(*tails)]
-    return _lay_out(len(schemas), parts, align=page_align)
+    return _lay_out(len(schemas), parts, align=page_align, layers=layers)
 
 
-def checkpoint_bytes(schemas: tuple[LayerCacheSchema, ...]) -> int:
+def checkpoint_bytes(schemas: Sequence[LayerCacheSchema]) -> int:
     """Count the bytes of a checkpoint: window rings, CSA tails, index tails."""
     return sum(size for _, _, size in _checkpoint_parts(schemas))
 
 
-def _checkpoint_parts(schemas: tuple[LayerCacheSchema, ...]) -> list[tuple[int, str, int]]:
+def _checkpoint_parts(schemas: Sequence[LayerCacheSchema]) -> list[tuple[int, str, int]]:
     csa = [(idx, s) for idx, s in enumerate(schemas) if s.tail_buffer_size_b]
     return [
         *((idx, "ring", s.ring_bytes) for idx, s in enumerate(schemas)),
@@ -98,16 +112,26 @@ def _checkpoint_parts(schemas: tuple[LayerCacheSchema, ...]) -> list[tuple[int, 
 
 
 def cache_layout(
-    config: CacheConfig, schemas: tuple[LayerCacheSchema, ...], *, workspace_rows: int = 0
+    config: CacheConfig,
+    schemas: tuple[LayerCacheSchema, ...],
+    *,
+    workspace_rows: int = 0,
+    layers: Collection[int] | None = None,
 ) -> CacheLayout:
-    """Lay out blocks and slots, and describe each layer's rows in them."""
-    blocks = block_layout(schemas, page_align=config.page_align, at_least=config.least_block_bytes)
-    slots = slot_layout(schemas, page_align=config.page_align)
-    layers = tuple(
+    """Lay out blocks and slots, and describe each layer's rows in them.
+
+    Args:
+        layers: Those that the runs hold, by default all; the others have no place in them.
+    """
+    blocks = block_layout(
+        schemas, page_align=config.page_align, at_least=config.least_block_bytes, layers=layers
+    )
+    slots = slot_layout(schemas, page_align=config.page_align, layers=layers)
+    described = tuple(
         LayerLayout(
             ratio=schema.ratio,
             window=config.sliding_window,
-            ring_offset=slots.offsets[idx]["ring"],
+            ring_offset=slots.offset(idx, "ring"),
             ring_rows=schema.ring_rows,
             workspace_rows=workspace_rows,
             entries_offset=blocks.offset(schema.layer.entries_of, "entries"),
@@ -140,16 +164,21 @@ def cache_layout(
         )
         for idx, schema in enumerate(schemas)
     )
-    return CacheLayout(blocks, slots, layers)
+    return CacheLayout(blocks, slots, described)
 
 
 def _lay_out(
-    num_layers: int, parts: Iterable[tuple[int, str, int]], *, align: int, at_least: int = 0
+    num_layers: int,
+    parts: Iterable[tuple[int, str, int]],
+    *,
+    align: int,
+    at_least: int = 0,
+    layers: Collection[int] | None = None,
 ) -> RunLayout:
     offsets: tuple[dict[str, int], ...] = tuple({} for _ in range(num_layers))
     end = 0
     for layer_idx, name, size in parts:
-        if size:
+        if size and (layers is None or layer_idx in layers):
             offsets[layer_idx][name] = end
             end += size
     num_bytes = max(at_least, round_up(end, align))

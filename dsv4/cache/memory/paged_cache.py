@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.memory.arrays import IntArray, joined_runs
 from dsv4.cache.memory.layout import CacheLayout, byte_rows
 from dsv4.formats import PagedRows
 from dsv4.kernels.layer_memory import LayerLayout
@@ -74,18 +72,6 @@ class PagedKVPool:
         scale = 1.0 if index_global_scale is None else index_global_scale
         self.indexer_global_scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self._layers = tuple(self._cut(layer) for layer in layout.layers)
-
-    def read_blocks(self, blocks: IntArray, into: Tensor) -> None:
-        """Copy blocks to rows on any device, `[n, block_bytes]`, consecutive ones at once."""
-        for first, count in joined_runs(blocks, np.arange(len(blocks))):
-            start = int(blocks[first])
-            into[first : first + count].copy_(self.storage[start : start + count])
-
-    def write_blocks(self, blocks: IntArray, rows: Tensor) -> None:
-        """Copy rows of any device to blocks, consecutive ones at once."""
-        for first, count in joined_runs(blocks, np.arange(len(blocks))):
-            start = int(blocks[first])
-            self.storage[start : start + count].copy_(rows[first : first + count])
 
     def layer(self, layer_idx: int) -> LayerPages | None:
         """Return the pages of a layer; None for SWA."""

@@ -29,6 +29,7 @@ class PlanBuffers:
         rank: The rank whose blocks these are.
         blocks: The blocks `[num_blocks, block_bytes]`; a plan may copy some.
         staging: Carries the buffers to the device; None if that is the same memory.
+        first: The buffers of a manager's first device, whose host arrays those of the others share.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class PlanBuffers:
         rank: int,
         blocks: torch.Tensor,
         staging: type[Staging] | None,
+        first: "PlanBuffers | None" = None,
     ) -> None:
         sizes = {  # int64 arrays first, because of their alignment
             "table_index": 2 * max_table_updates,
@@ -62,7 +64,9 @@ class PlanBuffers:
             "committed_counts": max_requests,
         }
         num_sent = sum(sizes.values())
-        packed = np.zeros(num_sent + max_requests, dtype=np.int32)
+        new: IntArray = np.zeros(num_sent + max_requests, dtype=np.int32)
+        self._run: IntArray = new if first is None else first._run
+        packed = self._run
         self._packed: IntArray = packed[:num_sent]
         host = torch.from_numpy(packed)
         self.packed = host if staging is None else torch.zeros_like(host, device=block_table.device)

@@ -92,7 +92,7 @@ class Prefetch(NotCopyable):
         return all(read.wait(rest) for read, rest in zip(self._reads, left, strict=True))
 
     def start(
-        self, after: torch.cuda.Event | None, records: BoundStore, rows: Sequence[memoryview]
+        self, after: Sequence[torch.cuda.Event], records: BoundStore, rows: Sequence[memoryview]
     ) -> None:
         """Start the reads, once, after the copies from and to the rows."""
         with self._starting:
@@ -100,8 +100,8 @@ class Prefetch(NotCopyable):
                 return
             wanted, num_blocks = self._wanted, len(self._wanted.digests)
             try:
-                if after is not None:
-                    after.synchronize()
+                for event in after:
+                    event.synchronize()
                 self._reads.append(records.read(BLOCK, wanted.digests, rows[:num_blocks]))
                 if wanted.checkpointed is not None:
                     for piece, row in enumerate(rows[num_blocks:]):
@@ -229,23 +229,26 @@ class DiskTier:
             self._waiting.popleft()
             self.counts.num_skipped += not sources
             rows += mine
-            for piece, (source, row) in enumerate(zip(sources, mine, strict=True)):
-                target = self._staging[row, : len(source)]
-                copies.append((source, target))
+            for piece, (parts, row) in enumerate(zip(sources, mine, strict=True)):
+                target = self._staging[row]
+                if is_checkpoint:
+                    target = target[: self._checkpoints.num_bytes - piece * len(target)]
+                end = max((place + len(part) for place, part in parts), default=0)
+                target[end:] = 0  # padding
+                copies += [(part, target[place : place + len(part)]) for place, part in parts]
                 kind = _checkpoint(piece) if is_checkpoint else BLOCK
                 num_tokens = node.depth * self._config.block_tokens
                 records.append(_Record(kind, node.digest, target, num_tokens))
         if copies:
-            event = self._host.copy_away(copies)
-            run = partial(_put, event, self._records, records, self.counts)
+            events = self._host.copy_away(copies)
+            run = partial(_put, events, self._records, records, self.counts)
             self._jobs.put(_Job(rows, run))
 
-    def _sources(self, node: PrefixNode, is_checkpoint: bool) -> Sequence[Tensor]:
-        """Return the bytes of a block or checkpoint on the device, in rows of the host's length."""
+    def _sources(self, node: PrefixNode, is_checkpoint: bool) -> list[list[tuple[int, Tensor]]]:
+        """Return the parts of a block or checkpoint on the device, in rows of the host's length."""
         if not is_checkpoint:
             return [self._host.device_block(node.block)] if node.block >= 0 else []
-        row = self._checkpoints.device_row(node.checkpoint)
-        return [] if row is None else row.split(self._staging.shape[1])
+        return self._checkpoints.cut(node.checkpoint, self._staging.shape[1])
 
     def prefetch(
         self, path: Sequence[PrefixNode], num_tokens: int, digests: Iterator[bytes]
@@ -408,7 +411,7 @@ class DiskTier:
 
 
 def _put(
-    after: torch.cuda.Event | None,
+    after: Sequence[torch.cuda.Event],
     records: BoundStore,
     staged: Sequence[_Record],
     counts: WriteCounts,
@@ -416,8 +419,8 @@ def _put(
     """Give the store copies of staging rows, after the copies to them."""
     num_given = 0
     try:
-        if after is not None:
-            after.synchronize()
+        for event in after:
+            event.synchronize()
         for kind, digest, row, num_tokens in staged:
             records.put(kind, digest, row.clone(), num_tokens, copy=False)
             num_given += 1

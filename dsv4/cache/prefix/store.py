@@ -103,6 +103,11 @@ class PrefixStore:
         """Return the records of one format; `config.format_fingerprint` names a cache's."""
         return BoundStore(self, hashlib.sha256(self._identity + _part(fingerprint.encode())))
 
+    def read(self, addresses: Sequence[bytes], into: Tensor) -> ReadHandle:
+        """Start to read records by their addresses, which `BoundStore.addresses` returns."""
+        self._check()
+        return self._reader.start(bytes, list(addresses), _buffers(into))
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that is queued is written or dropped; say whether it is."""
         self._check()
@@ -162,10 +167,14 @@ class BoundStore:
         self.store = store
         self._root = root
 
+    def addresses(self, kind: str, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the names of records, which no other model, key or format has."""
+        return list(map(self._addresses(kind), hashes))
+
     def contains(self, kind: str, hashes: Sequence[bytes]) -> list[bool]:
         """Say which records are there; those still in the queue are not."""
         self.store._check()
-        addresses = list(map(self._addresses(kind), hashes))
+        addresses = self.addresses(kind, hashes)
         try:
             known = self.store._index.find(addresses)
         except sqlite3.Error:  # busy for too long, a damaged index

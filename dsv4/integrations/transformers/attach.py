@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,11 @@ try:
 
     from dsv4.integrations.transformers.cache import CudaGraphs, PagedCache
     from dsv4.integrations.transformers.captured_step import check_experts
+    from dsv4.integrations.transformers.device_map import (
+        forward_name,
+        is_offloaded,
+        layer_devices,
+    )
     from dsv4.integrations.transformers.padding import NO_MASK
 except ImportError as error:
     raise ImportError(
@@ -61,7 +67,8 @@ def attach(
     can have several caches; each owns its memory.
 
     Args:
-        model: A `DeepseekV4ForCausalLM` on one device, in fp32 or bf16.
+        model: A `DeepseekV4ForCausalLM` in fp32 or bf16, on one device or placed by `device_map`.
+            The cache of a layer lies on the device that the layer runs on.
         max_requests: The most rows of a batch; beams and `num_return_sequences` count.
         max_tokens: The most tokens of a row, prompt included; every row has room for them. Or
         num_blocks: Blocks of `block_tokens` tokens, shared by the rows.
@@ -94,13 +101,18 @@ def attach(
         )
     if cuda_graphs:
         check_graph_device(model.device)
+        if len({str(parameter.device) for parameter in model.parameters()}) > 1:
+            raise ValueError(
+                "Invalid cuda_graphs: expected False for a model on several devices, "
+                f"got {cuda_graphs!r}"
+            )
     if cuda_graphs == "step":
         check_experts(model)
     manager = KVCacheManager(
         config,
         max_requests=max_requests,
         num_blocks=_num_blocks(config, max_requests, max_tokens, num_blocks),
-        device=model.device,
+        device=layer_devices(model.model),
         backend=backend,
         max_forward_tokens=max_forward_tokens,
         max_request_tokens=max_tokens,
@@ -120,6 +132,8 @@ def detach(model: Any) -> None:
         raise ValueError("Invalid model: expected one that attach was called with")
     for module, name, _ in routes:
         delattr(module, name)
+        if name == "_old_forward":
+            module._old_forward = MethodType(type(module).forward, module)
 
 
 def _check_model(model: Any) -> None:
@@ -127,15 +141,20 @@ def _check_model(model: Any) -> None:
         raise TypeError(
             f"Invalid model: expected a DeepseekV4ForCausalLM, got {type(model).__name__}"
         )
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1 or devices == {"meta"}:
-        raise ValueError(
-            f"Invalid model: expected all weights on one device, got {', '.join(sorted(devices))}"
-        )
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta and not is_offloaded(module):
+                raise ValueError(
+                    f"Invalid model: expected weights on devices, got {name} of a "
+                    f"{type(module).__name__} on meta"
+                )
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"Invalid dtype of model: expected float32 or bfloat16, got {model.dtype}")
     for module, name, method in _routes(model):
-        if name in vars(module) and not _is_routed(module, name, method):
+        is_own = name == "_old_forward" and module._old_forward == MethodType(
+            type(module).forward, module
+        )
+        if name in vars(module) and not is_own and not _is_routed(module, name, method):
             raise ValueError(
                 f"Invalid model: expected {type(module).__name__}.{name} as its class has it, got "
                 "one that another library has replaced"
@@ -176,8 +195,11 @@ def _routes(model: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
     """List the replaced methods: module, name of the method, and replacement."""
     return [
         (model, "generate", _generate),
-        (model.model, "forward", _forward_model),
-        *((layer.self_attn, "forward", _forward_attention) for layer in model.model.layers),
+        (model.model, forward_name(model.model), _forward_model),
+        *(
+            (layer.self_attn, forward_name(layer.self_attn), _forward_attention)
+            for layer in model.model.layers
+        ),
     ]
 
 

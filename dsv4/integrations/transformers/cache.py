@@ -25,13 +25,14 @@ from dsv4.integrations.transformers.attached_cache import AttachedCache
 from dsv4.integrations.transformers.captured_attention import CapturedAttention
 from dsv4.integrations.transformers.captured_step import CapturedStep, find_step
 from dsv4.integrations.transformers.columns import BoolArray, Columns
+from dsv4.integrations.transformers.device_map import loaded_weights
 from dsv4.integrations.transformers.padding import (
     check_last_column,
     check_positions,
     read_mask,
     token_index,
 )
-from dsv4.model.attention import attend, learned_weights
+from dsv4.model.attention import attend
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ class PaddedForward:
 
     Attributes:
         shape: Rows and columns of the padded batch.
-        token_index: `[num_tokens]`, flat indices of the tokens among rows × columns; None if
-            there is no padding.
+        token_index: `[num_tokens]` by device, flat indices of the tokens among rows × columns;
+            None if there is no padding.
         captured: Graphs of the modules; None if they run launch by launch.
     """
 
     plan: ForwardPlan
     shape: tuple[int, int]
-    token_index: Tensor | None
+    token_index: dict[torch.device, Tensor] | None
     captured: CapturedAttention | None = None
 
 
@@ -257,13 +258,15 @@ class PagedCache(AttachedCache):
         self, layer_idx: int, module: Any, tokens: Tensor, forward: PaddedForward
     ) -> Tensor:
         """Run one module launch by launch, on rows and columns in one axis."""
-        num_padded, index = len(tokens), forward.token_index
+        num_padded, index = len(tokens), None
+        if forward.token_index is not None:
+            index = forward.token_index[tokens.device]
         if self._hidden_like is None:
             self._hidden_like = torch.empty_like(tokens[:0])
         if index is not None:
             tokens = tokens[index]
         handle = self.manager.acquire(layer_idx, forward.plan)
-        output = attend(module, tokens, handle, learned_weights(module))
+        output = attend(module, tokens, handle, loaded_weights(module))
         if index is None:
             return output
         return output.new_zeros(num_padded, output.shape[1]).index_copy_(0, index, output)
@@ -309,7 +312,7 @@ class PagedCache(AttachedCache):
         if is_new:
             self._slots, self._columns = slots, Columns(batch)
         self._columns.append(num_columns, is_token)
-        index = token_index(is_token, manager.device)
+        index = token_index(is_token, manager.devices)
         return PaddedForward(plan, (batch, num_columns), index, captured)
 
     def _capture(self, batch: int, longest: int) -> CapturedAttention | None:

@@ -47,9 +47,11 @@ class PackedModel:
     ) -> None:
         cache.check_owner(model.model)
         if cuda_graphs:
+            cache.manager.check_one_device("CUDA graphs")
             check_experts(model)
         elif cuda_graphs is None:
-            cuda_graphs = model.device.type == "cuda" and can_capture(model)
+            is_one = len(cache.manager.devices) == 1
+            cuda_graphs = is_one and model.device.type == "cuda" and can_capture(model)
         if mixed_tokens is None:
             is_grouped = model.config._experts_implementation == "grouped_mm"
             mixed_tokens = MOST_MIXED if is_grouped else 0

@@ -3,6 +3,7 @@
 The functions know columns and lengths alone, the cached tokens of each row, and no requests.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,11 @@ def check_positions(
         )
 
 
-def token_index(is_token: BoolArray | None, device: torch.device) -> Tensor | None:
-    """Return the flat indices of tokens among rows × columns; None without padding."""
+def token_index(
+    is_token: BoolArray | None, devices: Iterable[torch.device]
+) -> dict[torch.device, Tensor] | None:
+    """Return the flat indices of tokens among rows × columns by device; None without padding."""
     if is_token is None:
         return None
-    return torch.from_numpy(np.flatnonzero(is_token)).to(device)
+    index = torch.from_numpy(np.flatnonzero(is_token))
+    return {each.device: each for each in map(index.to, devices)}
