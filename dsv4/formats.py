@@ -257,7 +257,8 @@ def _kv_row(name: KVFormatName, head_dim: int, rope_dim: int, scale_floor: Scale
 
 def index_row(name: IndexFormatName, *, head_dim: int, rounds_first: bool = True) -> RowFormat:
     """Build the row of one index key of `head_dim` channels; rotation does not split it."""
-    return replace(_index_row(name, head_dim), rounds_first=rounds_first)
+    row = _index_row(name, head_dim)
+    return replace(row, rounds_first=rounds_first or row.scale_rule == "none")
 
 
 def _index_row(name: IndexFormatName, head_dim: int) -> RowFormat:

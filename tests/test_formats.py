@@ -239,6 +239,7 @@ def test_rows_of_v41_are_quantised_from_fp32():
     assert [kv_row(name, **KV_WIDTHS).rounds_first for name in V41_FORMATS] == [False, False]
     assert kv_row("fp8", **KV_WIDTHS).rounds_first and index_row("mxfp4", head_dim=128).rounds_first
     assert not index_row("mxfp4", head_dim=128, rounds_first=False).rounds_first
+    assert index_row("bf16", head_dim=128, rounds_first=False).rounds_first  # its code is BF16
 
 
 def test_groups_must_divide_the_row():

@@ -777,5 +777,5 @@ def machine_in(world, machine=Life):
 
 def on_kernels(machine, device):
     """The machine with Triton's kernels, which are their own oracle."""
-    make_world = short_world if machine is Life else whole_world
+    make_world = {Life: short_world, V41Life: v41_world}.get(machine, whole_world)
     return machine_in(make_world(KernelWorld, device=device, backend="triton"), machine)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.cache.life import Life, WholeLife, machine_in, on_kernels, random_world
+from tests.cache.life import Life, V41Life, WholeLife, machine_in, on_kernels, random_world
 
 NUM_SHORT_LIVES, NUM_WHOLE_LIVES = 60, 10  # of a round
 
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    machines = {Life: NUM_SHORT_LIVES, WholeLife: NUM_WHOLE_LIVES}
+    machines = {Life: NUM_SHORT_LIVES, V41Life: NUM_SHORT_LIVES, WholeLife: NUM_WHOLE_LIVES}
     if options.device == "cuda":
         machines = {on_kernels(each, "cuda"): count for each, count in machines.items()}
     start, lives, steps, num_worlds = time.monotonic(), Counter(), Counter(), 0

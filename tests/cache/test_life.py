@@ -219,7 +219,7 @@ def test_kernels_are_compared_with_a_fresh_request():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("machine", [Life, WholeLife])
+@pytest.mark.parametrize("machine", [Life, V41Life, WholeLife])
 def test_life_on_a_gpu(machine):
     chosen = settings(max_examples=10, stateful_step_count=30, **COMMON)
     run_state_machine_as_test(on_kernels(machine, "cuda"), settings=chosen)

@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
-from dsv4.kernels.contracts import LayerWrites, Selection
+from dsv4.kernels.contracts import LayerWrites
 from dsv4.kernels.triton import (
     acceptance,
     attention,
@@ -188,10 +188,11 @@ def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list
 
 
 def record_candidates(*, length: int, num_tokens: int = 1) -> list:
-    """Record the launches that select entries among candidate blocks, at V4.1-Flash's width."""
+    """Record the launches that publish candidate blocks and choose among them, at V4.1's width."""
     launches: list = []
-    owners = [(candidates, "_score_listed_kernel"), (topk, "_group_kernel"),
-              (topk, "_topk_kernel")]  # fmt: skip
+    owners = [(indexer, "_query_kernel"), (indexer, "_score_kernel"), (topk, "_group_kernel"),
+              (topk, "_topk_kernel"), (candidates, "_largest_kernel"),
+              (candidates, "_score_listed_kernel")]  # fmt: skip
     kernels = [getattr(module, name) for module, name in owners]
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, Recorder(kernel, launches))
@@ -203,15 +204,13 @@ def record_candidates(*, length: int, num_tokens: int = 1) -> list:
         max_request_tokens=length,
     )  # fmt: skip
     plan = prepare_forward(manager, [manager.open_request()], [0], [num_tokens])
-    handle, inputs = manager.acquire(1, plan), model_projections(config, num_tokens, seed=0)[1]
-    blocks = torch.zeros(num_tokens, config.candidate_topk_blocks, dtype=torch.int32)
-    empty = indexer.empty_selection(num_tokens, config.index_topk, manager.device)
-    nothing = Selection(*(tensor.fill_(-1) for tensor in empty))
-    with mock.patch.object(indexer, "empty_selection", lambda *_: nothing):
-        indexer.select_entries(
-            inputs.indexer.query.bfloat16(), inputs.indexer.head_weights, handle.memory,
-            handle.tokens, max_entries=length, candidates=blocks,
-        )  # fmt: skip
+    blocks = None
+    for idx, inputs in enumerate(model_projections(config, num_tokens, seed=0)):
+        memory, query = manager.acquire(idx, plan).memory, inputs.indexer.query.bfloat16()
+        blocks = indexer.select_entries(
+            query, inputs.indexer.head_weights, memory, plan.tokens, max_entries=length,
+            candidates=blocks,
+        ).blocks  # fmt: skip
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, kernel)
     return launches

@@ -15,6 +15,7 @@ from dsv4 import CacheConfig, KVCacheManager, prepare_forward, warm_up
 from dsv4.kernels.triton import (
     acceptance,
     attention,
+    candidates,
     chunk_scores,
     dense_rows,
     flush_write,
@@ -26,6 +27,7 @@ from dsv4.kernels.triton import (
 )
 from dsv4.kernels.triton.hopper import attention as hopper
 from dsv4.kernels.triton.hopper import dense_attention, index_scores
+from dsv4.model.attention import forward_layer
 from dsv4.testing import model_projections, model_weights, take_rows
 from tests.kernels.serving import Server, attend, serve
 
@@ -59,8 +61,8 @@ def record_kernels() -> dict[str, dict]:
     """Replace every kernel; their launches fill the returned dict."""
     keys: dict[str, dict] = {}
     for module in (
-        acceptance, attention, chunk_scores, dense_attention, dense_rows, flush_write, gather,
-        hopper, index_scores, indexer, rope, topk,
+        acceptance, attention, candidates, chunk_scores, dense_attention, dense_rows, flush_write,
+        gather, hopper, index_scores, indexer, rope, topk,
     ):  # fmt: skip
         kernels = {n: k for n, k in vars(module).items() if isinstance(k, JITFunction)}
         for name, kernel in kernels.items():
@@ -171,6 +173,41 @@ def attend_few_tokens(keys: dict[str, dict]) -> dict:
     return {"case": "few tokens", "warmed": len(warmed), "new": new_keys(keys, warmed)}
 
 
+def serve_candidates(keys: dict[str, dict]) -> dict:
+    """Run layers of V4.1 that publish candidates and choose among them, with many entries."""
+    keys.clear()
+    config = CacheConfig.v41_flash(
+        compress_ratios=(0, 2, 2, 1, 1), kv_source_layer_ids=(1, 3),
+        index_source_layer_ids=(1, 3, 4), candidate_source_layer_id=3, num_query_heads=1,
+    )  # fmt: skip
+    manager = KVCacheManager(
+        config, max_requests=4, num_blocks=8, max_forward_tokens=64, max_request_tokens=2**20
+    )
+    use_triton(manager)
+    weights = model_weights(config, seed=0)
+    inputs = model_projections(config, 64, seed=1, dtype=torch.bfloat16)
+    warm_up(manager, weights, dtype=torch.bfloat16)
+    warmed = set(keys)
+    for counts in ([1], [1, 1, 1], [2], [40], [40, 1]):
+        slots, chosen = [manager.open_request() for _ in counts], {}
+        plan = prepare_forward(manager, slots, [0] * len(counts), counts)
+        for layer_idx, layer in enumerate(inputs):
+            handle, rows = manager.acquire(layer_idx, plan), take_rows(layer, slice(sum(counts)))
+            forward_layer(handle, rows, weights[layer_idx], chosen)
+            if rows.indexer is None:
+                continue
+            source = chosen.get(handle.layer.candidates_of)
+            for num_entries in (512, 513, *(2**n + each for n in range(10, 20) for each in (0, 1))):
+                indexer.select_entries(
+                    rows.indexer.query, rows.indexer.head_weights, handle.memory, handle.tokens,
+                    max_entries=num_entries // handle.layer.ratio,
+                    candidates=None if source is None else source.blocks,
+                )  # fmt: skip
+        manager.free_requests(slots)
+    assert sum("_largest_kernel" in key for key in keys) > 0
+    return {"case": "candidates", "warmed": len(warmed), "new": new_keys(keys, warmed)}
+
+
 def main() -> None:
     keys = record_kernels()
     print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=0, max_requests=7)))
@@ -179,6 +216,7 @@ def main() -> None:
     for is_query_raw in (False, True):
         print(json.dumps(serve_chunks(keys, is_query_raw=is_query_raw)))
     print(json.dumps(attend_few_tokens(keys)))
+    print(json.dumps(serve_candidates(keys)))
 
 
 if __name__ == "__main__":

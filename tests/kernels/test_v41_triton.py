@@ -1,12 +1,18 @@
 """Triton's kernels on DeepSeek-V4.1's layers against the reference."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from dsv4 import KVCacheManager, warm_up
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.kernels.backends import load_backend
+from dsv4.kernels.index_scratch import IndexScratch
 from dsv4.kernels.reference.attention import prepare_query
+from dsv4.kernels.reference.indexer import select_blocks
+from dsv4.kernels.triton import indexer
+from dsv4.kernels.triton.candidates import choose_blocks
 from dsv4.testing import (
     Row,
     _map_tensors,
@@ -204,17 +210,24 @@ def test_warm_up_touches_no_request():
 
 
 INDEX_STEPS = {
-    "decode": ([0, 3, 61], [1, 4, 62]),
-    "chunk": ([0, 37], [30, 90]),
-    "few": ([0, 1], [3, 5]),
+    "decode": ([0, 3, 61], [1, 4, 62], 1.0),
+    "huge_keys": ([0, 61], [1, 62], 1e9),
+    "chunk": ([0, 37], [14, 62], 1.0),
+    "few": ([0, 1], [3, 5], 1.0),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("before", "after"), INDEX_STEPS.values(), ids=INDEX_STEPS)
-def test_choices_and_candidates(before, after):
-    """Kernels choose as the reference does; random scores do not tie."""
+@pytest.mark.parametrize(("before", "after", "key_scale"), INDEX_STEPS.values(), ids=INDEX_STEPS)
+def test_choices_and_candidates(before, after, key_scale):
+    """Kernels choose as the reference does; random scores do not tie.
+
+    E5M2 does not hold keys that are huge in half of their channels.
+    """
     config = tiny_v41(**SMALL)
     weights = moved(model_weights(config, seed=3))
+    for learned in weights:
+        if learned.indexer is not None:
+            learned.indexer.norm_weight[32:] *= key_scale
     choices = []
     for backend in ("reference", "triton"):
         manager = KVCacheManager(
@@ -234,3 +247,24 @@ def test_choices_and_candidates(before, after):
         for name, got in theirs[idx]._asdict().items():
             assert torch.equal(got, getattr(expected, name)), (idx, name)
     assert mine[3].blocks.shape[1] == 4 and theirs[4].blocks.shape[1] == 0
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize(("size", "num_blocks", "longest"), [(8, 40, 70001), (3, 4, 50)])
+def test_blocks_by_their_largest_score(size, num_blocks, longest, has_room):
+    """Blocks that no program holds at once, equal scores, NaN, and no token at all."""
+    manager = KVCacheManager(tiny_v41(), max_requests=2, num_blocks=1, device=DEVICE)
+    tokens = prepare_forward(manager, [manager.open_request(), -1], [0, 0], [4, 1]).tokens
+    counts = torch.tensor([longest, longest - size + 1, size * num_blocks, 1, 0], device=DEVICE)
+    tokens = tokens._replace(positions=counts.int() - 1)
+    scores = torch.randn(5, longest + 7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    scores[1] = scores[1].round()
+    scores[0, ::5] = torch.nan
+    scores[0, : 3 * size] = torch.nan
+    room = torch.empty(5, 2 * (-(-longest // size)) if has_room else 0, dtype=torch.int32)
+    scratch = IndexScratch(scores, scores, scores, room.to(DEVICE))
+    layout = SimpleNamespace(candidate_size=size, candidate_blocks=num_blocks, ratio=1)
+    chosen = indexer.empty_selection(5, 8, scores.device, num_blocks=num_blocks)
+    choose_blocks(chosen, scratch, layout, tokens, range(5), max_entries=longest)
+    expected = select_blocks(scores[:, :longest], counts, num_blocks, size)
+    assert torch.equal(chosen.blocks[:, : expected.shape[1]].long(), expected)

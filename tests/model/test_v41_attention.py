@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import linear
 
 from dsv4 import AttentionSubBlock, CacheConfig, KVCacheManager
@@ -99,6 +100,34 @@ def test_blocks_of_named_tensors(size):
         # A projection of other rows at a time may differ in its last bit, and so may a code.
         error = (torch.cat(got) - expected).norm() / expected.norm()
         assert error < 2e-2
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_the_eager_ones():
+    layers = [make_tensors(layer) for layer in CONFIG.schedule]
+    blocks = [AttentionSubBlock.from_tensors(t, CONFIG, idx) for idx, t in enumerate(layers)]
+    hidden = torch.randn(23, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+    def stack(x, handles):
+        chosen = {}
+        for block, handle in zip(blocks, handles, strict=True):
+            x = x + block(x, handle, chosen)
+        return x
+
+    def run(step):
+        manager = KVCacheManager(CONFIG, max_requests=1, num_blocks=16)
+        slot, outputs = manager.open_request(), []
+        for before, after in ((0, 20), (20, 21), (21, 22), (22, 23)):
+            plan = prepare_forward(manager, [slot], [before], [after])
+            handles = [manager.acquire(idx, plan) for idx in range(len(blocks))]
+            outputs.append(step(hidden[before:after], handles))
+            assert plan.is_complete
+        return torch.cat(outputs), manager.paged.storage
+
+    counter = CompileCounterWithBackend("aot_eager")
+    got = run(torch.compile(stack, backend=counter, fullgraph=True))
+    assert all(torch.equal(*pair) for pair in zip(got, run(stack), strict=True))
+    assert counter.frame_count <= 4  # a chunk, a step, and lengths that become symbols
 
 
 def test_tensors_are_refused_by_name():

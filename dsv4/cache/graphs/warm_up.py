@@ -94,7 +94,8 @@ def _distinct_layers(manager: KVCacheManager, weights: Sequence[LayerWeights]) -
         given = [x for x in tensors if x is not None]
         looks = tuple((x.dtype, x.data_ptr() % POINTER_ALIGN == 0) for x in given)
         sinks = None if layer_weights.sinks is None else layer_weights.sinks.dtype
-        owned = (layer.owns_entries, layer.owns_choice, layer.candidates_of >= 0)
+        publishes = layer.layer_idx == manager.config.candidate_source_layer_id
+        owned = (layer.owns_entries, layer.owns_choice, layer.candidates_of >= 0, publishes)
         first.setdefault((layer.ratio, owned, looks, sinks), layer.layer_idx)
     return list(first.values())
 
@@ -236,7 +237,12 @@ class _Kernels:
             )  # fmt: skip
             scratch = handle.memory.index_scratch[:least]
             memories.append(handle.memory._replace(index_scratch=scratch))
-        for max_entries in distinct_sizes(longest, topk=config.index_topk):
+        sizes = distinct_sizes(longest, topk=config.index_topk)
+        if topk := handle.memory.layout.candidate_blocks:
+            size = config.candidate_block_size
+            most = -(-longest // size)
+            sizes += [min(longest, n * size) for n in distinct_sizes(most, topk=topk)]
+        for max_entries in dict.fromkeys(sizes):
             for memory in memories:
                 ops.select_entries(
                     query, query[:, :, 0].contiguous(), memory, handle.tokens,

@@ -1,162 +1,188 @@
-"""Choices among candidate blocks, in V4.1: only the keys of a token's blocks are read and scored.
+"""Candidate blocks, in V4.1: a layer publishes the best of them, later ones score their keys alone.
 
-A program scores a tile of one token's listed entries. It makes the operands of the query itself.
+A token's *list* is the entries of its blocks, ascending. All blocks but the newest are full, so the
+place of an entry in the list gives its block. Top-k chooses places, and makes entries of them.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.formats import next_power_of_two, round_up
 from dsv4.kernels.contracts import Selection, TokenMap
-from dsv4.kernels.index_scratch import cut_index_scratch, index_row_bytes, padded_heads
+from dsv4.kernels.index_scratch import IndexScratch, num_group_tops, padded_heads
 from dsv4.kernels.layer_memory import LayerLayout, LayerMemory, existing
 from dsv4.kernels.reference import addressing
-from dsv4.kernels.triton.decode import e2m1_values, ue8m0_values
-from dsv4.kernels.triton.launch import starts_early
-from dsv4.kernels.triton.operands import PLAN_PTRS, row_spec
-from dsv4.kernels.triton.primitives import (
-    INTERPRETED,
-    encode_rows,
-    hadamard,
-    load_rope,
-    rotate_tail,
-    wait_for_launch_before,
+from dsv4.kernels.triton.key_tiles import KeyPages, QueryOperands, ScoreSpec
+from dsv4.kernels.triton.launch import ScoreLaunch, find_launch, num_multiprocessors, starts_early
+from dsv4.kernels.triton.mxfp4_scores import (
+    code_tables,
+    group_scores,
+    key_operand,
+    load_operands,
+    load_scales,
+    load_words,
+    sum_heads,
 )
-from dsv4.kernels.triton.topk import ListedLayout, choose_best
+from dsv4.kernels.triton.operands import PLAN_PTRS
+from dsv4.kernels.triton.primitives import loop_bound, wait_for_launch_before
+from dsv4.kernels.triton.topk import ListedLayout, choose_best, visible_entries
 
-TILE = 64  # entries of a program
-
-
-@triton.jit
-def mxfp4_operand(codes, scales):
-    """Values of codes times scales as an operand: BF16, which holds them exactly."""
-    values = e2m1_values(codes) * ue8m0_values(scales)
-    return values if INTERPRETED else values.to(tl.bfloat16)
+LARGEST_SCORES = 4096  # scores of a program that finds the largest of blocks
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "blocks_stride", "weights_stride", "table_stride"],
-    do_not_specialize_on_alignment=["weights_ptr", "listed_ptr", *PLAN_PTRS[1:3]],
+    do_not_specialize=["scores_stride", "tops_stride", "first_token", "topk"],
+    do_not_specialize_on_alignment=[*PLAN_PTRS, "places_ptr"],
 )
-def _score_listed_kernel(
-    query_ptr, token_stride, weights_ptr, weights_stride, blocks_ptr, blocks_stride, listed_ptr,
-    scores_ptr, scores_stride, first_token, request_ids_ptr, request_slots_ptr,
-    cos_ptr, sin_ptr, data_ptr, scales_ptr, page_stride, block_table_ptr, table_stride,
-    KEY: tl.constexpr, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, LOG_DIM: tl.constexpr,
-    HAS_HADAMARD: tl.constexpr, SIZE: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
-    WEIGHT_SCALE: tl.constexpr, TILE: tl.constexpr,
+def _largest_kernel(
+    scores_ptr, scores_stride, tops_ptr, tops_stride, places_ptr, first_token, topk, positions_ptr,
+    request_ids_ptr, request_slots_ptr, RATIO: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Score TILE of the entries in a token's blocks; listed_ptr has their number."""
-    DIM: tl.constexpr = KEY.DIM
-    BLOCK: tl.constexpr = KEY.BLOCK
+    """Store the largest score of BLOCKS blocks of a token, infinity for its newest block.
+
+    A token of at most topk blocks has no need of them. places_ptr gets the place of its last block.
+    """
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
+    token = first_token + row
+    _slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
     wait_for_launch_before(STARTS_NEXT=True)
-    nth = tl.program_id(0).to(tl.int64)
-    token = first_token + nth
-    count = tl.load(listed_ptr + token)
-    if tl.program_id(1) * TILE < count:
-        slot = tl.load(request_slots_ptr + tl.load(request_ids_ptr + token)).to(tl.int64)
-        head, channel = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK)[None, :]
-        is_head = head < HEADS
-        x = tl.load(query_ptr + token * token_stride + head[:, None] * DIM + channel,
-                    mask=is_head[:, None] & (channel < DIM), other=0.0).to(tl.float32)  # fmt: skip
-        row = token + tl.zeros((BLOCK_HEADS,), tl.int32)
-        cos, sin = load_rope((cos_ptr, sin_ptr), row, is_head, DIM, KEY.ROTATED, BLOCK)
-        x = rotate_tail(x, cos, sin, BLOCK_HEADS, DIM, KEY.ROTATED, BLOCK)
-        if HAS_HADAMARD:
-            x = hadamard(x, BLOCK_HEADS, DIM, LOG_DIM)
-        pairs, _rope_bits, scales = encode_rows(x, 1.0, BLOCK_HEADS, KEY)
-        pairs = pairs.to(tl.int32)
-        codes = tl.reshape(tl.join(pairs & 15, pairs >> 4), (BLOCK_HEADS, BLOCK))
-        wide = tl.broadcast_to(scales.to(tl.int32)[:, :, None], (BLOCK_HEADS, BLOCK // 32, 32))
-        query = mxfp4_operand(codes, tl.reshape(wide, (BLOCK_HEADS, BLOCK)))
-        query = tl.where((channel < DIM) & is_head[:, None], query, 0.0)
-        listed = tl.program_id(1) * TILE + tl.arange(0, TILE)  # [TILE]
-        is_listed = listed < count
-        block = tl.load(blocks_ptr + token * blocks_stride + listed // SIZE, mask=is_listed,
-                        other=0)  # fmt: skip
-        entry = block * SIZE + listed % SIZE
-        page = tl.load(block_table_ptr + slot * table_stride + entry // ENTRIES_PER_BLOCK,
-                       mask=is_listed, other=-1).to(tl.int64)  # fmt: skip
-        row = (entry % ENTRIES_PER_BLOCK).to(tl.int64)
-        mask = (page >= 0)[:, None] & (channel < DIM)
-        pair_ptr = data_ptr + (page * page_stride + row * KEY.DATA_STRIDE)
-        scale_ptr = scales_ptr + (page * page_stride + row * KEY.SCALE_STRIDE)
-        pairs = tl.load(pair_ptr[:, None] + channel // 2, mask=mask, other=0).to(tl.int32)
-        scales = tl.load(scale_ptr[:, None] + channel // 32, mask=mask, other=0)
-        keys = mxfp4_operand((pairs >> 4 * (channel & 1)) & 15, scales)  # [TILE, BLOCK]
-        products = tl.dot(keys, tl.trans(query), input_precision="ieee")  # [TILE, BLOCK_HEADS]
-        positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        weights = tl.load(weights_ptr + token * weights_stride + head, mask=is_head,
-                          other=0.0).to(tl.float32)  # fmt: skip
-        weighted = tl.where(is_head[None, :], positive * (weights * WEIGHT_SCALE)[None, :], 0.0)
-        tl.store(scores_ptr + nth * scores_stride + listed, tl.sum(weighted, axis=1),
-                 mask=is_listed)  # fmt: skip
+    num_blocks = tl.cdiv(count, SIZE)
+    if tl.program_id(1) == 0:
+        tl.store(places_ptr + token, num_blocks - 1)
+    if (num_blocks > topk) & (first < num_blocks):
+        block = first + tl.arange(0, BLOCKS)
+        member = tl.arange(0, BLOCK_SIZE)[None, :]
+        entry = block[:, None] * SIZE + member  # [BLOCKS, BLOCK_SIZE]
+        scores = tl.load(scores_ptr + row * scores_stride + entry,
+                         mask=(member < SIZE) & (entry < count), other=float("-inf"))  # fmt: skip
+        largest = tl.max(tl.where(scores == scores, scores, float("-inf")), axis=1)
+        largest = tl.where(block == num_blocks - 1, float("inf"), largest)
+        tl.store(tops_ptr + row * tops_stride + block, largest, mask=block < num_blocks)
 
 
-def visible_counts(layout: LayerLayout, tokens: TokenMap) -> Tensor:
-    """Count the entries that each token sees, `[num_tokens]` int64; 0 for padding."""
-    counts = addressing.visible_entries(tokens.positions.long(), layout.ratio)
-    return torch.where(addressing.token_slots(tokens) >= 0, counts, 0)
+@triton.jit
+def list_length(count, num_blocks, SIZE: tl.constexpr):
+    """The number of entries in a token's list, which has up to num_blocks blocks."""
+    visible = tl.cdiv(count, SIZE)
+    return count - (visible - tl.minimum(visible, num_blocks)) * SIZE
 
 
-def first_blocks(layout: LayerLayout, counts: Tensor) -> Tensor:
+@triton.jit(
+    do_not_specialize=[
+        "query_weights_stride", "scores_stride", "first_token", "topk", "num_blocks",
+        "table_stride",
+    ],
+    do_not_specialize_on_alignment=[*PLAN_PTRS, "places_ptr", "blocks_ptr"],
+)  # fmt: skip
+def _score_listed_kernel(
+    scores_ptr, scores_stride, query_operand_ptr, query_weights_ptr, query_weights_stride,
+    blocks_ptr, num_blocks, places_ptr, data_ptr, scale_ptr, page_stride, first_token, topk,
+    positions_ptr, request_ids_ptr, request_slots_ptr, block_table_ptr, table_stride,
+    RATIO: tl.constexpr, KEY: tl.constexpr, OPERAND_BYTES: tl.constexpr, SIZE: tl.constexpr,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """Score a part of a token's list. places_ptr gets the place of its last entry."""
+    TILE: tl.constexpr = SPEC.TILE
+    ENTRIES_PER_BLOCK: tl.constexpr = SPEC.ENTRIES_PER_BLOCK
+    row = tl.program_id(0).to(tl.int64)
+    token = first_token + row
+    slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
+    wait_for_launch_before(STARTS_NEXT=True)
+    count = list_length(count, num_blocks, SIZE)
+    if tl.program_id(1) == 0:
+        tl.store(places_ptr + token, count - 1)
+    if (count > topk) & (tl.program_id(1) * TILE < count):
+        operands = QueryOperands(
+            query_operand_ptr + row * (SPEC.BLOCK_HEADS * KEY.BLOCK * OPERAND_BYTES),
+            query_weights_ptr + row * query_weights_stride, query_weights_stride,
+        )  # fmt: skip
+        keys = KeyPages(data_ptr, scale_ptr, page_stride, block_table_ptr, table_stride)
+        query, weights = load_operands(operands, KEY.BLOCK, SPEC)
+        pages_ptr = block_table_ptr + slot * table_stride
+        blocks_ptr += token * num_blocks
+        scores_ptr += row * scores_stride
+        for tile in tl.range(loop_bound(tl.program_id(1)), loop_bound(tl.cdiv(count, TILE)),
+                             loop_bound(tl.num_programs(1)), num_stages=1):  # fmt: skip
+            place = tile * TILE + tl.arange(0, TILE)[:, None]  # [TILE, 1]
+            block = tl.load(blocks_ptr + place // SIZE, mask=place < count, other=-1)
+            entry = block * SIZE + place % SIZE
+            page = tl.load(pages_ptr + entry // ENTRIES_PER_BLOCK, mask=block >= 0, other=-1)
+            key_row = tl.where(block >= 0, entry % ENTRIES_PER_BLOCK, 0)
+            page_start = tl.maximum(page, 0).to(tl.int64) * keys.page_stride
+            data_page, scale_page = keys.data_ptr + page_start, keys.scales_ptr + page_start
+            words = load_words(data_page, key_row, KEY.DATA_BYTES, KEY.DIM, KEY.BLOCK)
+            scales = load_scales(scale_page, key_row, page >= 0, KEY.SCALE_BYTES, KEY.DIM,
+                                 KEY.BLOCK)  # fmt: skip
+            key = key_operand(words, code_tables(scales), KEY.BLOCK, TILE, SPEC.WARPS)
+            products = tl.dot(key, query)  # [TILE, BLOCK_HEADS]
+            positive = products + tl.abs(products)
+            score = sum_heads(positive, weights, SPEC.BLOCK_HEADS, 1, TILE, SPEC.WARPS)
+            if tl.max(tl.max((score != score).to(tl.int32), axis=1), axis=0) != 0:
+                again = group_scores(data_page, scale_page, key_row, operands, KEY, SPEC)
+                score = tl.where(score == score, score, again)
+            score = tl.where(page >= 0, score, 0.0)
+            tl.store(scores_ptr + place, score, mask=place < count)
+
+
+def first_blocks(layout: LayerLayout, tokens: TokenMap) -> Tensor:
     """List the first candidate blocks that tokens see, ascending, then -1."""
+    counts = addressing.visible_entries(tokens.positions.long(), layout.ratio)
+    counts = torch.where(addressing.token_slots(tokens) >= 0, counts, 0)
     blocks = torch.arange(layout.candidate_blocks, device=counts.device).expand(len(counts), -1)
     return torch.where(blocks * layout.candidate_size < counts[:, None], blocks, -1).int()
 
 
-def select_listed(
-    query: Tensor,
-    head_weights: Tensor,
-    memory: LayerMemory,
-    tokens: TokenMap,
-    candidates: Tensor,
-    chosen: Selection,
-    *,
-    max_entries: int,
-) -> Selection:
-    """Select entries of candidate blocks `[num_tokens, blocks]`; `chosen` is scratch."""
-    layout, keys, num_tokens = memory.layout, existing(memory.index_keys), len(tokens.positions)
-    size, (heads, dim) = layout.candidate_size, query.shape[1:]
-    query, head_weights = query.contiguous(), head_weights.contiguous()
-    counts, candidates = visible_counts(layout, tokens), candidates.contiguous()
-    # All blocks but the newest are full.
-    older = (candidates >= 0).sum(dim=1) - 1
-    newest = (counts - 1).clamp(min=0) // size
-    num_listed = torch.where(counts > 0, older * size + counts - newest * size, 0).int()
-    width = min(candidates.shape[1] * size, max_entries)
-    sizes = index_row_bytes(
-        layout.index_format, num_heads=heads, dim=dim, topk=layout.index_topk, max_entries=width
-    )
-    scratch = cut_index_scratch(memory.index_scratch, sizes, num_tokens=num_tokens)
-    listed_tokens = tokens._replace(positions=num_listed - 1)
-    as_listed = ListedLayout(1, layout.entries_per_block)
-    for first in range(0, num_tokens, scratch.num_rows):
-        part = range(num_tokens)[first : first + scratch.num_rows]
-        _score_listed_kernel[(len(part), -(-width // TILE))](
-            query_ptr=query, token_stride=heads * dim, weights_ptr=head_weights,
-            weights_stride=heads, blocks_ptr=candidates, blocks_stride=candidates.shape[1],
-            listed_ptr=num_listed, scores_ptr=scratch.scores,
-            scores_stride=scratch.scores.stride(0), first_token=first,
-            request_ids_ptr=tokens.request_ids, request_slots_ptr=tokens.request_slots,
-            cos_ptr=memory.rope.cos, sin_ptr=memory.rope.sin,
-            data_ptr=keys.data, scales_ptr=keys.scales, page_stride=keys.data.stride(0),
-            block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
-            KEY=row_spec("index", layout.index_row, layout.rope_dim), HEADS=heads,
-            BLOCK_HEADS=padded_heads(heads), LOG_DIM=dim.bit_length() - 1,
-            HAS_HADAMARD=layout.has_hadamard, SIZE=size,
-            ENTRIES_PER_BLOCK=layout.entries_per_block, WEIGHT_SCALE=dim**-0.5 * heads**-0.5,
-            TILE=TILE, num_warps=4, launch_pdl=starts_early(keys.data.device),
-            enable_fp_fusion=False,
-        )  # fmt: skip
-        choose_best(
-            chosen, scratch.scores, scratch.group_tops, listed_tokens, as_listed, part,
-            max_entries=width,
-        )  # fmt: skip
-    listed = chosen.entry_idx.long()
-    entries = candidates.long().gather(1, listed.clamp(min=0) // size) * size + listed % size
-    entries = torch.where(listed >= 0, entries, -1)
-    slots = addressing.token_slots(tokens)[:, None]
-    rows = addressing.entry_rows(tokens.block_table, slots, entries, layout.entries_per_block)
-    return Selection(entries.int(), rows, chosen.counts, chosen.blocks)
+def choose_blocks(
+    chosen: Selection, scratch: IndexScratch, layout: LayerLayout, tokens: TokenMap, part: range,
+    *, max_entries: int,
+) -> None:  # fmt: skip
+    """Write the candidate blocks of the tokens `part`, by their scores in the workspace.
+
+    The largest scores of blocks take the place of top-k's groups, which has been used.
+    """
+    size, most = layout.candidate_size, -(-max_entries // layout.candidate_size)
+    width, topk = round_up(most, 4), layout.candidate_blocks
+    needed, room = width + num_group_tops(most, topk=topk), scratch.group_tops
+    if room.shape[1] < needed:
+        room = room.new_empty(len(part), round_up(needed, 4))
+    places = torch.empty_like(tokens.positions)
+    block_size = next_power_of_two(size)
+    num_blocks = max(1, LARGEST_SCORES // block_size)
+    _largest_kernel[(len(part), -(-most // num_blocks))](
+        scores_ptr=scratch.scores, scores_stride=scratch.scores.stride(0),
+        tops_ptr=room.view(torch.float32), tops_stride=room.stride(0), places_ptr=places,
+        first_token=part.start, topk=topk, positions_ptr=tokens.positions,
+        request_ids_ptr=tokens.request_ids, request_slots_ptr=tokens.request_slots,
+        RATIO=layout.ratio, SIZE=size, BLOCK_SIZE=block_size, BLOCKS=num_blocks, num_warps=4,
+        launch_pdl=starts_early(scratch.scores.device),
+    )  # fmt: skip
+    choose_best(
+        chosen._replace(entry_idx=chosen.blocks, counts=places), room[:, :width], room[:, width:],
+        tokens._replace(positions=places), ListedLayout(), part, max_entries=most,
+    )  # fmt: skip
+
+
+def score_listed(
+    scratch: IndexScratch, candidates: Tensor, places: Tensor, memory: LayerMemory,
+    tokens: TokenMap, part: range, shared: dict[str, Any], *, num_heads: int, width: int,
+) -> None:  # fmt: skip
+    """Write the workspace's scores of the lists of the tokens `part`, whose queries it holds."""
+    keys = existing(memory.index_keys)
+    launch = find_launch(ScoreLaunch, f"score {keys.format.name}", keys.data.device, num_heads)
+    programs = launch.programs_per_sm * num_multiprocessors(keys.data.device)
+    splits = min(-(-width // launch.tile), max(1, programs // len(part)))
+    spec = ScoreSpec(num_heads, padded_heads(num_heads), launch.tile, 1, launch.stages,
+                     launch.num_warps, keys.rows_per_page)  # fmt: skip
+    _score_listed_kernel[(len(part), splits)](
+        scores_ptr=scratch.scores, scores_stride=scratch.scores.stride(0), blocks_ptr=candidates,
+        num_blocks=candidates.shape[1], places_ptr=places, data_ptr=keys.data,
+        scale_ptr=keys.scales, page_stride=keys.data.stride(0),
+        block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
+        SIZE=memory.layout.candidate_size, SPEC=spec, num_warps=launch.num_warps,
+        maxnreg=launch.maxnreg, launch_pdl=starts_early(keys.data.device), **shared,
+    )  # fmt: skip

@@ -25,7 +25,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.index_scratch import (
@@ -34,9 +33,8 @@ from dsv4.kernels.index_scratch import (
     index_row_bytes,
     padded_heads,
 )
-from dsv4.kernels.layer_memory import LayerLayout, LayerMemory, existing
-from dsv4.kernels.reference.indexer import select_blocks
-from dsv4.kernels.triton.candidates import first_blocks, select_listed, visible_counts
+from dsv4.kernels.layer_memory import LayerMemory, existing
+from dsv4.kernels.triton.candidates import choose_blocks, first_blocks, score_listed
 from dsv4.kernels.triton.chunk_scores import (
     ChunkKeys,
     are_pairs_scored,
@@ -78,7 +76,9 @@ from dsv4.kernels.triton.primitives import (
     rotate_tail,
     wait_for_launch_before,
 )
-from dsv4.kernels.triton.topk import choose_best, visible_entries
+from dsv4.kernels.triton.topk import ListedLayout, choose_best, visible_entries
+
+MAX_COLUMNS = 128  # heads of all tokens of a product
 
 
 @triton.jit
@@ -368,7 +368,9 @@ def select_entries(
     """See `kernels.reference.indexer`."""
     num_tokens, device = len(tokens.positions), tokens.positions.device
     layout = memory.layout
-    chosen = empty_selection(num_tokens, layout.index_topk, device)
+    chosen = empty_selection(
+        num_tokens, layout.index_topk, device, num_blocks=layout.candidate_blocks
+    )
     if not num_tokens:
         return chosen
     all_tokens = range(num_tokens)
@@ -376,16 +378,14 @@ def select_entries(
         unread = chosen.entry_idx
         choose_best(chosen, unread, unread, tokens, layout, all_tokens, max_entries=max_entries)
         if layout.candidate_blocks:
-            blocks = first_blocks(layout, visible_counts(layout, tokens))
-            chosen = chosen._replace(blocks=blocks)
+            chosen = chosen._replace(blocks=first_blocks(layout, tokens))
         return chosen
     if candidates is not None:
-        return select_listed(
-            query, head_weights, memory, tokens, candidates, chosen, max_entries=max_entries
-        )
-    counts, published = None, []
-    if layout.candidate_blocks:
-        counts = visible_counts(layout, tokens)
+        _select_listed(
+            query, head_weights, memory, tokens, candidates.contiguous(), chosen,
+            max_entries=max_entries,
+        )  # fmt: skip
+        return chosen
     chunk_keys = cut_chunk_keys(query, memory, tokens, max_entries=max_entries)
     scratch = index_scratch(query, memory, max_entries=max_entries, chunk_keys=chunk_keys)
     if chunk_keys is not None:
@@ -406,27 +406,50 @@ def select_entries(
             entries = chosen.entry_idx[part.start : part.stop].long().clamp(min=0)
             scores = scratch.scores[: len(part)].gather(1, entries)
             chosen_scores[part.start : part.stop] = scores
-        if counts is not None:
-            published.append(_best_blocks(scratch, layout, counts, part, max_entries))
-    return chosen._replace(blocks=torch.cat(published)) if published else chosen
+        if layout.candidate_blocks:
+            choose_blocks(chosen, scratch, layout, tokens, part, max_entries=max_entries)
+    return chosen
 
 
-def _best_blocks(
-    scratch: IndexScratch, layout: LayerLayout, counts: Tensor, part: range, max_entries: int
-) -> Tensor:
-    """Choose the candidate blocks that tokens `part` publish, by the scores of the workspace."""
-    visible, scores = counts[part.start : part.stop], scratch.scores[: len(part), :max_entries]
-    best = select_blocks(scores, visible, layout.candidate_blocks, layout.candidate_size)
-    return pad(best, (0, layout.candidate_blocks - best.shape[1]), value=-1).int()
+def _select_listed(
+    query: Tensor,
+    head_weights: Tensor,
+    memory: LayerMemory,
+    tokens: TokenMap,
+    candidates: Tensor,
+    chosen: Selection,
+    *,
+    max_entries: int,
+) -> None:
+    """Write the selection from candidate blocks `[num_tokens, blocks]`."""
+    size = memory.layout.candidate_size
+    layout = ListedLayout(memory.layout.entries_per_block, size, candidates)
+    width = min(candidates.shape[1] * size, max_entries)
+    scratch = index_scratch(query, memory, max_entries=width)
+    places = torch.empty_like(tokens.positions)
+    listed, num_heads = tokens._replace(positions=places), query.shape[1]
+    for first in range(0, len(query), scratch.num_rows):
+        part = range(len(query))[first : first + scratch.num_rows]
+        prepare_queries(query, head_weights, scratch, memory, tokens, part)
+        score_listed(
+            scratch, candidates, places, memory, tokens, part,
+            _shared_arguments(scratch, memory, tokens, part, num_heads), num_heads=num_heads,
+            width=width,
+        )  # fmt: skip
+        choose_best(
+            chosen, scratch.scores, scratch.group_tops, listed, layout, part, max_entries=width
+        )
 
 
-def empty_selection(num_tokens: int, topk: int, device: torch.device) -> Selection:
+def empty_selection(
+    num_tokens: int, topk: int, device: torch.device, *, num_blocks: int = 0
+) -> Selection:
     """Allocate the tensors that `choose_best` writes."""
     return Selection(
         torch.empty(num_tokens, topk, dtype=torch.int32, device=device),
         torch.empty(num_tokens, topk, dtype=torch.int64, device=device),
         torch.empty(num_tokens, dtype=torch.int32, device=device),
-        torch.empty(num_tokens, 0, dtype=torch.int32, device=device),
+        torch.empty(num_tokens, num_blocks, dtype=torch.int32, device=device),
     )
 
 
@@ -506,7 +529,7 @@ def score_entries(
         score_chunks(chunk_keys, scratch, memory, tokens, part, shared, max_entries=max_entries)
         if len(tokens.request_slots) == 1:
             return
-    launch = score_launch(keys.format.name, tokens)
+    launch = score_launch(keys.format.name, tokens, num_heads)
     num_groups = -(-len(part) // launch.tokens)
     programs = launch.programs_per_sm * num_multiprocessors(keys.data.device)
     splits = min(-(-max_entries // launch.tile), max(1, programs // num_groups))
@@ -527,12 +550,17 @@ def score_entries(
     )  # fmt: skip
 
 
-def score_launch(format_name: str, tokens: TokenMap) -> ScoreLaunch:
-    """The launch of a forward's scores; forwards with a long chunk may have one of their own."""
-    work = f"score {format_name}"
+def score_launch(format_name: str, tokens: TokenMap, num_heads: int) -> ScoreLaunch:
+    """The launch of a forward's scores; forwards with a long chunk may have one of their own.
+
+    That one is for products of up to MAX_COLUMNS heads.
+    """
+    work, device = f"score {format_name}", tokens.positions.device
     if len(tokens.chunk_ids) and f"{work} chunk" in WORKS:
-        work += " chunk"
-    return find_launch(ScoreLaunch, work, tokens.positions.device)
+        launch = find_launch(ScoreLaunch, f"{work} chunk", device)
+        if launch.tokens * padded_heads(num_heads) <= MAX_COLUMNS:
+            return launch
+    return find_launch(ScoreLaunch, work, device, num_heads)
 
 
 def _shared_arguments(

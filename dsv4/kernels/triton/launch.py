@@ -189,6 +189,7 @@ WORKS: dict[str, type[AnyLaunch]] = {
     "index query": QueryLaunch,
     **{f"score {name}": ScoreLaunch for name in INDEX_FORMATS},
     "score fp8 chunk": ScoreLaunch,
+    "score mxfp4 chunk": ScoreLaunch,
     "top-k groups": GroupLaunch,
     "top-k": TopkLaunch,
     "attend fp32": AttendLaunch,

@@ -33,6 +33,14 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
         "index query": [{"up_to": None, "heads": 16, "num_warps": 4}],
         "score mxfp4": [
             {
+                "up_to": 32,
+                "tile": 128,
+                "num_warps": 4,
+                "stages": 2,
+                "programs_per_sm": 4,
+                "maxnreg": 128,
+            },
+            {
                 "up_to": None,
                 "tile": 64,
                 "num_warps": 4,
@@ -61,6 +69,16 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
                 "stages": 3,
                 "programs_per_sm": 10,
                 "tokens": 2,
+            },
+        ],
+        "score mxfp4 chunk": [
+            {
+                "up_to": None,
+                "tile": 64,
+                "num_warps": 4,
+                "stages": 2,
+                "programs_per_sm": 3,
+                "tokens": 4,
             },
         ],
         "top-k groups": [{"up_to": None, "scores": 4096, "num_warps": 4}],

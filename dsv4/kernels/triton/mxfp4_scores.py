@@ -235,6 +235,23 @@ def load_tile_words(keys, blocks, entry, count, KEY: tl.constexpr, SPEC: tl.cons
 
 
 @triton.jit
+def load_operands(operands, BLOCK: tl.constexpr, SPEC: tl.constexpr):
+    """Load queries `[BLOCK, heads]` and the heads' weights, NaN for those E5M2 does not hold."""
+    BLOCK_HEADS: tl.constexpr = SPEC.BLOCK_HEADS
+    ROWS: tl.constexpr = SPEC.TOKENS * BLOCK_HEADS
+    query = e5m2_operand(load_query_codes(operands.query_ptr, ROWS, BLOCK))
+    head = tl.arange(0, ROWS)
+    weight_ptr = (
+        operands.weights_ptr + head // BLOCK_HEADS * operands.weights_stride + head % BLOCK_HEADS
+    )
+    weights = tl.load(weight_ptr)  # [ROWS]
+    group = tl.arange(0, BLOCK // 32)[:, None]
+    residual_scales = tl.load(weight_ptr[None, :] + (group + 1) * BLOCK_HEADS)
+    weights = tl.where(tl.min(residual_scales, axis=0) < 1.0, float("nan"), weights)
+    return query, weights
+
+
+@triton.jit
 def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr,
                 SPEC: tl.constexpr):  # fmt: skip
     """Score this program's tiles of a request's entries for TOKENS of its tokens.
@@ -248,15 +265,7 @@ def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
     BLOCK_HEADS: tl.constexpr = SPEC.BLOCK_HEADS
     TILE: tl.constexpr = SPEC.TILE
     TOKENS: tl.constexpr = SPEC.TOKENS
-    query = e5m2_operand(load_query_codes(operands.query_ptr, TOKENS * BLOCK_HEADS, BLOCK))
-    head = tl.arange(0, TOKENS * BLOCK_HEADS)
-    weight_ptr = (
-        operands.weights_ptr + head // BLOCK_HEADS * operands.weights_stride + head % BLOCK_HEADS
-    )
-    weights = tl.load(weight_ptr)  # [TOKENS × BLOCK_HEADS]
-    group = tl.arange(0, BLOCK // 32)[:, None]
-    residual_scales = tl.load(weight_ptr[None, :] + (group + 1) * BLOCK_HEADS)
-    weights = tl.where(tl.min(residual_scales, axis=0) < 1.0, float("nan"), weights)
+    query, weights = load_operands(operands, BLOCK, SPEC)
     count = tl.max(counts, axis=0)
     highest = tl.zeros((TILE, TOKENS), tl.float32)
     first_tile, step = tl.program_id(1), tl.num_programs(1)
@@ -297,10 +306,7 @@ def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
 def score_by_groups(tile, pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr,
                     SPEC: tl.constexpr):  # fmt: skip
     """Compute a tile's NaN scores again, with any scales of keys and queries."""
-    BLOCK: tl.constexpr = KEY.BLOCK
-    BLOCK_HEADS: tl.constexpr = SPEC.BLOCK_HEADS
     TILE: tl.constexpr = SPEC.TILE
-    TOKENS: tl.constexpr = SPEC.TOKENS
     entry = tile * TILE + tl.arange(0, TILE)[:, None]  # [TILE, 1]
     old = tl.load(scores_ptr + entry, mask=entry < counts[None, :], other=0.0)  # [TILE, TOKENS]
     if tl.max(tl.max((old != old).to(tl.int32), axis=1), axis=0) != 0:
@@ -309,24 +315,34 @@ def score_by_groups(tile, pages_ptr, counts, scores_ptr, operands, keys, KEY: tl
         blocks = tile_blocks(first, last, SPEC.ENTRIES_PER_BLOCK, TILE)
         data_page, scale_page = key_pages(keys, blocks, SPEC.ENTRIES_PER_BLOCK, TILE)
         page_row = entry % SPEC.ENTRIES_PER_BLOCK
-        words = load_words(data_page, page_row, KEY.DATA_BYTES, KEY.DIM, BLOCK)
-        tables = code_tables(tl.full((1, BLOCK // 32), MIDDLE_SCALE, tl.int32))
-        key = key_operand(words, tables, BLOCK, TILE, SPEC.WARPS)  # [TILE, BLOCK]
-        scale_ptr = scale_page + page_row * KEY.SCALE_BYTES  # [TILE, 1]
-        score = tl.zeros((TILE, TOKENS), tl.float32)
-        for start in tl.range(0, TOKENS * BLOCK_HEADS, SLOW_HEADS, num_stages=1):
-            token = start // BLOCK_HEADS
-            codes = load_query_codes(operands.query_ptr + start * BLOCK, SLOW_HEADS, BLOCK)
-            weight_ptr = (
-                operands.weights_ptr + token * operands.weights_stride + start % BLOCK_HEADS
-            )
-            weight_ptr += tl.arange(0, SLOW_HEADS)
-            products = group_products(key, scale_ptr, codes, weight_ptr + BLOCK_HEADS, KEY, SPEC)
-            positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            weights = tl.load(weight_ptr) * SCORE_FACTOR
-            part = sum_heads(positive, weights, SLOW_HEADS, 1, TILE, SPEC.WARPS)  # [TILE, 1]
-            score += tl.where(tl.arange(0, TOKENS)[None, :] == token, part, 0.0)
+        score = group_scores(data_page, scale_page, page_row, operands, KEY, SPEC)
         tl.store(scores_ptr + entry, score, mask=old != old)
+
+
+@triton.jit
+def group_scores(data_page, scale_page, page_row, operands, KEY: tl.constexpr,
+                 SPEC: tl.constexpr):  # fmt: skip
+    """`[TILE, TOKENS]`: scores of the keys at page_row `[TILE, 1]`, a group of channels at once."""
+    BLOCK: tl.constexpr = KEY.BLOCK
+    BLOCK_HEADS: tl.constexpr = SPEC.BLOCK_HEADS
+    TILE: tl.constexpr = SPEC.TILE
+    TOKENS: tl.constexpr = SPEC.TOKENS
+    words = load_words(data_page, page_row, KEY.DATA_BYTES, KEY.DIM, BLOCK)
+    tables = code_tables(tl.full((1, BLOCK // 32), MIDDLE_SCALE, tl.int32))
+    key = key_operand(words, tables, BLOCK, TILE, SPEC.WARPS)  # [TILE, BLOCK]
+    scale_ptr = scale_page + page_row * KEY.SCALE_BYTES  # [TILE, 1]
+    score = tl.zeros((TILE, TOKENS), tl.float32)
+    for start in tl.range(0, TOKENS * BLOCK_HEADS, SLOW_HEADS, num_stages=1):
+        token = start // BLOCK_HEADS
+        codes = load_query_codes(operands.query_ptr + start * BLOCK, SLOW_HEADS, BLOCK)
+        weight_ptr = operands.weights_ptr + token * operands.weights_stride + start % BLOCK_HEADS
+        weight_ptr += tl.arange(0, SLOW_HEADS)
+        products = group_products(key, scale_ptr, codes, weight_ptr + BLOCK_HEADS, KEY, SPEC)
+        positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        weights = tl.load(weight_ptr) * SCORE_FACTOR
+        part = sum_heads(positive, weights, SLOW_HEADS, 1, TILE, SPEC.WARPS)  # [TILE, 1]
+        score += tl.where(tl.arange(0, TOKENS)[None, :] == token, part, 0.0)
+    return score
 
 
 @triton.jit

@@ -67,10 +67,16 @@ def num_threads(WIDTH, WARPS):
 
 
 class ListedLayout(NamedTuple):
-    """A layout in which a token sees as many entries as its position says, which a kernel wrote."""
+    """A list of scores for each token: a kernel writes its length less 1 as the token's position.
 
-    ratio: int
-    entries_per_block: int
+    The choice is of places in the list, without rows. With blocks `[num_tokens, blocks]` of `size`
+    entries, the list is of their entries, and the choice too.
+    """
+
+    entries_per_block: int = 4
+    size: int = 0
+    blocks: Tensor | None = None
+    ratio: int = 1
 
 
 @triton.jit
@@ -451,13 +457,16 @@ def load_blocks(pages, entry, end, ENTRIES_PER_BLOCK: tl.constexpr):
 def _group_kernel(
     scores_ptr, scores_vectors, tops_ptr, tops_vectors, first_token, topk, num_padded,
     positions_ptr, request_ids_ptr, request_slots_ptr,
-    RATIO: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    RATIO: tl.constexpr, LEVELS: tl.constexpr, IS_LISTED: tl.constexpr, CHUNK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Store the largest score of each group, then of each group of groups; NaN for none.
 
     scores_vectors and tops_vectors are the row strides in vectors, as in `_topk_kernel`.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if IS_LISTED:  # the launch before writes the positions
+        wait_for_launch_before(STARTS_NEXT=True)
     _slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
                                    request_slots_ptr, RATIO)  # fmt: skip
     wait_for_launch_before(STARTS_NEXT=True)
@@ -477,21 +486,25 @@ def _group_kernel(
 @triton.jit(
     do_not_specialize=[
         "scores_vectors", "tops_vectors", "first_token", "topk", "num_padded", "max_entries",
-        "table_stride",
+        "table_stride", "num_blocks",
     ],
-    do_not_specialize_on_alignment=PLAN_PTRS,
+    do_not_specialize_on_alignment=[*PLAN_PTRS, "blocks_ptr"],
 )  # fmt: skip
 def _topk_kernel(
     entry_idx_ptr, rows_ptr, counts_ptr, scores_ptr, scores_vectors, tops_ptr, tops_vectors,
     first_token, topk, num_padded, max_entries, positions_ptr, request_ids_ptr, request_slots_ptr,
-    block_table_ptr, table_stride, RATIO: tl.constexpr, ENTRIES_PER_BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCK_K: tl.constexpr,
+    block_table_ptr, table_stride, blocks_ptr, num_blocks, RATIO: tl.constexpr,
+    ENTRIES_PER_BLOCK: tl.constexpr, LEVELS: tl.constexpr, IS_LISTED: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCK_K: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """Choose a token's entries. If it sees at most topk, choose all and read no score."""
     SHAPE: tl.constexpr = RowShape(WIDTH, num_threads(WIDTH, WARPS))
+    HAS_ROWS: tl.constexpr = not IS_LISTED
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
+    if IS_LISTED:
+        wait_for_launch_before(STARTS_NEXT=True)
     request = tl.load(request_ids_ptr + token)
     num_seen = tl.minimum((tl.load(positions_ptr + token) + 1) // RATIO, max_entries)
     wait_for_launch_before(STARTS_NEXT=True)
@@ -532,23 +545,37 @@ def _topk_kernel(
             if low == NO_KEY + 1:  # fewer than topk groups have a score: low is no guess
                 first, last, deviation = first_pivots(scores, count, topk, SHAPE)
         end = tl.where(slot >= 0, num_seen, 0)
-        blocks = load_blocks(pages, entry, end, ENTRIES_PER_BLOCK)
+        blocks = (entry, entry, entry, entry)
+        if HAS_ROWS:
+            blocks = load_blocks(pages, entry, end, ENTRIES_PER_BLOCK)
         low = find_threshold(scores, first, last, count, topk, SHAPE)
         low = tl.where(slot >= 0, low, END_KEY)
         num_stored = store_best(entries_ptr, rows_ptr, scores, entry, blocks, low, topk, SHAPE,
-                                ENTRIES_PER_BLOCK, True)  # fmt: skip
+                                ENTRIES_PER_BLOCK, HAS_ROWS)  # fmt: skip
         is_empty = (lane >= num_stored) & (lane < topk)
         tl.store(entries_ptr + lane, -1, mask=is_empty)
-        tl.store(rows_ptr + lane, tl.full((BLOCK_K,), -1, tl.int64), mask=is_empty)
+        if HAS_ROWS:
+            tl.store(rows_ptr + lane, tl.full((BLOCK_K,), -1, tl.int64), mask=is_empty)
         tl.store(counts_ptr + token, num_stored)
     else:
         slot = tl.load(request_slots_ptr + request).to(tl.int64)
         count = tl.where(slot >= 0, num_seen, 0)
-        pages = block_table_ptr + slot * table_stride
-        block = tl.load(pages + lane // ENTRIES_PER_BLOCK, mask=lane < count, other=-1)
         tl.store(entries_ptr + lane, tl.where(lane < count, lane, -1), mask=lane < topk)
-        tl.store(rows_ptr + lane, page_row(block, lane, ENTRIES_PER_BLOCK), mask=lane < topk)
+        if HAS_ROWS:
+            pages = block_table_ptr + slot * table_stride
+            block = tl.load(pages + lane // ENTRIES_PER_BLOCK, mask=lane < count, other=-1)
+            tl.store(rows_ptr + lane, page_row(block, lane, ENTRIES_PER_BLOCK), mask=lane < topk)
         tl.store(counts_ptr + token, count)
+    if SIZE > 0:
+        tl.debug_barrier()  # all places are stored before they become entries
+        pages = block_table_ptr + tl.load(request_slots_ptr + request).to(tl.int64) * table_stride
+        place = tl.load(entries_ptr + lane, mask=lane < topk, other=-1)
+        block = tl.load(blocks_ptr + token * num_blocks + place // SIZE, mask=place >= 0, other=-1)
+        entry = tl.where(block >= 0, block * SIZE + place % SIZE, -1)
+        page = tl.load(pages + entry // ENTRIES_PER_BLOCK, mask=entry >= 0, other=-1)
+        tl.debug_barrier()  # all places are read before they are overwritten
+        tl.store(entries_ptr + lane, entry, mask=lane < topk)
+        tl.store(rows_ptr + lane, page_row(page, entry, ENTRIES_PER_BLOCK), mask=lane < topk)
 
 
 def choose_best(
@@ -575,8 +602,8 @@ def choose_best(
     levels, width = program_shape(max_entries, topk=topk)
     strides = (scores.stride(0), group_tops.stride(0) if levels else 0)
     vector = VECTOR if not any(stride % VECTOR for stride in strides) else 1
-    # Beside another launch, positions are read before that one has written them.
-    is_plan = not isinstance(layout, ListedLayout)
+    listed = layout if isinstance(layout, ListedLayout) else None
+    blocks = tokens.block_table if listed is None or listed.blocks is None else listed.blocks
     shared: dict[str, Any] = {
         "scores_ptr": scores.view(chosen.entry_idx.dtype), "scores_vectors": strides[0] // vector,
         "tops_ptr": group_tops, "tops_vectors": strides[1] // vector,
@@ -584,8 +611,8 @@ def choose_best(
         "num_padded": padded_entries(max_entries, levels=levels),
         "positions_ptr": tokens.positions,
         "request_ids_ptr": tokens.request_ids, "request_slots_ptr": tokens.request_slots,
-        "RATIO": layout.ratio, "LEVELS": levels, "VECTOR": vector, 
-        "launch_pdl": is_plan and starts_early(device),
+        "RATIO": layout.ratio, "LEVELS": levels, "IS_LISTED": listed is not None,
+        "VECTOR": vector, "launch_pdl": starts_early(device),
     }  # fmt: skip
     if levels:
         group = find_launch(GroupLaunch, "top-k groups", device)
@@ -596,6 +623,7 @@ def choose_best(
         **shared, entry_idx_ptr=chosen.entry_idx, rows_ptr=chosen.rows, counts_ptr=chosen.counts,
         max_entries=max_entries,
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
+        blocks_ptr=blocks, num_blocks=blocks.shape[1], SIZE=0 if listed is None else listed.size,
         ENTRIES_PER_BLOCK=layout.entries_per_block, WIDTH=width,
         BLOCK_K=next_power_of_two(topk), WARPS=num_warps, num_warps=num_warps,
     )  # fmt: skip

@@ -25,10 +25,19 @@ from dsv4.tools.console import track
 DEVICE = "cuda"
 NUM_LAYERS = 8  # rotating pools: more than the L2 of any GPU holds
 BATCHES = (1, 8, 32, 64, 128, 256)
-ROW_BYTES, BF16_BYTES = 584, 2
+BF16_BYTES = 2
 CONTEXT, CHUNK = 131_072, 8192  # tokens of the request, and of its last chunk
 CHECKED_QUERIES = 16  # of a chunk
 NUM_REPLAYS = 5  # of a chunk
+
+
+def v41_layers(*, compress_ratios: tuple[int, ...], **choices: Any) -> CacheConfig:
+    """Layers of V4.1-Flash that own all that they read."""
+    own = tuple(range(len(compress_ratios)))
+    return CacheConfig.v41_flash(
+        compress_ratios=compress_ratios, kv_source_layer_ids=own, index_source_layer_ids=own,
+        candidate_source_layer_id=-1, **choices,
+    )  # fmt: skip
 
 
 class AttendShape(NamedTuple):
@@ -43,12 +52,14 @@ class AttendShape(NamedTuple):
     batches: tuple[int, ...] = BATCHES
 
 
+FLASH, V41 = "Flash CSA", "V4.1-Flash"  # 128 + 512 rows of 64 heads in each
 SHAPES = (
-    AttendShape("Flash CSA", CacheConfig.v4_flash, 4, 64, 4096, 512),
+    AttendShape(FLASH, CacheConfig.v4_flash, 4, 64, 4096, 512),
     AttendShape("Flash CSA, 8 heads", CacheConfig.v4_flash, 4, 8, 4096, 512),
     AttendShape("Pro CSA", CacheConfig.v4_pro, 4, 128, 8192, 1024),
     AttendShape("Flash HCA at 1M", CacheConfig.v4_flash, 128, 64, 1 << 20, 8192, (1, 8, 32, 64)),
     AttendShape("Flash SWA", CacheConfig.v4_flash, 0, 64, 200, 0),
+    AttendShape(V41, v41_layers, 2, 64, 2048, 512),
 )
 
 
@@ -90,17 +101,22 @@ def bench_attend(*, compare: bool = False) -> dict[str, Any]:
 
 
 def _measure_steps(decode: SparseDecode | None) -> Iterator[dict[str, Any]]:
+    flash_us: dict[int, float] = {}  # by batch
     for shape in SHAPES:
         manager, slots = _filled_manager(shape)
         for batch in shape.batches:
             case = attend_case(
                 shape.name, manager, plan_tokens(manager, slots[:batch]),
-                num_entries=shape.num_entries, is_selected=shape.ratio == 4,
+                num_entries=shape.num_entries, is_selected=0 < shape.ratio < 128,
             )  # fmt: skip
             for batch_invariant in (False, True):
                 check_result(case, attend(case, 0, batch_invariant=batch_invariant), "the output")
             row = _measure(case, batch)
-            if decode is not None:
+            if shape.name == FLASH:
+                flash_us[batch] = row["rotating_us"]
+            if shape.name == V41:
+                row["of_flash"] = row["rotating_us"] / flash_us[batch]
+            elif decode is not None:
                 row |= _measure_flashmla(case, decode, row)
             yield row
         del manager, case
@@ -125,9 +141,13 @@ def _measure(case: AttendCase, batch: int) -> dict[str, Any]:
             lambda idx: attend(case, idx, batch_invariant=batch_invariant), len(case.handles)
         )
 
-    heads = case.query.shape[1]
-    num_rows = batch * (case.handles[0].window.window + case.num_entries)
-    num_bytes = num_rows * ROW_BYTES + batch * 2 * heads * DIM * BF16_BYTES
+    heads, handle = case.query.shape[1], case.handles[0]
+    window, config = handle.window.window, handle.config
+    num_rows = batch * (window + case.num_entries)
+    num_bytes = batch * (
+        window * config.kv_row.row_bytes + case.num_entries * config.entry_row.row_bytes
+        + 2 * heads * DIM * BF16_BYTES
+    )  # fmt: skip
     rotating = time_rotating(batch_invariant=False)
     return {
         "layer": case.name,

@@ -12,7 +12,7 @@ from dsv4.tools.bench import tables
 from dsv4.tools.bench.environment import environment
 from dsv4.tools.console import make_console, printable
 from dsv4.tools.outputs import add_force, check_output
-from dsv4.tools.planner.command import positive
+from dsv4.tools.planner.command import PRESETS, positive
 from dsv4.tools.planner.sizes import parse_tokens
 
 
@@ -76,7 +76,11 @@ BENCHES = {
     ),
     "swap": Bench("a request to host memory and back, on a GPU", {"tokens": 1 << 20, "rounds": 10}),
     "write": Bench("the write path of a layer, on a GPU", external="SGLang"),
-    "step": Bench("a captured decode step, on a GPU", {"requests": 256, "steps": 400}),
+    "step": Bench(
+        "a captured decode step, on a GPU",
+        {"requests": 256, "steps": 400},
+        {"--model": {"choices": tuple(PRESETS), "default": "v4-flash"}},
+    ),
     "gather": Bench("dense rows of a layer, on a GPU"),
     "index": Bench(
         "queries, scores and top-k of the index, on a GPU", external="DeepGEMM and SGLang"

@@ -1,8 +1,8 @@
 """Decode steps of all attention layers at long contexts, without projections, by graph replay.
 
 Plans alone make the contexts long, and random rows fill the pools. The lengths of the requests
-differ by one token, so that in each step a quarter of them closes a CSA window. Before each timed
-step a large fill flushes the L2 and keeps the GPU busy until the graph is launched.
+differ by one token, so that in each step a quarter of them closes a CSA window of V4. Before each
+timed step a large fill flushes the L2 and keeps the GPU busy until the graph is launched.
 """
 
 import statistics
@@ -22,7 +22,14 @@ from dsv4.config import CacheConfig
 from dsv4.kernels.contracts import AttentionResult, Selection
 from dsv4.tools.bench import timing
 from dsv4.tools.bench.attend_case import check_result, layer_case
-from dsv4.tools.bench.requests import ModelCase, extend, fill_rows, model_inputs, plan_tokens
+from dsv4.tools.bench.requests import (
+    ModelCase,
+    extend,
+    fill_rows,
+    layer_kind,
+    model_inputs,
+    plan_tokens,
+)
 from dsv4.tools.bench.write import write_layer
 from dsv4.tools.console import track
 
@@ -47,14 +54,13 @@ class DecodeCase(ModelCase):
     has_own_blocks: bool
 
 
-def bench_decode() -> list[dict[str, Any]]:
-    """Time one step of V4-Flash's 43 layers: the whole step, and each part."""
+def bench_decode(config: CacheConfig) -> list[dict[str, Any]]:
+    """Time one step of a model's layers: the whole step, and each part."""
     sizes = [(length, batch) for length in LENGTHS for batch in BATCHES]
-    return [_measure(*size) for size in track(sizes, "decode steps")]
+    return [_measure(config, *size) for size in track(sizes, "decode steps")]
 
 
-def _measure(length: int, batch: int) -> dict[str, Any]:
-    config = CacheConfig.v4_flash()
+def _measure(config: CacheConfig, length: int, batch: int) -> dict[str, Any]:
     torch.cuda.empty_cache()
     free_bytes = torch.cuda.mem_get_info()[0] - SPARE_BYTES
     case = decode_case(config, length, batch, device="cuda", free_bytes=free_bytes)
@@ -137,16 +143,12 @@ def _time_parts(case: DecodeCase) -> dict[str, float]:
     """Time the writes, the index and the attention of all layers, each on its own."""
     handles = case.next_step()
     case.forward(handles)
-    selections = [_select(handle, case) for handle in handles]
+    selections = select_layers(handles, case)
     check_attention(handles, case, selections)
 
     def write() -> None:
         for handle in handles:
             write_layer(handle, *case.layer(handle))
-
-    def select() -> None:
-        for handle in handles:
-            _select(handle, case)
 
     def attend() -> None:
         for handle, selection in zip(handles, selections, strict=True):
@@ -154,14 +156,22 @@ def _time_parts(case: DecodeCase) -> dict[str, float]:
 
     return {
         "write_us": timing.replay_time(write),
-        "index_us": timing.replay_time(select),
+        "index_us": timing.replay_time(lambda: select_layers(handles, case)),
         "attention_us": timing.replay_time(attend),
     }
 
 
-def _select(handle: LayerCacheHandle, case: DecodeCase) -> Selection | None:
-    indexer = case.layer(handle)[0].indexer
-    return None if indexer is None else handle.select_entries(indexer.query, indexer.head_weights)
+def select_layers(handles: Sequence[LayerCacheHandle], case: ModelCase) -> list[Selection | None]:
+    """Select entries in every layer that chooses; returns the choice that each layer attends."""
+    chosen: dict[int, Selection] = {}
+    for handle in handles:
+        layer, index = handle.layer, case.layer(handle)[0].indexer
+        if index is not None:
+            candidates = chosen.get(layer.candidates_of)
+            chosen[layer.layer_idx] = handle.select_entries(
+                index.query, index.head_weights, candidates
+            )
+    return [chosen.get(handle.layer.choice_of) for handle in handles]
 
 
 def _attend(
@@ -174,9 +184,9 @@ def _attend(
 def check_attention(
     handles: Sequence[LayerCacheHandle], case: DecodeCase, selections: Sequence[Selection | None]
 ) -> None:
-    """Refuse to time attention that differs from the reference's in a layer of any type."""
+    """Refuse to time attention that differs from the reference's in a layer of any kind."""
     pairs = zip(reversed(handles), reversed(selections), strict=True)
-    first = {handle.layer.attention_type: (handle, selection) for handle, selection in pairs}
+    first = {layer_kind(handle.layer): (handle, selection) for handle, selection in pairs}
     for handle, selection in first.values():
         layer = layer_case(handle, *case.layer(handle), selection)
         check_result(layer, _attend(handle, case, selection), "the output")

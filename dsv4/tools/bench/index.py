@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import CacheConfig
 from dsv4.formats import IndexFormatName
+from dsv4.kernels import ops
+from dsv4.kernels.contracts import IndexInputs, Selection
 from dsv4.kernels.external import deepgemm
 from dsv4.kernels.external.find import PagedLogits, load_deep_gemm
 from dsv4.kernels.index_scratch import IndexScratch
@@ -18,10 +21,12 @@ from dsv4.kernels.reference import indexer as reference
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
 from dsv4.kernels.triton import chunk_scores, indexer, topk
 from dsv4.tools.bench import requests, timing
+from dsv4.tools.bench.decode import fill_storages
 from dsv4.tools.bench.environment import load_external, require_cuda
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import SGLangQuery, SGLangTopk
 from dsv4.tools.console import track, working
+from dsv4.tools.planner.command import PRESETS
 
 RATIO = 4
 NUM_LAYERS = 4  # rotating pools: more than the L2 of any GPU holds
@@ -33,6 +38,8 @@ CHUNK_TOKENS = 8192  # queries of a chunk whose last one sees CHUNK_ENTRIES
 CHUNK_ENTRIES = 32768
 SCORE_ERROR = 2.0**-6  # of the largest score; E4M3 products are added with 13 bits on Hopper
 NUM_TURNS = 5  # runs of each rotating layer in a captured step
+MODELS, MODEL_CONTEXT = ("v4-flash", "v41-flash"), 1 << 20  # their indices are compared
+LEAST_FOUND = 0.98  # of the reference's choice; FP8 products change neighbours of the last
 NUM_DRAWS = 5  # draws of scores: the time of top-k depends on the draw
 
 
@@ -59,7 +66,14 @@ def bench_index(*, compare: bool = False) -> dict[str, Any]:
     rows = list(track(_measure_steps(logits, sglang), "decode steps", total=total))
     with working("prefill chunk"):
         prefill = [measure_prefill(name, CHUNK_ENTRIES) for name in FORMATS]
-    return {"rows": rows, "prefill": prefill, **peers}
+    with working("models"):
+        models = [measure_model(name, MODEL_CONTEXT) for name in MODELS]
+    for row in models:
+        row["of_flash"] = row["total_ms"] / models[0]["total_ms"]
+    return {
+        "rows": rows, "prefill": prefill, "model_tokens": CHUNK_TOKENS,
+        "model_context": MODEL_CONTEXT, "models": models, **peers,
+    }  # fmt: skip
 
 
 def _measure_steps(
@@ -156,6 +170,73 @@ def measure_prefill(name: IndexFormatName, num_entries: int = CHUNK_ENTRIES) -> 
         scales.copy_(torch.linspace(0.5, 1.5, scales.numel()).view(scales.shape))
         row["ascending_us"] = timing.replay_time(parts["select"], num_replays=5)
     return row
+
+
+def measure_model(name: str, context: int, *, device: str = "cuda") -> dict[str, Any]:
+    """Time the index of a prompt's last chunk, over all layers of a model that choose.
+
+    One layer of each kind is timed, and stands for all of its kind.
+    """
+    config = PRESETS[name]()
+    manager = requests.manager_for(config, 1, context, device=device, chunk=CHUNK_TOKENS)
+    slots = requests.open_requests(manager, 1, context - CHUNK_TOKENS)
+    fill_storages(manager)
+    plan = requests.plan_tokens(manager, slots, CHUNK_TOKENS)
+    plan.complete()
+    inputs, _weights = requests.model_inputs(config, CHUNK_TOKENS, device)
+    layers = [layer for layer in config.schedule if layer.owns_choice]
+    kinds = [requests.layer_kind(layer) for layer in layers]
+    blocks: dict[int, Tensor] = {}  # candidates, by the layer that publishes them
+    times: dict[tuple[int, bool, bool, bool], float] = {}
+    for layer, kind in zip(layers, kinds, strict=True):
+        if kind in times:
+            continue
+        handle, index = manager.acquire(layer.layer_idx, plan), inputs[layer.layer_idx].indexer
+        case = handle, existing(index), blocks.get(layer.candidates_of)
+        blocks[layer.layer_idx] = select_chunk(*case).blocks
+        check_choice(*case)
+        times[kind] = timing.replay_time(partial(select_chunk, *case), num_replays=3) / 1e3
+    return {
+        "model": name, "layers": len(layers), "total_ms": sum(times[kind] for kind in kinds),
+        "kinds": ", ".join(f"{kinds.count(kind)} x {ms:.1f}" for kind, ms in times.items()),
+    }  # fmt: skip
+
+
+def select_chunk(
+    handle: LayerCacheHandle,
+    index: IndexInputs,
+    blocks: Tensor | None,
+    *,
+    rows: Tensor | None = None,
+    backend: str = "triton",
+) -> Selection:
+    """Select entries for all tokens of a chunk, or for `rows`, from candidate blocks if given."""
+    memory, tokens, query, weights = handle.memory, handle.tokens, index.query, index.head_weights
+    if rows is not None:
+        memory = memory._replace(rope_rows=memory.rope_rows[:, :, rows])
+        query, weights, blocks = (
+            query[rows],
+            weights[rows],
+            None if blocks is None else blocks[rows],
+        )
+        tokens = tokens._replace(
+            positions=tokens.positions[rows], request_ids=tokens.request_ids[rows]
+        )
+    return ops.select_entries(
+        query, weights, memory, tokens, candidates=blocks, backend=backend,
+        max_entries=handle.plan.max_entries(handle.layer.ratio),
+    )  # fmt: skip
+
+
+def check_choice(handle: LayerCacheHandle, index: IndexInputs, blocks: Tensor | None) -> None:
+    """Refuse to time choices of a chunk's second and last token that are not the reference's."""
+    chosen = select_chunk(handle, index, blocks)
+    rows = torch.tensor([1, len(index.query) - 1], device=index.query.device)
+    want = select_chunk(handle, index, blocks, rows=rows, backend="reference")
+    for name in ("entry_idx", "blocks"):
+        pairs = zip(getattr(chosen, name)[rows].tolist(), getattr(want, name).tolist(), strict=True)
+        if any(len({*mine} & {*theirs}) < LEAST_FOUND * len({*theirs}) for mine, theirs in pairs):
+            raise RuntimeError(f"{name} differs from the reference's; nothing is timed")
 
 
 def chunk_parts(

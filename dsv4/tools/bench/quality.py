@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.config import CacheConfig
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_row, kv_row
 from dsv4.kernels.reference.arithmetic import hadamard
 from dsv4.kernels.reference.attention import attend_dense
@@ -22,6 +23,13 @@ HEAD_DIM, ROPE_DIM, INDEX_DIM, INDEX_HEADS = 512, 64, 128, 64  # DeepSeek-V4-Fla
 NUM_QUERIES, NUM_ROWS, NUM_KEYS, TOPK = 16, 640, 8192, 512
 LENGTHS = (512, 2048)
 MARGINS = (1.0, *(2.0**-power for power in range(2, 13)))
+# Row formats of V4.1's windows, entries and index keys, and whether they store the model's values.
+V41_ROWS: tuple[tuple[str, dict[str, Any], bool], ...] = (
+    ("its own", {}, True),
+    ("V4's, second rounding", {"kv_format": "fp8", "index_format": "fp8"}, True),
+    ("V4's, only rounding", {"kv_format": "fp8", "index_format": "fp8"}, False),
+    ("bf16", {"kv_format": "bf16", "index_format": "bf16"}, True),
+)
 TITLES = {"kv": "KV rows", "index": "index keys"}
 CHANCE = 0.2  # below this share no margin is tried any more
 
@@ -32,6 +40,8 @@ def bench_quality(
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every format on random rows of V4-Flash's widths, and on the memory model.
 
+    V4.1's rows are the values that the model attends, so others are compared with them.
+
     Errors are relative to the exact result, root mean square. A margin is the share of a stored
     row that tells it from others. The memory model is asked at smaller and smaller margins.
     """
@@ -39,6 +49,7 @@ def bench_quality(
         result = {
             "kv": [_kv_errors(name) for name in KV_FORMATS],
             "index": [_index_errors(name) for name in INDEX_FORMATS],
+            "v41": list(_v41_errors()),
             "answers": list(_curves(lengths or LENGTHS, num_questions, device)),
         }
     result["margins"] = _smallest_margins(result["answers"])
@@ -66,12 +77,47 @@ def _kv_errors(name: Any) -> dict[str, Any]:
     rows = _draw(NUM_QUERIES, NUM_ROWS, HEAD_DIM, seed=0)
     query = _draw(NUM_QUERIES, 8, HEAD_DIM, seed=1).double()
     exact, stored = rows.double(), _stored(fmt, rows).double()
-    mask = torch.ones(rows.shape[:2], dtype=torch.bool)
-    outputs = [attend_dense(query, each, mask, None)[0] for each in (stored, exact)]
     return {
         "format": name, "row_bytes": fmt.row_bytes, "row_error": _error(stored, exact),
-        "output_error": _error(*outputs),
+        "output_error": _output_error(query, stored, exact),
     }  # fmt: skip
+
+
+def _output_error(query: Tensor, stored: Tensor, exact: Tensor) -> float:
+    mask = torch.ones(exact.shape[:2], dtype=torch.bool)
+    return _error(*(attend_dense(query, rows, mask, None)[0] for rows in (stored, exact)))
+
+
+def _v41_errors() -> Iterator[dict[str, Any]]:
+    """Errors of V4.1's rows in other formats, against the values that the model attends."""
+    own = CacheConfig.v41_flash()
+    window, heads = own.sliding_window, own.index_num_heads
+    rows, keys = _draw(NUM_QUERIES, NUM_ROWS, HEAD_DIM, seed=0), _draw(NUM_KEYS, INDEX_DIM, seed=2)
+    query = _draw(NUM_QUERIES, 8, HEAD_DIM, seed=1).double()
+    index_query = _draw(NUM_QUERIES, heads, INDEX_DIM, seed=3)
+    weights = _draw(NUM_QUERIES, heads, seed=4)
+    drawn = (rows[:, :window], rows[:, window:], keys, index_query)
+    exact = _v41_stored(own, *drawn)
+    chosen = _choose(exact[3], weights, exact[2])
+    share = sum(1 / layer.ratio for layer in own.schedule if layer.owns_entries)
+    for name, choices, is_second in V41_ROWS:
+        config = CacheConfig.v41_flash(**choices)
+        stored = _v41_stored(config, *(exact if is_second else drawn))
+        pairs = [(got.double(), want.double()) for got, want in zip(stored, exact, strict=True)]
+        both = [torch.cat(parts, dim=1) for parts in zip(*pairs[:2], strict=True)]
+        yield {
+            "rows": name,
+            "bytes": share * (config.entry_row.row_bytes + config.index_row.row_bytes),
+            "window_error": _error(*pairs[0]), "entry_error": _error(*pairs[1]),
+            "output_error": _output_error(query, *both), "key_error": _error(*pairs[2]),
+            "changed": 1 - _recall(_choose(stored[3], weights, stored[2]), chosen),
+        }  # fmt: skip
+
+
+def _v41_stored(config: CacheConfig, *values: Tensor) -> list[Tensor]:
+    """Store windows, entries, index keys and index queries in a config's rows."""
+    formats = (config.kv_row, config.entry_row, config.index_row, config.index_row)
+    return [_stored(fmt, each) for fmt, each in zip(formats, values, strict=True)]
 
 
 def _index_errors(name: Any) -> dict[str, Any]:
@@ -80,13 +126,17 @@ def _index_errors(name: Any) -> dict[str, Any]:
     keys = hadamard(_draw(NUM_KEYS, INDEX_DIM, seed=2))
     query = hadamard(_draw(NUM_QUERIES, INDEX_HEADS, INDEX_DIM, seed=3))
     weights, stored = _draw(NUM_QUERIES, INDEX_HEADS, seed=4), _stored(fmt, keys)
-    chosen = _choose(_stored(fmt, query), weights, stored).tolist()
-    exact = _choose(query, weights, keys).tolist()
-    num_found = sum(len({*a} & {*b}) for a, b in zip(chosen, exact, strict=True))
+    chosen, exact = _choose(_stored(fmt, query), weights, stored), _choose(query, weights, keys)
     return {
         "format": name, "row_bytes": fmt.row_bytes, "row_error": _error(stored, keys.double()),
-        "recall": num_found / (NUM_QUERIES * TOPK),
+        "recall": _recall(chosen, exact),
     }  # fmt: skip
+
+
+def _recall(chosen: Tensor, exact: Tensor) -> float:
+    """Share of the exact choices that are found."""
+    pairs = zip(chosen.tolist(), exact.tolist(), strict=True)
+    return sum(len({*a} & {*b}) for a, b in pairs) / exact.numel()
 
 
 def _choose(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.formats import PagedRows
-from dsv4.kernels.contracts import AttentionResult, LayerProjections, LayerWeights
+from dsv4.kernels.contracts import AttentionResult, LayerProjections, LayerWeights, Selection
 from dsv4.kernels.reference.codec import encode, write_rows
+from dsv4.layer_schedule import LayerSpec
+from dsv4.model.attention import forward_layer
 from dsv4.testing import model_weights, move_to, random_projections, take_rows
 
 ENCODED_AT_ONCE = 1 << 15  # rows
@@ -43,26 +45,34 @@ class ModelCase:
     ) -> list[AttentionResult]:
         """Write, select and attend the first inputs, or all, layer by layer."""
         layers = [(handle, *self.layer(handle)) for handle in handles]
-        rows = slice(0, num_tokens)
-        return [handle.forward(take_rows(each, rows), weights) for handle, each, weights in layers]
+        rows, chosen = slice(0, num_tokens), dict[int, Selection]()
+        return [
+            forward_layer(handle, take_rows(each, rows), weights, chosen)
+            for handle, each, weights in layers
+        ]
 
 
 def model_inputs(
     config: CacheConfig, num_tokens: int, device: str
 ) -> tuple[list[LayerProjections], list[LayerWeights]]:
-    """Draw BF16 projections, which layers of the same type share, and weights of every layer."""
+    """Draw BF16 projections, which layers of one kind share, and weights of every layer."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(shape: Any, **_: Any) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    kinds = dict.fromkeys(layer.attention_type for layer in config.schedule)
+    first = {layer_kind(layer): layer for layer in reversed(config.schedule)}
     by_kind = {
-        kind: random_projections(config, kind, num_tokens, seed=0, dtype=torch.bfloat16, draw=draw)
-        for kind in kinds
+        kind: random_projections(config, layer, num_tokens, seed=0, dtype=torch.bfloat16, draw=draw)
+        for kind, layer in first.items()
     }
-    inputs = [by_kind[layer.attention_type] for layer in config.schedule]
+    inputs = [by_kind[layer_kind(layer)] for layer in config.schedule]
     return inputs, [move_to(device, layer) for layer in model_weights(config, seed=0)]
+
+
+def layer_kind(layer: LayerSpec) -> tuple[int, bool, bool, bool]:
+    """Return the ratio of a layer and what it does: layers of one kind take the same time."""
+    return layer.ratio, layer.owns_entries, layer.owns_choice, layer.candidates_of >= 0
 
 
 def manager_for(

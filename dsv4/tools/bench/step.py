@@ -16,6 +16,7 @@ from dsv4.tools.bench.mixed import bench_mixed, check_replays
 from dsv4.tools.bench.requests import ModelCase, extend, manager_for, model_inputs
 from dsv4.tools.bench.timing import summarize, time_call
 from dsv4.tools.console import working
+from dsv4.tools.planner.command import PRESETS
 
 DEVICE = "cuda"
 NUM_WARMUP_STEPS = 20
@@ -23,31 +24,34 @@ TARGET_US = 300.0
 LONGEST_START = 256  # a block of tokens, so that in every step some request needs a block
 
 
-def bench_step(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, Any]:
-    """Time `prepare_forward` and `replay` of V4-Flash's writes, 43 layers, one token a request.
+def bench_step(
+    *, num_requests: int = 256, num_steps: int = 400, model: str = "v4-flash"
+) -> dict[str, Any]:
+    """Time `prepare_forward` and `replay` of a model's writes, all layers, one token a request.
 
     The host waits for the device between steps, never inside one, so that the queue stays short.
     `bench_decode` then times whole steps on the GPU, at long contexts, and `bench_mixed` those with
-    chunks, eager and captured.
+    chunks, eager and captured, of V4-Flash alone.
     """
     require_cuda("step")
+    config = PRESETS[model]()
     with working("host time"):
         check_replays(CacheConfig.v4_flash(compress_ratios=(0, 4, 128)))
-        host = _time_host(num_requests, num_steps)
+        host = _time_host(config, num_requests, num_steps)
     return {
+        "model": model,
         "num_requests": num_requests,
-        "num_layers": CacheConfig.v4_flash().num_layers,
+        "num_layers": config.num_layers,
         "num_steps": num_steps,
         **host,
         "target_us": TARGET_US,
-        "decode": bench_decode(),
-        **bench_mixed(),
+        "decode": bench_decode(config),
+        **(bench_mixed() if model == "v4-flash" else {"mixed": [], "pool_bytes": 0}),
     }
 
 
-def _time_host(num_requests: int, num_steps: int) -> dict[str, Any]:
+def _time_host(config: CacheConfig, num_requests: int, num_steps: int) -> dict[str, Any]:
     """Time the host's part of each step: the plan, the replay, and both."""
-    config = CacheConfig.v4_flash()
     longest = LONGEST_START + NUM_WARMUP_STEPS + num_steps
     manager = manager_for(config, num_requests, longest, device=DEVICE, backend="triton")
     for idx in range(num_requests):

@@ -76,6 +76,11 @@ LISTINGS = (
         ("format", "{format}"), ("bytes", "{row_bytes}"), ("row", "{row_error:.2%}"),
         ("recall", "{recall:.1%}"),
     ), rows="index", num_left=1),
+    Listing("quality", "Rows of V4.1-Flash: errors against the values that the model attends", (
+        ("rows", "{rows}"), ("bytes a token", "{bytes:,.0f}"), ("window", "{window_error:.2%}"),
+        ("entries", "{entry_error:.2%}"), ("output", "{output_error:.2%}"),
+        ("keys", "{key_error:.2%}"), ("choices changed", "{changed:.1%}"),
+    ), rows="v41", num_left=1),
     Listing("quality", "Smallest margin at which every answer is right", (
         ("rows", "{part}"), ("format", "{format}"), ("tokens", "{tokens:,}"),
         ("margin", "1 / {inverse:.0f}"),
@@ -96,8 +101,8 @@ LISTINGS = (
     ), rows="prefill"),
     Listing("step", "Host time of a captured step, {num_requests} requests, {num_layers} layers "
             "written (target {target_us:.0f} us)", (("", "{name}"), *TIMES), rows="times"),
-    Listing("step", "One decode step of V4-Flash's attention layers, microseconds", (
-        ("tokens", "{tokens:,}"), ("batch", "{batch}{star}"), ("all 43 layers", "{total_us:.0f}"),
+    Listing("step", "One decode step of {model}'s {num_layers} attention layers, microseconds", (
+        ("tokens", "{tokens:,}"), ("batch", "{batch}{star}"), ("all layers", "{total_us:.0f}"),
         ("write", "{write_us:.0f}"), ("index", "{index_us:.0f}"),
         ("attention", "{attention_us:.0f}"),
     ), rows="decode"),
@@ -124,10 +129,16 @@ LISTINGS = (
         ("all us", "{select_us:,.0f}"), ("TFLOP/s", "{select_tflops:.0f}"),
         ("ascending us", "{ascending_us:,.0f}"),
     ), rows="prefill", num_left=1),
-    Listing("attend", "One layer's attention in a decode step, fp8 rows, microseconds", (
+    Listing("index", "The index of a prefill chunk of {model_tokens:,} queries at "
+            "{model_context:,} tokens: all layers of a model that choose, ms", (
+        ("model", "{model}"), ("layers", "{layers}"), ("all", "{total_ms:.1f}"),
+        ("of V4-Flash", "{of_flash:.2f}"), ("a layer of each kind", "{kinds}"),
+    ), rows="models", num_left=1),
+    Listing("attend", "One layer's attention in a decode step, in the model's rows, microseconds", (
         ("layer", "{layer}"), ("batch", "{batch}"), ("warm", "{warm_us:.2f}"),
         ("rotating, 8 layers", "{rotating_us:.2f}"), ("batch-invariant", "{invariant_us:.2f}"),
         ("TFLOP/s", "{tflops:.0f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
+        ("of Flash CSA", "{of_flash:.2f}"),
     ), num_left=1, external={"flashmla_us": "FlashMLA"}),
     Listing("attend", "One layer's attention of a prefill chunk, fp8 rows", (
         ("layer", "{layer}"), ("queries", "{tokens:,}"), ("context", "{context:,}"),

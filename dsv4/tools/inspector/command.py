@@ -69,11 +69,15 @@ def read_layer_selections(path: Path, inspector: RequestInspector) -> dict[int, 
     """Read recorded selections; refuse layers that are not CSA layers of the request."""
     selections = read_selections(path)
     schedule = inspector.config.schedule
-    csa = [layer.layer_idx for layer in schedule if layer.attention_type is AttentionType.CSA]
-    if not set(selections) <= set(csa):
+    csa = {
+        layer.layer_idx: layer.ratio
+        for layer in schedule
+        if layer.attention_type is AttentionType.CSA
+    }
+    if not {idx: layer.ratio for idx, layer in selections.items()}.items() <= csa.items():
         raise ValueError(
-            f"Invalid recorded selections {path}: expected layers of {csa}, the CSA layers of the "
-            f"request, got {sorted(selections)}"
+            f"Invalid recorded selections {path}: expected layers of {[*csa]}, the CSA layers of "
+            f"the request, got {sorted(selections)}"
         )
     return selections
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4.layer_schedule import AttentionType
 from dsv4.tools.inspector.selections import LayerSelections
 
 MAX_CELLS = 240  # per side of a map
@@ -30,7 +29,7 @@ def map_choices(layer: LayerSelections) -> ChoiceMap:
     """Count the choices of a layer in at most `MAX_CELLS` cells per side."""
     positions = layer.positions.numpy().astype(np.int64)
     entries = layer.entries.numpy().astype(np.int64)
-    visible = (positions + 1) // AttentionType.CSA.ratio
+    visible = layer.visible.numpy()
     first, last = int(positions.min()), int(positions.max())
     token_step = -(-(last - first + 1) // MAX_CELLS)
     entry_step = max(1, -(-int(visible.max()) // MAX_CELLS))

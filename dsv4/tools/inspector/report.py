@@ -15,7 +15,6 @@ from dsv4.cache.saved_request import (
     read_any,
 )
 from dsv4.config import CacheConfig
-from dsv4.layer_schedule import AttentionType
 from dsv4.tools.inspector.parts import Part, layer_parts
 from dsv4.tools.inspector.selections import LayerSelections
 from dsv4.tools.inspector.statistics import describe_part
@@ -136,13 +135,20 @@ def _window(config: CacheConfig, saved: SavedRequest) -> dict[str, Any]:
 
 
 def _tails(config: CacheConfig, saved: SavedRequest) -> list[dict[str, Any]]:
-    """Describe the tails of each compressed type of layer: open tokens, and rows in use."""
-    kinds = {schema.attention_type.name: schema for schema in build_schemas(config) if schema.ratio}
+    """Describe the tails of each compressed type of layer: open tokens, and rows in use.
+
+    Layers of V4.1 have several ratios, and one token closes an entry of ratio 1.
+    """
+    kinds = {}
+    for schema in build_schemas(config):
+        if schema.layer.owns_entries:
+            ratio = f" {schema.ratio}:1" if config.has_latent_keys else ""
+            kinds[schema.attention_type.name + ratio] = schema
     return [
         {
             "type": name,
             "open_tokens": saved.length % schema.ratio,
-            "rows": saved.length - first_tail_position(schema, saved.length),
+            "rows": max(0, saved.length - first_tail_position(schema, saved.length)),
             "tail_rows": schema.tail_rows,
             "closed_entries": saved.length // schema.ratio,
         }
@@ -157,7 +163,7 @@ def describe_selections(selections: dict[int, LayerSelections]) -> list[dict[str
 
 def _describe_layer(idx: int, layer: LayerSelections) -> dict[str, Any]:
     positions, entries = layer.positions.numpy(), layer.entries.numpy()
-    visible = (positions.astype(np.int64) + 1) // AttentionType.CSA.ratio
+    visible = layer.visible.numpy()
     is_chosen = entries >= 0
     num_visible = int(visible.max(initial=0))
     num_choices = int(is_chosen.sum())

@@ -15,6 +15,7 @@ from dsv4.tools.bench.attend_case import check_result
 from dsv4.tools.bench.external.sglang_write import check_sglang
 from dsv4.tools.cli import main
 from tests.kernels.fake_external import FakeDeepGEMM, FakeFlashMLA, FakePrefill, FakeSGLang
+from tests.v41 import tiny_v41
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins run on the CPU")
 
@@ -35,9 +36,10 @@ def few_layers(clock, monkeypatch):
 @pytest.fixture
 def small_attend(few_layers, monkeypatch):
     shapes = (
-        AttendShape("CSA", CacheConfig.v4_flash, 4, 8, 300, 64, (1, 2)),
+        AttendShape(attend.FLASH, CacheConfig.v4_flash, 4, 8, 300, 64, (1, 2)),
         AttendShape("HCA", CacheConfig.v4_flash, 128, 64, 300, 2, (1,)),
         AttendShape("SWA", CacheConfig.v4_flash, 0, 64, 200, 0, (1,)),
+        AttendShape(attend.V41, attend.v41_layers, 2, 64, 200, 64, (1,)),
     )
     monkeypatch.setattr(attend, "SHAPES", shapes)
     monkeypatch.setattr(attend, "DEVICE", "cpu")
@@ -63,9 +65,13 @@ def test_attend(small_attend, small_chunk, monkeypatch, capsys):
     assert any("FlashMLA" in line and "ours / theirs" in line for line in table)
     result = json.loads(last)
     assert result["peers"] == {"FlashMLA": "compared", "FlashMLA's prefill": "compared"}
-    for row in result["rows"]:
+    *rows, v41 = result["rows"]
+    for row in rows:
         assert row["flashmla_us"] == 4.0 and row["ratio"] == 1.0
-    assert [row["batch"] for row in result["rows"]] == [1, 2, 1, 1]
+    assert [row["batch"] for row in rows] == [1, 2, 1, 1]
+    assert v41["of_flash"] == 1.0 and "flashmla_us" not in v41
+    num_bytes = 128 * 528 + 64 * 288 + 2 * 64 * 512 * 2
+    assert v41["floor_us"] == pytest.approx(timing.floor_us(num_bytes))
     assert {tuple(call.query.shape) for call in fake.calls} == {(1, 1, 64, 512), (2, 1, 64, 512)}
     num_rows = [6 * (128 + 64), 6 * 128 + 3 * 3 + 3 * 4]
     for row, shape, count in zip(result["prefill"], CHUNKS, num_rows, strict=True):
@@ -128,7 +134,7 @@ def test_attend_that_is_wrong_is_not_timed(small_attend, monkeypatch, capsys):
 
     monkeypatch.setattr(attend, "load_flash_mla", lambda: wrong)
     assert main(["bench", "attend", "--compare"]) == 1
-    assert "CSA: FlashMLA's output differs from the reference's" in capsys.readouterr().err
+    assert "Flash CSA: FlashMLA's output differs from the reference's" in capsys.readouterr().err
 
 
 def refuse():
@@ -153,7 +159,12 @@ def small_index(few_layers, monkeypatch):
     monkeypatch.setattr(index, "CHOSEN", ())
     monkeypatch.setattr(index, "CHUNK_TOKENS", 4)
     monkeypatch.setattr(index, "CHUNK_ENTRIES", 1100)
-    monkeypatch.setattr(index, "index_case", functools.partial(index.index_case, device="cpu"))
+    tiny = {"v4-flash": CacheConfig.tiny(compress_ratios=(4, 0, 4)), "v41-flash": tiny_v41()}
+    presets = {name: functools.partial(lambda config: config, each) for name, each in tiny.items()}
+    monkeypatch.setattr(index, "PRESETS", presets)
+    monkeypatch.setattr(index, "MODEL_CONTEXT", 61)
+    for name in ("index_case", "measure_model"):
+        monkeypatch.setattr(index, name, functools.partial(getattr(index, name), device="cpu"))
 
 
 def test_index(small_index, monkeypatch, capsys):
@@ -168,6 +179,9 @@ def test_index(small_index, monkeypatch, capsys):
         ("query", "mxfp4", False), ("score", "mxfp4", True),
     ]  # fmt: skip
     assert set(fake.sizes) == {2}
+    models = json.loads(last)["models"]
+    assert [row["kinds"] for row in models] == ["2 x 0.0", "1 x 0.0, 1 x 0.0, 2 x 0.0"]
+    assert [(row["layers"], row["of_flash"]) for row in models] == [(2, 1.0), (4, 2.0)]
 
 
 def test_index_that_is_wrong_is_not_timed(small_index, monkeypatch, capsys):
@@ -176,6 +190,19 @@ def test_index_that_is_wrong_is_not_timed(small_index, monkeypatch, capsys):
     monkeypatch.setattr(index, "load_deep_gemm", lambda: wrong)
     assert main(["bench", "index", "--compare"]) == 1
     assert "The scores differ from the reference's" in capsys.readouterr().err
+
+
+def test_choices_of_a_model_that_are_wrong_are_not_timed(small_index, monkeypatch):
+    right = ops.select_entries
+
+    def wrong(*arguments, backend, **options):
+        selection = right(*arguments, backend="reference", **options)
+        blocks = selection.blocks + (backend == "triton")
+        return selection._replace(blocks=blocks)
+
+    monkeypatch.setattr(ops, "select_entries", wrong)
+    with pytest.raises(RuntimeError, match="blocks differs from the reference's"):
+        index.measure_model("v41-flash", 61)
 
 
 def test_a_folder_that_is_not_there(capsys):

@@ -7,9 +7,21 @@ import torch
 from dsv4 import CacheConfig
 from dsv4.tools.bench import decode
 from dsv4.tools.bench.decode import check_attention, decode_case
+from tests.v41 import tiny_v41
 
 LENGTH, BATCH = 1300, 3
 CONFIG = CacheConfig.tiny(compress_ratios=(0, 4, 128, 4))
+
+
+def test_choices_are_shared(monkeypatch):
+    monkeypatch.setattr(decode, "DISTINCT_BLOCKS", 2)
+    case = decode_case(tiny_v41(), 90, 2, device="cpu", free_bytes=1 << 40)
+    handles = case.next_step()
+    case.forward(handles)
+    selections = decode.select_layers(handles, case)
+    assert selections[0] is None and selections[1] is selections[2]
+    assert selections[4] is selections[5] and len({id(each) for each in selections[1:]}) == 4
+    check_attention(handles, case, selections)
 
 
 @pytest.fixture(params=[True, False], ids=["own blocks", "shared blocks"])
@@ -51,7 +63,7 @@ def test_steps_run_and_are_finite(case):
 def test_wrong_attention_is_not_timed(case, monkeypatch):
     handles = case.next_step()
     case.forward(handles)
-    selections = [decode._select(handle, case) for handle in handles]
+    selections = decode.select_layers(handles, case)
     assert [selection is not None for selection in selections] == [False, True, False, True]
     check_attention(handles, case, selections)
     right = decode._attend

@@ -92,7 +92,7 @@ def test_step(clock, monkeypatch, capsys):
     monkeypatch.setattr(step, "check_replays", lambda config: None)
     times = {f"{part}_us": 10.0 for part in ("total", "write", "index", "attention")}
     decode = [{"tokens": 32768, "batch": 32, "has_own_blocks": False, **times}]
-    monkeypatch.setattr(step, "bench_decode", lambda: decode)
+    monkeypatch.setattr(step, "bench_decode", lambda config: decode)
     mixed = {"decode": 31, "chunks": "240 + 240", "eager_us": 4321.0, "captured_us": 234.0}
     mixed |= {"eager_step_us": 4400.0, "captured_step_us": 1500.0}
     monkeypatch.setattr(step, "bench_mixed", lambda: {"mixed": [mixed], "pool_bytes": 1 << 20})

@@ -26,11 +26,23 @@ def test_bench_quality(small, capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "Smallest margin" in "".join(lines)
     assert_fewer_bits_are_worse(result)
+    assert_own_rows_are_exact(result["v41"])
     right = {(row["part"], row["format"], row["margin"]): row["right"] for row in result["answers"]}
     for part, names in (("kv", KV_FORMATS), ("index", INDEX_FORMATS)):
         for name in names:
             assert right[part, name, 1.0] == 1
             assert (right[part, name, 2.0**-7] == 1) == (name in ("bf16", "fp32"))
+
+
+def assert_own_rows_are_exact(rows) -> None:
+    own, second, only, bf16 = rows
+    errors = [name for name in own if name.endswith("error")]
+    assert [row["bytes"] for row in rows] == [890, 1790, 1790, 3200]
+    for exact in (own, bf16):
+        assert not any(exact[name] for name in errors) and exact["changed"] == 0
+    assert second["window_error"] < 1e-6 and second["key_error"] == second["changed"] == 0
+    assert 0.015 < second["entry_error"] < 0.025 and 0.015 < second["output_error"] < 0.03
+    assert only["output_error"] > 3 * second["output_error"] and only["changed"] > 0.1
 
 
 def assert_fewer_bits_are_worse(result) -> None:

@@ -5,14 +5,19 @@ import json
 import pytest
 import torch
 
-from dsv4 import CacheConfig, KVCacheManager
+from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.cache.saved_request import SavedRequest, read_any, write_saved
 from dsv4.kernels.reference.codec import decode, encode
+from dsv4.model.attention import forward_layer
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 from dsv4.tools.inspector import parts as parts_module
+from dsv4.tools.inspector.command import read_layer_selections
+from dsv4.tools.inspector.heatmap import map_choices
 from dsv4.tools.inspector.parts import layer_parts
-from dsv4.tools.inspector.report import RequestInspector
+from dsv4.tools.inspector.report import RequestInspector, describe_selections
+from dsv4.tools.inspector.selections import SelectionRecorder
 from tests.cache.test_forged_request import forge
+from tests.v41 import tiny_v41
 
 CHOICES = {"drafts_per_step": 3, "block_tokens": 128}
 CONFIG = CacheConfig.tiny(**CHOICES)
@@ -83,6 +88,35 @@ def test_blocks_window_and_tails(path, length, blocks, fill, rows, csa, hca):
     (sums,) = (p for layer in report["layers"] for p in layer["parts"] if p["part"] == "sums")
     assert sums["rows"] == length % 128 // 16
     assert report["problems"] == []
+
+
+def test_layers_that_share_entries(path, tmp_path):
+    """Entries and tails are their owners', and choices of every ratio are read."""
+    config, length = tiny_v41(), 41
+    manager = KVCacheManager(config, max_requests=1, num_blocks=8)
+    slot, layers = manager.open_request(), model_projections(config, length, seed=1)
+    recorder, chosen = SelectionRecorder(slot), {}
+    plan = prepare_forward(manager, [slot], [0], [length])
+    for idx, weights in enumerate(model_weights(config, seed=3)):
+        forward_layer(recorder.watch(manager.acquire(idx, plan)), layers[idx], weights, chosen)
+    manager.save_request(slot, path)
+    recorder.save(tmp_path / "selections")
+    report = inspect(path)
+    entries = [(layer["layer"], part["rows"]) for layer in report["layers"]
+               for part in layer["parts"] if part["part"] == "entries"]  # fmt: skip
+    assert entries == [(1, 20), (3, 41)]
+    tails = [(tail["type"], tail["rows"], tail["closed_entries"]) for tail in report["tails"]]
+    assert tails == [("CSA 1:1", 0, 41), ("CSA 2:1", 1, 20)]
+    selections = read_layer_selections(tmp_path / "selections", RequestInspector(path))
+    assert {idx: layer.ratio for idx, layer in selections.items()} == {1: 2, 3: 1, 4: 1, 6: 1}
+    assert all(torch.equal(layer.entries, chosen[i].entry_idx) for i, layer in selections.items())
+    assert [row["entries"] for row in describe_selections(selections)] == [20, 41, 41, 41]
+    assert map_choices(selections[1]).rates.shape == (20, 41)
+    recorder = SelectionRecorder(slot)
+    recorder.record(1, torch.arange(3), torch.zeros(3, 8), ratio=1)  # it has ratio 2
+    recorder.save(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"expected layers of \[1, 2, 3, 4, 5, 6\], the CSA"):
+        read_layer_selections(tmp_path / "other", RequestInspector(path))
 
 
 def test_an_empty_request(path):
