@@ -27,9 +27,10 @@ WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
 QUARTERS = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0]))
 ROWS = gl.constexpr(gl.SliceLayout(1, WORDS))
-# The same with the four words of a thread apart, `[TILE, 4, 4]`.
+# Four threads of a row of V4.1's have four words each, `[TILE, 4, 4]`. Lanes that store at once are
+# in different banks: two threads of four rows.
 QUADS = gl.constexpr(gl.DistributedLinearLayout(
-    [[0, 0, 1], [0, 0, 2]], [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+    [[0, 0, 1], [0, 0, 2]], [[0, 1, 0], [1, 0, 0], [2, 0, 0], [0, 2, 0], [4, 0, 0]],
     [[8, 0, 0], [16, 0, 0], [32, 0, 0]], [], [64, 4, 4],
 ))  # fmt: skip
 QUAD_THREADS = gl.constexpr(gl.SliceLayout(2, QUADS))
@@ -186,11 +187,18 @@ def power_pair(byte):
     return bits | (bits << 16)
 
 
+@gluon.constexpr_function
+def rows_layout(row_format):
+    """The layout of values by row, `[TILE]`, in threads that have its words."""
+    return ROWS.value if row_format == "kv_fp8" else gl.SliceLayout(1, QUAD_THREADS.value)
+
+
 @gluon.jit
 def find_rows(tile, end, source, SPEC: gl.constexpr):
     """Find a tile's rows, `[TILE]`: rows of the window, listed rows, or blocks; -1 for none."""
-    row = tile * TILE + gl.arange(0, TILE, layout=ROWS)  # [TILE]
-    rows = gl.full((TILE,), -1, gl.int32, layout=ROWS)
+    LAYOUT: gl.constexpr = rows_layout(SPEC.ROW.FORMAT)
+    row = tile * TILE + gl.arange(0, TILE, layout=LAYOUT)  # [TILE]
+    rows = gl.full((TILE,), -1, gl.int32, layout=LAYOUT)
     if tile < end:
         if tile < SPEC.WINDOW // TILE:
             at = source.position - (SPEC.WINDOW - 1) + row
@@ -222,7 +230,8 @@ def row_pointers(tile, rows, source, SPEC: gl.constexpr):
             listed = rows.to(gl.uint32)
             page, entry_row = listed // SPEC.ENTRY_ROWS, listed % SPEC.ENTRY_ROWS
         else:
-            entry = tile * TILE - SPEC.WINDOW + gl.arange(0, TILE, layout=ROWS)
+            LAYOUT: gl.constexpr = rows_layout(ROW.FORMAT)
+            entry = tile * TILE - SPEC.WINDOW + gl.arange(0, TILE, layout=LAYOUT)
             page, entry_row = rows, entry % SPEC.ENTRY_ROWS
         start = gl.where(is_window, start, page.to(gl.int64) * source.entries_stride)
         row = gl.where(is_window, row, entry_row.to(gl.int64))
@@ -240,11 +249,11 @@ def row_pointers(tile, rows, source, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def prefetch_rows(data_ptr, BYTES: gl.constexpr):
+def prefetch_rows(data_ptr, THREADS: gl.constexpr, BYTES: gl.constexpr):
     """Prefetch rows of so many bytes to L2; each of a row's four threads asks for a quarter."""
     at = data_ptr.to(gl.int64, bitcast=True)
-    at = gl.convert_layout(at, gl.SliceLayout(1, QUARTERS), assert_trivial=True)
-    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, QUARTERS))[None, :]
+    at = gl.convert_layout(at, gl.SliceLayout(1, THREADS), assert_trivial=True)
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, THREADS))[None, :]
     for part in gl.static_range(BYTES // 256):
         gl.inline_asm_elementwise(
             PREFETCH, "=r,l", [at[:, None] + quarter * (BYTES // 4) + part * 64], dtype=gl.int32,
@@ -324,10 +333,7 @@ def load_mixed(tile, data_ptr, scale_ptr, is_present, SPEC: gl.constexpr):
     Entries have half of the codes. A thread then has four words of scales, `[TILE, 4]`: those of
     its channels in a quarter each, with a neighbour's.
     """
-    ROW: gl.constexpr = gl.SliceLayout(1, QUAD_THREADS)
-    data_ptr = gl.convert_layout(data_ptr, ROW, assert_trivial=True)[:, None]
-    scale_ptr = gl.convert_layout(scale_ptr, ROW, assert_trivial=True)[:, None]
-    is_present = gl.convert_layout(is_present, ROW, assert_trivial=True)[:, None]
+    data_ptr, scale_ptr, is_present = data_ptr[:, None], scale_ptr[:, None], is_present[:, None]
     thread = gl.arange(0, 4, layout=gl.SliceLayout(0, QUAD_THREADS))[None, :]
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, QUADS)))[None, None, :]
     at = (data_ptr + 4 * thread)[:, :, None] + word  # [TILE, 4, 4]
@@ -428,7 +434,8 @@ def decode_tiles(tiles, count, memory, source, SPEC: gl.constexpr, STAGES: gl.co
         if IS_EARLY:
             next_loaded = load_tile(tile + step, data_ptr, scale_ptr, next_rows >= 0, SPEC)
         elif IS_LISTED:
-            prefetch_rows(data_ptr, SPEC.ENTRY.DATA_STRIDE)
+            THREADS: gl.constexpr = QUARTERS if SPEC.ROW.FORMAT == "kv_fp8" else QUAD_THREADS
+            prefetch_rows(data_ptr, THREADS, SPEC.ENTRY.DATA_STRIDE)
         mbarrier.wait(memory.empty.index(stage), (count // STAGES + 1) % 2)
         store_tile(tile, loaded, is_present, memory, stage, SPEC, BY_BITS)
         fence_async_shared()  # it waits for loads too, so late loads come after it
