@@ -72,6 +72,7 @@ ATTENTION = [
     AttentionCase(4, 64, "fp8", False, True), AttentionCase(4, 64, "fp8", True, True),
     AttentionCase(4, 8, "fp8", False, True), AttentionCase(128, 64, "bf16", True, True),
     AttentionCase(2, 64, "fp8_32", False, True), AttentionCase(1, 64, "fp8_32", True),
+    AttentionCase(1, 64, "fp8_32", False),
 ]  # fmt: skip
 
 

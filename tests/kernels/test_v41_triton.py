@@ -8,8 +8,10 @@ import torch
 from dsv4 import CacheConfig, KVCacheManager, warm_up
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.kernels.backends import load_backend
+from dsv4.kernels.index_scratch import dense_sizes
 from dsv4.kernels.reference.attention import prepare_query
-from dsv4.kernels.triton import attention
+from dsv4.kernels.reference.gather import gather_rows
+from dsv4.kernels.triton import attention, dense_rows
 from dsv4.kernels.triton.launch import HopperLaunch, find_launch
 from dsv4.testing import (
     Row,
@@ -443,3 +445,62 @@ def test_graph_replay_at_the_real_width():
             captured.output.fill_(torch.nan)
             graph.replay()
             assert_same_bits(captured, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_raw", [False, True])
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_chunks_over_dense_rows(layer, is_raw, monkeypatch):
+    """Rows of two formats become BF16, and tokens of steps beside the chunks read theirs."""
+    handle = wide(layer, "chunk")
+    inputs = raw = wide_query(handle)
+    if is_raw:
+        inputs = raw._replace(query=prepare_query(raw.query, handle.memory))
+    monkeypatch.setattr(dense_rows, "MIN_WAVES", 0)
+    monkeypatch.setattr(dense_rows, "MIN_READS", 0)
+    calls, make = [], dense_rows.make_dense_rows
+    monkeypatch.setattr(
+        dense_rows, "make_dense_rows", lambda *given: (calls.append(given), make(*given))
+    )
+    got = attend(load_backend("triton"), handle, raw, is_query_raw=is_raw)
+    assert len(calls) == attention.is_hopper(handle.positions.device)
+    assert_within_bound(handle, inputs, got)
+    assert_same_bits(attend(load_backend("triton"), handle, raw, is_query_raw=is_raw), got)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+@pytest.mark.parametrize("arrangement", ["joined", "split"])
+def test_rows_become_dense(arrangement, layer):
+    """Window rows of the workspace, then the entries of each chunk, which another layer owns."""
+    config = tiny_v41(**SMALL, page_arrangement=arrangement)
+    manager = KVCacheManager(
+        config, max_requests=2, num_blocks=16, device=DEVICE, backend="reference"
+    )
+    poison(manager)
+    weights = moved(model_weights(config, seed=3))
+    plan, rows = fill(manager, weights, [0, 37], [5, 60])
+    for idx, learned in enumerate(weights):
+        handle = manager.acquire(idx, plan)
+        handle.write(forward_inputs(rows, idx), learned)
+        if idx == layer:
+            break
+    memory, tokens, ratio = handle.memory, handle.tokens, handle.layer.ratio
+    counts = [length // ratio if ratio else 0 for length in (5, 60)]
+    sizes = dense_sizes(
+        num_tokens=28, num_chunks=2, window=16, max_entries=max(counts), num_blocks=16,
+        entries_per_block=memory.layout.entries_per_block, num_heads=64, dim=96,
+    )  # fmt: skip
+    storage = torch.zeros(sizes.num_bytes, dtype=torch.uint8, device=DEVICE)
+    dense = dense_rows.cut_dense_rows(storage, sizes, dim=96)
+    dense_rows.make_dense_rows(dense, memory, tokens)
+    flat = torch.arange(28 + 2 * 15, device=DEVICE)
+    wanted = gather_rows(memory.window.workspace, flat)
+    torch.testing.assert_close(
+        dense.rows[: len(flat)].to(wanted), wanted, rtol=0, atol=0, equal_nan=True
+    )
+    for chunk, count in enumerate(counts if ratio else ()):
+        entry, per_block = torch.arange(count, device=DEVICE), memory.layout.entries_per_block
+        blocks = tokens.block_table[rows[chunk].slot, entry // per_block].long()
+        wanted = gather_rows(memory.entries, blocks * per_block + entry % per_block)
+        first = sizes.window_rows + chunk * sizes.chunk_stride
+        assert torch.equal(dense.rows[first : first + count].to(wanted), wanted)

@@ -707,7 +707,7 @@ def _launch_on_hopper(
 
     num_works, num_splits = grid
     is_chunk = launch.heads == HEAD_BLOCK and arguments["SPEC"].HAS_CHUNKS and num_splits == 1
-    if is_chunk:
+    if is_chunk and arguments["SPEC"].ROW.FORMAT == "kv_fp8":  # others need registers to decode
         launch = find_launch(HopperLaunch, "attend hopper chunk", device)
     arguments |= {
         "STAGES": launch.stages, "DECODING_REGISTERS": launch.decoding_registers,
