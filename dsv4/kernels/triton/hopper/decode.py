@@ -27,12 +27,8 @@ WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
 QUARTERS = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0]))
 ROWS = gl.constexpr(gl.SliceLayout(1, WORDS))
-# Four threads of a row of V4.1's have four words each, `[TILE, 4, 4]`. Lanes that store at once are
-# in different banks: two threads of four rows.
-QUADS = gl.constexpr(gl.DistributedLinearLayout(
-    [[0, 0, 1], [0, 0, 2]], [[0, 1, 0], [1, 0, 0], [2, 0, 0], [0, 2, 0], [4, 0, 0]],
-    [[8, 0, 0], [16, 0, 0], [32, 0, 0]], [], [64, 4, 4],
-))  # fmt: skip
+# The same with a thread's four words apart, `[TILE, 4, 4]`.
+QUADS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [8, 4, 1], [8, 1, 1], [2, 1, 0]))
 QUAD_THREADS = gl.constexpr(gl.SliceLayout(2, QUADS))
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 OPERAND_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32))
@@ -187,18 +183,11 @@ def power_pair(byte):
     return bits | (bits << 16)
 
 
-@gluon.constexpr_function
-def rows_layout(row_format):
-    """The layout of values by row, `[TILE]`, in threads that have its words."""
-    return ROWS.value if row_format == "kv_fp8" else gl.SliceLayout(1, QUAD_THREADS.value)
-
-
 @gluon.jit
 def find_rows(tile, end, source, SPEC: gl.constexpr):
     """Find a tile's rows, `[TILE]`: rows of the window, listed rows, or blocks; -1 for none."""
-    LAYOUT: gl.constexpr = rows_layout(SPEC.ROW.FORMAT)
-    row = tile * TILE + gl.arange(0, TILE, layout=LAYOUT)  # [TILE]
-    rows = gl.full((TILE,), -1, gl.int32, layout=LAYOUT)
+    row = tile * TILE + gl.arange(0, TILE, layout=ROWS)  # [TILE]
+    rows = gl.full((TILE,), -1, gl.int32, layout=ROWS)
     if tile < end:
         if tile < SPEC.WINDOW // TILE:
             at = source.position - (SPEC.WINDOW - 1) + row
@@ -230,8 +219,7 @@ def row_pointers(tile, rows, source, SPEC: gl.constexpr):
             listed = rows.to(gl.uint32)
             page, entry_row = listed // SPEC.ENTRY_ROWS, listed % SPEC.ENTRY_ROWS
         else:
-            LAYOUT: gl.constexpr = rows_layout(ROW.FORMAT)
-            entry = tile * TILE - SPEC.WINDOW + gl.arange(0, TILE, layout=LAYOUT)
+            entry = tile * TILE - SPEC.WINDOW + gl.arange(0, TILE, layout=ROWS)
             page, entry_row = rows, entry % SPEC.ENTRY_ROWS
         start = gl.where(is_window, start, page.to(gl.int64) * source.entries_stride)
         row = gl.where(is_window, row, entry_row.to(gl.int64))
@@ -249,11 +237,11 @@ def row_pointers(tile, rows, source, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def prefetch_rows(data_ptr, THREADS: gl.constexpr, BYTES: gl.constexpr):
+def prefetch_rows(data_ptr, BYTES: gl.constexpr):
     """Prefetch rows of so many bytes to L2; each of a row's four threads asks for a quarter."""
     at = data_ptr.to(gl.int64, bitcast=True)
-    at = gl.convert_layout(at, gl.SliceLayout(1, THREADS), assert_trivial=True)
-    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, THREADS))[None, :]
+    at = gl.convert_layout(at, gl.SliceLayout(1, QUARTERS), assert_trivial=True)
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(0, QUARTERS))[None, :]
     for part in gl.static_range(BYTES // 256):
         gl.inline_asm_elementwise(
             PREFETCH, "=r,l", [at[:, None] + quarter * (BYTES // 4) + part * 64], dtype=gl.int32,
@@ -333,29 +321,29 @@ def load_mixed(tile, data_ptr, scale_ptr, is_present, SPEC: gl.constexpr):
     Entries have half of the codes. A thread then has four words of scales, `[TILE, 4]`: those of
     its channels in a quarter each, with a neighbour's.
     """
-    data_ptr, scale_ptr, is_present = data_ptr[:, None], scale_ptr[:, None], is_present[:, None]
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, QUAD_THREADS)
+    data_ptr = gl.convert_layout(data_ptr, BY_ROW, assert_trivial=True)[:, None]
+    scale_ptr = gl.convert_layout(scale_ptr, BY_ROW, assert_trivial=True)[:, None]
+    is_present = gl.convert_layout(is_present, BY_ROW, assert_trivial=True)[:, None]
     thread = gl.arange(0, 4, layout=gl.SliceLayout(0, QUAD_THREADS))[None, :]
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, QUADS)))[None, None, :]
-    at = (data_ptr + 4 * thread)[:, :, None] + word  # [TILE, 4, 4]
+    code_ptr = (data_ptr + 4 * thread)[:, :, None] + word  # [TILE, 4, 4]
     is_row = is_present & (thread >= 0)
-    mask = is_row[:, :, None] & (word >= 0)
-    is_window = tile < SPEC.WINDOW // TILE
-    is_wide, scale_at, step = mask, scale_ptr + 0 * thread, 1
-    if SPEC.ENTRIES != "none":
-        is_wide = mask & is_window
-        scale_at = scale_ptr + gl.where(is_window, 0, thread // 2)
-        step = gl.where(is_window, 1, 2)
+    is_code = is_row[:, :, None] & (word >= 0)
+    is_window = SPEC.ENTRIES == "none" or tile < SPEC.WINDOW // TILE
+    scale_ptr += gl.where(is_window, 0, thread // 2)
+    step = gl.where(is_window, 1, 2)
     loaded = gl.tuple(())
     for group in gl.static_range(DIM // GROUP):
-        is_code = mask if group < DIM // GROUP // 2 else is_wide
-        loaded = loaded + (gl.load(at + group * (GROUP // 4), mask=is_code, other=0),)
+        mask = is_code if group < DIM // GROUP // 2 else is_code & is_window
+        loaded = loaded + (gl.load(code_ptr + group * (GROUP // 4), mask=mask, other=0),)
     for quarter in gl.static_range(CHANNEL_QUARTERS):
-        loaded = loaded + (gl.load(scale_at + quarter * step, mask=is_row, other=0),)
+        loaded = loaded + (gl.load(scale_ptr + quarter * step, mask=is_row, other=0),)
     return loaded
 
 
 @gluon.jit
-def store_fp8_32(loaded, quarters, stage, BY_BITS: gl.constexpr):
+def store_fp8_32(loaded, quarters, stage):
     """Decode and store a tile of `fp8_32` rows."""
     shift = gl.arange(0, 4, layout=gl.SliceLayout(0, QUAD_THREADS))[None, :] // 2 * 8
     for quarter in gl.static_range(CHANNEL_QUARTERS):
@@ -364,7 +352,7 @@ def store_fp8_32(loaded, quarters, stage, BY_BITS: gl.constexpr):
         for half in gl.static_range(2):
             pair = power_pair(scales >> (16 * half) & 0xFF)[:, :, None]
             pair, codes = gl.broadcast(pair, loaded[2 * quarter + half])
-            both = both + (decode_words(codes, pair, BY_BITS),)
+            both = both + (decode_words(codes, pair, False),)
         store_groups(quarters[quarter].index(stage), both[0], both[1])
 
 
@@ -404,7 +392,7 @@ def store_tile(tile, loaded, is_present, memory, stage, SPEC: gl.constexpr,
     else:
         biases = row_biases(loaded, is_present, False)
         if SPEC.ENTRIES == "none" or tile < SPEC.WINDOW // TILE:
-            store_fp8_32(loaded, memory.quarters, stage, False)
+            store_fp8_32(loaded, memory.quarters, stage)
         else:
             store_nvfp4_16(loaded, memory.quarters, stage)
     memory.biases.index(stage).store(biases)
@@ -434,8 +422,7 @@ def decode_tiles(tiles, count, memory, source, SPEC: gl.constexpr, STAGES: gl.co
         if IS_EARLY:
             next_loaded = load_tile(tile + step, data_ptr, scale_ptr, next_rows >= 0, SPEC)
         elif IS_LISTED:
-            THREADS: gl.constexpr = QUARTERS if SPEC.ROW.FORMAT == "kv_fp8" else QUAD_THREADS
-            prefetch_rows(data_ptr, THREADS, SPEC.ENTRY.DATA_STRIDE)
+            prefetch_rows(data_ptr, SPEC.ENTRY.DATA_STRIDE)
         mbarrier.wait(memory.empty.index(stage), (count // STAGES + 1) % 2)
         store_tile(tile, loaded, is_present, memory, stage, SPEC, BY_BITS)
         fence_async_shared()  # it waits for loads too, so late loads come after it
