@@ -1,4 +1,4 @@
-"""Chunks' rows made dense: fp8 rows as BF16, once per layer, and attention over them on Hopper.
+"""Chunks' rows made dense: rows as BF16, once per layer, and attention over them on Hopper.
 
 The rows take the front of `LayerMemory.index_scratch`, which the index no longer needs: those of
 the window workspace, then the closed entries of each chunk's request. `hopper.dense_attention`

@@ -1,9 +1,11 @@
-"""Decoding of fp8 rows on Hopper: some warps turn tiles of rows into stages in shared memory.
+"""Decoding of rows on Hopper: some warps turn tiles of rows into stages in shared memory.
 
 E4M3 becomes BF16 by way of FP16 and FP32, or by bits (BY_BITS). Each conversion is exact, and so
 is the product with the scale. By bits, a code's seven low bits become those of a BF16 number
 2^120 times too small. A NaN code would then be 480: its row's bias is NaN instead. Either way it
 makes the row's logit and then every output NaN.
+
+Rows are `fp8`, or `fp8_32` in the window and `nvfp4_16` as entries. A tile has one format.
 """
 
 from typing import NamedTuple
