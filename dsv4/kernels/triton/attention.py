@@ -328,6 +328,7 @@ def _attend_kernel(
     # The programs of `_combine_kernel` would fill processors that have no program yet.
     wait_for_launch_before(STARTS_NEXT=False)
     ROW: tl.constexpr = SPEC.ROW
+    ENTRY: tl.constexpr = SPEC.ENTRY
     ring = RowSource(ring_ptr, ring_scales_ptr, ring_stride)
     entries = RowSource(entries_ptr, entries_scales_ptr, entries_stride)
     out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
@@ -384,8 +385,8 @@ def _attend_kernel(
         for tile in tl.range(loop_bound(first), loop_bound(end), loop_bound(tile_step),
                              disable_licm=True):  # fmt: skip
             state = attend_tile(state, query, tile, token, num_rows, scale, ring, workspace,
-                                entries, listed, tokens, SPEC.ENTRY, SPEC, False, True,
-                                IS_BF16, TILE)  # fmt: skip
+                                entries, listed, tokens, ENTRY, SPEC, False, True, IS_BF16,
+                                TILE)  # fmt: skip
 
     if IS_SPLIT:
         at = (nth.to(tl.int64) * num_splits + split) * NUM_HEADS + head  # [HEADS]
