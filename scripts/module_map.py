@@ -29,8 +29,8 @@ GPU `compress_*` of `kernels/triton/flush_write.py` |
 `cache/books.py` calls it for `free_request` and `truncate`, `evict` of \
 `cache/prefix/prefix_tree.py` for the prefix cache |
 | what a layer does in a forward | `cache/handle.py` |
-| which kernel attends | `attend_launch` of `kernels/triton/attention.py` decides; `fp8` rows on \
-Hopper go to `kernels/triton/hopper/attention.py`, chunks also to \
+| which kernel attends | `attend_launch` of `kernels/triton/attention.py` decides; \
+`fp8` and V4.1's rows on Hopper go to `kernels/triton/hopper/attention.py`, chunks also to \
 `kernels/triton/hopper/dense_attention.py` |
 | what all of it must equal | `kernels/reference/dense.py`, which has no cache |
 """

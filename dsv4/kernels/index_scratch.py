@@ -45,7 +45,7 @@ class IndexScratch(NamedTuple):
 
 def has_dense_rows(kv_format: str, *, head_dim: int, rope_dim: int, num_heads: int) -> bool:
     """Whether attention of chunks may make rows of that format dense."""
-    is_fp8_row = (kv_format, head_dim, rope_dim) == ("fp8", 512, 64)
+    is_fp8_row = kv_format in ("fp8", "fp8_32") and (head_dim, rope_dim) == (512, 64)
     return is_fp8_row and num_heads % DENSE_HEADS == 0
 
 

@@ -72,6 +72,7 @@ ATTENTION = [
     AttentionCase(4, 64, "fp8", False, True), AttentionCase(4, 64, "fp8", True, True),
     AttentionCase(4, 8, "fp8", False, True), AttentionCase(128, 64, "bf16", True, True),
     AttentionCase(2, 64, "fp8_32", False, True), AttentionCase(1, 64, "fp8_32", True),
+    AttentionCase(1, 64, "fp8_32", False),
 ]  # fmt: skip
 
 
@@ -238,7 +239,7 @@ def record_attention(case: AttentionCase) -> list:
     query = torch.zeros(num_tokens, case.heads, 512, dtype=torch.bfloat16)
     rows = torch.zeros(num_tokens, 512, dtype=torch.int64) if 0 < case.ratio <= 4 else None
     memories = [handle.memory, handle.memory._replace(index_scratch=torch.empty(0))]
-    is_cut = (case.heads, case.kv_format) == (64, "fp8")
+    is_cut = case.heads == 64 and case.kv_format in ("fp8", "fp8_32")
 
     def attend(memory):
         attention.attend(

@@ -54,10 +54,10 @@ def test_no_kernel_spills(arch):
     assert counts["_score_kernel"] == 5 + 2 + 1  # two are in a chunk, one is of V4.1
     assert counts["gluon_score_kernel"] == counts["_operand_kernel"] == (2 if arch == 90 else 0)
     assert counts["_rescore_kernel"] == (1 if arch == 90 else 0)
-    assert counts["_attend_kernel"] == (7 if arch == 90 else 25)
-    assert counts["gluon_attend_kernel"] == (9 if arch == 90 else 0)
-    assert counts["gluon_attend_chunk_kernel"] == (1 + 4 * 2 if arch == 90 else 0)
-    assert counts["gluon_attend_dense_kernel"] == (4 if arch == 90 else 0)
+    assert counts["_attend_kernel"] == (5 if arch == 90 else 29)
+    assert counts["gluon_attend_kernel"] == (13 if arch == 90 else 0)
+    assert counts["gluon_attend_chunk_kernel"] == (1 + 5 * 2 if arch == 90 else 0)
+    assert counts["gluon_attend_dense_kernel"] == (5 if arch == 90 else 0)
     assert counts["_dense_rows_kernel"] == counts["gluon_attend_dense_kernel"]
     names = {"_write_kernel", "_edge_kernel", "_topk_kernel", "_combine_kernel", "_rope_kernel"}
     assert counts.keys() >= names

@@ -1,18 +1,21 @@
 """Triton's kernels on DeepSeek-V4.1's layers against the reference."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dsv4 import KVCacheManager, warm_up
+from dsv4 import CacheConfig, KVCacheManager, warm_up
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.kernels.backends import load_backend
-from dsv4.kernels.index_scratch import IndexScratch
+from dsv4.kernels.index_scratch import IndexScratch, dense_sizes
 from dsv4.kernels.reference.attention import prepare_query
+from dsv4.kernels.reference.gather import gather_rows
 from dsv4.kernels.reference.indexer import select_blocks
-from dsv4.kernels.triton import indexer
+from dsv4.kernels.triton import attention, dense_rows, indexer
 from dsv4.kernels.triton.candidates import choose_blocks
+from dsv4.kernels.triton.launch import HopperLaunch, find_launch
 from dsv4.testing import (
     Row,
     _map_tensors,
@@ -23,8 +26,16 @@ from dsv4.testing import (
     move_to,
     poison,
     run_forward,
+    take_rows,
 )
-from tests.kernels.test_triton_attention import Inputs, assert_within_bound
+from tests.kernels.serving import write_in_parts
+from tests.kernels.test_triton_attention import (
+    Inputs,
+    assert_same_bits,
+    assert_within_bound,
+    attend_alone,
+    split_as_often_as,
+)
 from tests.kernels.test_triton_attention import run as attend
 from tests.v41 import tiny_v41
 
@@ -268,3 +279,259 @@ def test_blocks_by_their_largest_score(size, num_blocks, longest, has_room):
     choose_blocks(chosen, scratch, layout, tokens, range(5), max_entries=longest)
     expected = select_blocks(scores[:, :longest], counts, num_blocks, size)
     assert torch.equal(chosen.blocks[:, : expected.shape[1]].long(), expected)
+
+
+WIDE_STEPS = {
+    "decode": ([0, 254, 5000, 700], [1, 255, 5001, 701], {}),
+    "verify": ([0, 254, 5000], [3, 257, 5003], {"drafts_per_step": 2}),
+    "chunk": ([0, 254, 5000], [130, 255, 5040], {}),
+}
+
+
+@cache
+def wide_inputs():
+    """Projections and weights of the two groups of `wide`, without queries."""
+    config = wide_config(num_query_heads=1, index_num_heads=1)
+    return moved(model_projections(config, 6000, seed=1)), moved(model_weights(config, seed=0))
+
+
+def wide_config(**choices):
+    """Layers of V4.1-Flash: no entries, ratio 2 and one that shares its entries, ratio 1."""
+    own = {"compress_ratios": (0, 2, 2, 1), "kv_source_layer_ids": (1, 3),
+           "index_source_layer_ids": (1, 3), "candidate_source_layer_id": -1}  # fmt: skip
+    return CacheConfig.v41_flash(**own, **choices)
+
+
+def wide(layer: int, step: str, **choices):
+    """A handle of a layer with written rows, between poison and tokens of padding."""
+    before, after, more = WIDE_STEPS[step]
+    manager = KVCacheManager(
+        wide_config(**choices, **more), max_requests=8, num_blocks=64, device=DEVICE,
+        max_forward_tokens=8192, backend="triton",
+    )  # fmt: skip
+    poison(manager)
+    slots = [manager.open_request() for _ in before]
+    projections, weights = wide_inputs()
+    owner = manager.config.schedule[layer].entries_of
+    layers = sorted({owner, layer} - {-1})
+    for starts, ends in (([0] * len(before), before), (before, after)):
+        plan = prepare_forward(manager, [-1, *slots, -1], [0, *starts, 0], [1, *ends, 1])
+        handles = [manager.acquire(idx, plan) for idx in layers]
+        for idx, handle in zip(layers, handles, strict=True):
+            rows = take_rows(projections[idx], slice(0, plan.num_tokens))
+            write_in_parts(handle, rows, weights[idx])
+        plan.complete()
+    return handles[-1]
+
+
+def wide_query(handle, *, seed: int = 0) -> Inputs:
+    """Random queries and sinks, and of a layer with entries, rows of 512 visible ones or -1."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    config, tokens = handle.config, handle.tokens
+    shape = handle.plan.num_tokens, config.num_query_heads, config.head_dim
+    query = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+    sinks, rows = torch.randn(shape[1], generator=generator, device="cuda"), None
+    if handle.layer.ratio:
+        visible = (tokens.positions.long() + 1)[:, None] // handle.layer.ratio
+        drawn = torch.rand(shape[0], 512, generator=generator, device="cuda")
+        entry, per_block = (drawn * 1.2 * visible).long(), handle.memory.layout.entries_per_block
+        slots = tokens.request_slots[tokens.request_ids].long()[:, None]
+        is_entry = (entry < visible) & (slots >= 0)
+        column = torch.where(is_entry, entry // per_block, 0)
+        blocks = tokens.block_table[slots.clamp(min=0), column].long()
+        rows = torch.where(is_entry, blocks * per_block + entry % per_block, -1)
+    return Inputs(query, sinks, rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", WIDE_STEPS)
+@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("layer", [0, 1, 2, 3])
+def test_the_real_width(layer, heads, step):
+    handle = wide(layer, step, num_query_heads=heads)
+    inputs = wide_query(handle)
+    if attention.is_hopper(handle.positions.device):
+        launch = attention.attend_launch(heads, torch.bfloat16, handle.memory)
+        assert isinstance(launch, HopperLaunch)
+    for given in [inputs] if layer != 3 else [inputs, inputs._replace(rows=None)]:
+        for invariant in (False, True):
+            results = [
+                attend(load_backend("triton"), handle, given, batch_invariant=invariant)
+                for _ in range(3)
+            ]
+            assert_within_bound(handle, given, results[0])
+            for again in results[1:]:
+                assert_same_bits(again, results[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wave", [1, 1000])
+@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("arrangement", ["joined", "split"])
+def test_programs_of_any_heads(arrangement, heads, wave, monkeypatch):
+    split_as_often_as(wave, monkeypatch)
+    handle = wide(2, "decode", page_arrangement=arrangement)
+    if attention.is_hopper(handle.positions.device):
+        launch = find_launch(HopperLaunch, "attend hopper", handle.positions.device, heads)
+        monkeypatch.setattr(attention, "choose_launch", lambda *arguments: launch)
+    inputs = wide_query(handle)
+    assert_within_bound(handle, inputs, attend(load_backend("triton"), handle, inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", WIDE_STEPS)
+@pytest.mark.parametrize("heads", [8, 64])
+def test_raw_queries_at_the_real_width(heads, step):
+    handle = wide(2, step, num_query_heads=heads)
+    raw = wide_query(handle)
+    prepared = raw._replace(query=prepare_query(raw.query, handle.memory))
+    for invariant in (False, True):
+        got, want = (
+            attend(load_backend("triton"), handle, given, batch_invariant=invariant,
+                   is_query_raw=given is raw)
+            for given in (raw, prepared)
+        )  # fmt: skip
+        assert_same_bits(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_batch_invariant_bits_at_the_real_width(layer):
+    """A request of a decode step, alone and beside a chunk."""
+    handle, token = wide(layer, "chunk"), 131
+    inputs = wide_query(handle)
+    whole = attend(load_backend("triton"), handle, inputs, batch_invariant=True)
+    alone = attend_alone(handle, inputs, token)
+    assert torch.equal(alone.output[0], whole.output[token])
+    assert torch.equal(alone.lse[0], whole.lse[token])
+
+
+def fill_codes(handle) -> None:
+    """Any finite codes and scales: entries of E2M1 under E4M3, a ring of E4M3 under UE8M0."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def fill(tensor, low: int, high: int) -> None:
+        drawn = torch.randint(low, high, tensor.shape, generator=generator, device="cuda")
+        drawn = torch.where(drawn % 128 == 127, drawn - 1, drawn)
+        tensor.copy_(drawn.to(torch.uint8))
+
+    memory = handle.memory
+    memory.entries.data.copy_(
+        torch.randint(0, 256, memory.entries.data.shape, generator=generator, device="cuda")
+    )
+    fill(memory.entries.scales, 0, 256)
+    fill(memory.window.ring.data, 0, 256)
+    fill(memory.window.ring.scales, 100, 132)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("wave", [1, 132])
+def test_any_code_and_scale(heads, wave, monkeypatch):
+    split_as_often_as(wave, monkeypatch)
+    handle = wide(2, "decode", num_query_heads=heads)
+    fill_codes(handle)
+    inputs = wide_query(handle)
+    inputs = inputs._replace(query=inputs.query * 2.0**-12)
+    assert_within_bound(handle, inputs, attend(load_backend("triton"), handle, inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("wave", [1, 132])
+@pytest.mark.parametrize("where", ["window code", "window scale", "entry scale"])
+def test_nan_is_nan_everywhere(where, wave, heads, monkeypatch):
+    """A NaN code or scale of a row that a token reads, in one group of channels."""
+    split_as_often_as(wave, monkeypatch)
+    handle = wide(2, "decode", num_query_heads=heads)
+    inputs, token = wide_query(handle), 3  # of 5,001 tokens
+    before = attend(load_backend("triton"), handle, inputs)
+    ring, entries = handle.memory.window.ring, handle.memory.entries
+    if where == "entry scale":
+        row = int(inputs.rows[token][inputs.rows[token] >= 0][77])
+        entries.scales[row // entries.rows_per_page, row % entries.rows_per_page, 31] = 0xFF
+    else:
+        slot = int(handle.tokens.request_slots[token])
+        ring_row = 4950 % ring.rows_per_page
+        if where == "window code":
+            ring.data[slot, ring_row, 511] = 0x7F
+        else:
+            ring.scales[slot, ring_row, 3] = 255
+    got = attend(load_backend("triton"), handle, inputs)
+    assert got.output[token].isnan().all()
+    others = [i for i in range(len(inputs.query)) if i != token]
+    assert torch.equal(got.output[others], before.output[others])
+
+
+@pytest.mark.gpu
+def test_graph_replay_at_the_real_width():
+    handle = wide(2, "decode")
+    inputs = wide_query(handle)
+    for is_raw in (False, True):
+        eager = attend(load_backend("triton"), handle, inputs, is_query_raw=is_raw)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = attend(load_backend("triton"), handle, inputs, is_query_raw=is_raw)
+        for _ in range(500):
+            captured.output.fill_(torch.nan)
+            graph.replay()
+            assert_same_bits(captured, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_raw", [False, True])
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_chunks_over_dense_rows(layer, is_raw, monkeypatch):
+    """Rows of two formats become BF16, and tokens of steps beside the chunks read theirs."""
+    handle = wide(layer, "chunk")
+    inputs = raw = wide_query(handle)
+    if is_raw:
+        inputs = raw._replace(query=prepare_query(raw.query, handle.memory))
+    monkeypatch.setattr(dense_rows, "MIN_WAVES", 0)
+    monkeypatch.setattr(dense_rows, "MIN_READS", 0)
+    calls, make = [], dense_rows.make_dense_rows
+    monkeypatch.setattr(
+        dense_rows, "make_dense_rows", lambda *given: (calls.append(given), make(*given))
+    )
+    got = attend(load_backend("triton"), handle, raw, is_query_raw=is_raw)
+    assert len(calls) == attention.is_hopper(handle.positions.device)
+    assert_within_bound(handle, inputs, got)
+    assert_same_bits(attend(load_backend("triton"), handle, raw, is_query_raw=is_raw), got)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+@pytest.mark.parametrize("arrangement", ["joined", "split"])
+def test_rows_become_dense(arrangement, layer):
+    """Window rows of the workspace, then the entries of each chunk, which another layer owns."""
+    config = tiny_v41(**SMALL, page_arrangement=arrangement)
+    manager = KVCacheManager(
+        config, max_requests=2, num_blocks=16, device=DEVICE, backend="reference"
+    )
+    poison(manager)
+    weights = moved(model_weights(config, seed=3))
+    plan, rows = fill(manager, weights, [0, 37], [5, 60])
+    for idx, learned in enumerate(weights):
+        handle = manager.acquire(idx, plan)
+        handle.write(forward_inputs(rows, idx), learned)
+        if idx == layer:
+            break
+    memory, tokens, ratio = handle.memory, handle.tokens, handle.layer.ratio
+    counts = [length // ratio if ratio else 0 for length in (5, 60)]
+    sizes = dense_sizes(
+        num_tokens=28, num_chunks=2, window=16, max_entries=max(counts), num_blocks=16,
+        entries_per_block=memory.layout.entries_per_block, num_heads=64, dim=96,
+    )  # fmt: skip
+    storage = torch.zeros(sizes.num_bytes, dtype=torch.uint8, device=DEVICE)
+    dense = dense_rows.cut_dense_rows(storage, sizes, dim=96)
+    dense_rows.make_dense_rows(dense, memory, tokens)
+    flat = torch.arange(28 + 2 * 15, device=DEVICE)
+    wanted = gather_rows(memory.window.workspace, flat)
+    torch.testing.assert_close(
+        dense.rows[: len(flat)].to(wanted), wanted, rtol=0, atol=0, equal_nan=True
+    )
+    for chunk, count in enumerate(counts if ratio else ()):
+        entry, per_block = torch.arange(count, device=DEVICE), memory.layout.entries_per_block
+        blocks = tokens.block_table[rows[chunk].slot, entry // per_block].long()
+        wanted = gather_rows(memory.entries, blocks * per_block + entry % per_block)
+        first = sizes.window_rows + chunk * sizes.chunk_stride
+        assert torch.equal(dense.rows[first : first + count].to(wanted), wanted)

@@ -57,6 +57,7 @@ from dsv4.kernels.triton.primitives import (
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
+HOPPER_FORMATS = {("fp8", "fp8"), ("fp8_32", "nvfp4_16")}  # of windows and entries
 HEAD_BLOCK = 64  # heads of the largest program, and of a split that `part_cost` is for
 
 
@@ -316,17 +317,18 @@ def _attend_kernel(
     pool_rows, num_entries, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr,
     after_ptr, workspace_starts_ptr, block_table_ptr, table_stride,
     first_token, num_splits, split_step, tile_step, tiles_per_split,
-    ROW: tl.constexpr, ENTRY: tl.constexpr, SPEC: tl.constexpr, NUM_HEADS: tl.constexpr,
-    QUERY_EPS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_MIXED: tl.constexpr,
-    IS_BF16: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    SPEC: tl.constexpr, NUM_HEADS: tl.constexpr, QUERY_EPS: tl.constexpr, IS_SPLIT: tl.constexpr,
+    IS_MIXED: tl.constexpr, IS_BF16: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Attend for one token and HEADS of its heads, over one split of the token's rows.
 
-    ROW is the window's, ENTRY that of entries, IS_MIXED whether they differ. QUERY_EPS is
-    `LayerLayout.query_eps` for a raw query, None for one that is prepared.
+    IS_MIXED says that rows of the window and entries differ. QUERY_EPS is `LayerLayout.query_eps`
+    for a raw query, None for one that is prepared.
     """
     # The programs of `_combine_kernel` would fill processors that have no program yet.
     wait_for_launch_before(STARTS_NEXT=False)
+    ROW: tl.constexpr = SPEC.ROW
+    ENTRY: tl.constexpr = SPEC.ENTRY
     ring = RowSource(ring_ptr, ring_scales_ptr, ring_stride)
     entries = RowSource(entries_ptr, entries_scales_ptr, entries_stride)
     out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
@@ -524,12 +526,11 @@ def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> Pr
     device, layout = memory.partials.device, memory.layout
     if not _is_bf16(dtype, memory):
         return find_launch(AttendLaunch, "attend fp32", device)
-    is_v4_row = (layout.kv_format, layout.entry_format, layout.page_arrangement) == (
-        "fp8", "fp8", "split",
-    )  # fmt: skip
-    is_hopper_row = is_v4_row and (layout.head_dim, layout.rope_dim) == (512, 64)
-    is_hopper_row = is_hopper_row and layout.window % 64 == 0
-    if not INTERPRETED and is_hopper(device) and is_hopper_row:
+    formats = layout.kv_format, layout.entry_format
+    is_aligned = layout.page_arrangement == "split" or formats != ("fp8", "fp8")
+    is_fit = formats in HOPPER_FORMATS and is_aligned and layout.window % 64 == 0
+    is_fit = is_fit and (layout.head_dim, layout.rope_dim) == (512, 64)
+    if not INTERPRETED and is_hopper(device) and is_fit:
         return find_launch(HopperLaunch, "attend hopper", device, num_heads)
     return find_launch(AttendLaunch, "attend bf16", device, num_heads)
 
@@ -657,6 +658,8 @@ def _row_arguments(
             WINDOW=layout.window, RING_ROWS=layout.ring_rows, HAS_CHUNKS=len(tokens.chunk_ids) > 0,
             ENTRIES="none" if entries is None else kind, RATIO=max(layout.ratio, 1),
             ENTRY_ROWS=pages.rows_per_page,
+            ROW=row_spec("kv", layout.kv_row, layout.rope_dim),
+            ENTRY=row_spec("kv", layout.entry_row, layout.rope_dim),
         ),
     }  # fmt: skip
 
@@ -683,9 +686,7 @@ def _launch(
         _launch_on_hopper(grid, launch, arguments, query.device, left)
         return
     _attend_kernel[grid](
-        **arguments, ROW=row_spec("kv", layout.kv_row, layout.rope_dim),
-        ENTRY=row_spec("kv", layout.entry_row, layout.rope_dim),
-        IS_MIXED=layout.entry_format != layout.kv_format,
+        **arguments, IS_MIXED=layout.entry_format != layout.kv_format,
         IS_BF16=_is_bf16(query.dtype, memory), HEADS=launch.heads,
         TILE=launch.tile, num_warps=launch.num_warps, num_stages=1,
         launch_pdl=starts_early(query.device), enable_fp_fusion=False,
@@ -707,7 +708,7 @@ def _launch_on_hopper(
 
     num_works, num_splits = grid
     is_chunk = launch.heads == HEAD_BLOCK and arguments["SPEC"].HAS_CHUNKS and num_splits == 1
-    if is_chunk:
+    if is_chunk and arguments["SPEC"].ROW.FORMAT == "kv_fp8":  # others need registers to decode
         launch = find_launch(HopperLaunch, "attend hopper chunk", device)
     arguments |= {
         "STAGES": launch.stages, "DECODING_REGISTERS": launch.decoding_registers,

@@ -134,6 +134,30 @@ def load_group(data_ptr, scale_ptr, is_present, group: tl.constexpr, FORMAT: tl.
 
 
 @triton.jit
+def load_v41_rows(data_ptr, scale_ptr, is_present, FORMAT: tl.constexpr, DIM: tl.constexpr):
+    """Load all channels of `fp8_32` or `nvfp4_16` rows at data_ptr and scale_ptr `[TILE]`, as fp32.
+
+    The result is `[groups, TILE, 64]`, or `[groups, TILE, 128]` of two channels a byte.
+    """
+    IS_BYTE: tl.constexpr = FORMAT == "kv_fp8_32"
+    SIZE: tl.constexpr = 32 if IS_BYTE else 16  # channels of a scale
+    COUNT: tl.constexpr = (GROUP if IS_BYTE else 2 * GROUP) // SIZE
+    if IS_BYTE:
+        values = e4m3_values(load_channels(data_ptr, is_present, DIM))
+    else:
+        pairs = load_channels(data_ptr, is_present, DIM // 2).to(tl.int32)
+        values = tl.join(e2m1_values(pairs & 15), e2m1_values(pairs >> 4))
+    GROUPS: tl.constexpr = values.shape[0]
+    TILE: tl.constexpr = values.shape[1]
+    nth = tl.arange(0, GROUPS)[:, None, None] * COUNT + tl.arange(0, COUNT)[None, None, :]
+    mask = is_present[None, :, None] & (nth < DIM // SIZE)
+    codes = tl.load(scale_ptr[None, :, None] + nth, mask=mask, other=0)  # [groups, TILE, COUNT]
+    scales = ue8m0_values(codes) if IS_BYTE else e4m3_values(codes)
+    values = tl.reshape(values, (GROUPS, TILE, COUNT, SIZE)) * scales[:, :, :, None]
+    return tl.reshape(values, (GROUPS, TILE, COUNT * SIZE))
+
+
+@triton.jit
 def tile_channels(COUNT: tl.constexpr):
     """Channel numbers `[groups, 1, 64]` from 0 to at least COUNT.
 

@@ -1,4 +1,4 @@
-"""Chunks' rows made dense: fp8 rows as BF16, once per layer, and attention over them on Hopper.
+"""Chunks' rows made dense: rows as BF16, once per layer, and attention over them on Hopper.
 
 The rows take the front of `LayerMemory.index_scratch`, which the index no longer needs: those of
 the window workspace, then the closed entries of each chunk's request. `hopper.dense_attention`
@@ -52,8 +52,8 @@ def _dense_rows_kernel(
     num_chunks, window_rows, workspace_ptr, workspace_scales_ptr, entries_ptr, entries_scales_ptr,
     entries_stride, positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
     workspace_starts_ptr, block_table_ptr, table_stride, chunk_ids_ptr,
-    ROW: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr, ENTRY_ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    ROW: tl.constexpr, ENTRY: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
+    ENTRY_ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Decode TILE rows of the window workspace, or of the entries of a chunk's request."""
     program = tl.program_id(0)
@@ -89,11 +89,15 @@ def _dense_rows_kernel(
     data_ptr = tl.where(is_window, workspace_ptr, entries_ptr)
     scale_ptr = tl.where(is_window, workspace_scales_ptr, entries_scales_ptr)
     out_row = row + tl.where(is_window, 0, window_rows + chunk * chunk_stride)
-    gather_records(
-        data_ptr + (page_start + at * ROW.DATA_BYTES),
-        scale_ptr + (page_start + at * ROW.SCALE_BYTES), dense_ptr, out_row.to(tl.int64),
-        is_output & (has_entry | is_window), is_output, ROW,
-    )  # fmt: skip
+    data_stride = tl.where(is_window, ROW.DATA_STRIDE, ENTRY.DATA_STRIDE)
+    scale_stride = tl.where(is_window, ROW.SCALE_STRIDE, ENTRY.SCALE_STRIDE)
+    data_ptr += page_start + at * data_stride
+    scale_ptr += page_start + at * scale_stride
+    is_present, out_row = is_output & (has_entry | is_window), out_row.to(tl.int64)
+    if is_window or ROW.FORMAT == ENTRY.FORMAT:
+        gather_records(data_ptr, scale_ptr, dense_ptr, out_row, is_present, is_output, ROW)
+    else:
+        gather_records(data_ptr, scale_ptr, dense_ptr, out_row, is_present, is_output, ENTRY)
 
 
 def choose_dense(
@@ -144,7 +148,8 @@ def make_dense_rows(dense: DenseRows, memory: LayerMemory, tokens: TokenMap) -> 
         workspace_scales_ptr=window.workspace.scales, entries_ptr=pages.data,
         entries_scales_ptr=pages.scales, entries_stride=pages.data.stride(0),
         chunk_ids_ptr=tokens.chunk_ids, **token_arguments(tokens),
-        ROW=row_spec("kv", layout.kv_row, layout.rope_dim), WINDOW=layout.window,
+        ROW=row_spec("kv", layout.kv_row, layout.rope_dim),
+        ENTRY=row_spec("kv", layout.entry_row, layout.rope_dim), WINDOW=layout.window,
         RATIO=max(layout.ratio, 1), ENTRY_ROWS=pages.rows_per_page, TILE=ROW_TILE, num_warps=4,
         launch_pdl=starts_early(dense.rows.device), enable_fp_fusion=False,
     )  # fmt: skip

@@ -15,11 +15,10 @@ from dsv4.formats import PagedRows
 from dsv4.kernels.contracts import Gathered, TokenMap
 from dsv4.kernels.layer_memory import LayerMemory, existing
 from dsv4.kernels.triton.decode import (
-    GROUP,
     e4m3_values,
     load_channels,
-    load_group,
     load_scales,
+    load_v41_rows,
     store_channels,
 )
 from dsv4.kernels.triton.launch import GatherLaunch, gather_launch
@@ -96,11 +95,12 @@ def gather_records(
             values = load_channels(data_ptr.to(tl.pointer_type(tl.uint16)), is_present, DIM)
             store_channels(to_ptr, values, is_output, DIM)
         elif FORMAT == "kv_fp8_32" or FORMAT == "kv_nvfp4_16":
-            for group in tl.static_range((DIM + GROUP - 1) // GROUP):
-                values = load_group(data_ptr, scale_ptr, is_present, group, FORMAT, DIM, 0)
-                channel = group * GROUP + tl.arange(0, GROUP)[None, :]
-                tl.store(to_ptr[:, None] + channel, bf16_bits(values),
-                         mask=is_output[:, None] & (channel < DIM))  # fmt: skip
+            values = load_v41_rows(data_ptr, scale_ptr, is_present, FORMAT, DIM)
+            WIDTH: tl.constexpr = values.shape[2]
+            group = tl.arange(0, values.shape[0])[:, None, None]
+            channel = group * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+            tl.store(to_ptr[None, :, None] + channel, bf16_bits(values),
+                     mask=is_output[None, :, None] & (channel < DIM))  # fmt: skip
         else:
             codes = load_channels(data_ptr, is_present, NOPE)
             scales = load_scales(scale_ptr, is_present, FORMAT, NOPE)

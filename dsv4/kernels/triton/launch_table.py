@@ -108,8 +108,8 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
                 "stages": 3,
                 "decoding_registers": 128,
                 "multiplying_registers": 128,
-                "start_cost": 141,
-                "tile_cost": 34,
+                "start_cost": 139,
+                "tile_cost": 35,
             },
             {
                 "up_to": None,

@@ -109,22 +109,6 @@ class Splits(NamedTuple):
     tiles_per_split: int
 
 
-class SourceSpec(NamedTuple):
-    """Constants of the rows that attention reads.
-
-    ENTRIES is the source of the rows after the window. `listed` takes the first num_entries of a
-    token's line of rows_ptr; `all` takes every entry that the token sees, up to num_entries; `none`
-    takes none. ENTRY_ROWS are the entries of a page.
-    """
-
-    WINDOW: int
-    RING_ROWS: int
-    HAS_CHUNKS: bool
-    ENTRIES: str
-    RATIO: int
-    ENTRY_ROWS: int
-
-
 class RowSpec(NamedTuple):
     """Constants of a stored row.
 
@@ -159,6 +143,24 @@ def row_spec(prefix: str, row: RowFormat, rotated: int) -> RowSpec:
         row.dim, block, rotated, row.rope_dim, name, *sizes, *row.record_strides,
         row.rounds_first, row.scale_rule == "ue8m0_scale_floor",
     )  # fmt: skip
+
+
+class SourceSpec(NamedTuple):
+    """Constants of the rows that attention reads.
+
+    ENTRIES is the source of the rows after the window. `listed` takes the first num_entries of a
+    token's line of rows_ptr; `all` takes every entry that the token sees, up to num_entries; `none`
+    takes none. ENTRY_ROWS are the entries of a page. ROW is the window's, ENTRY that of entries.
+    """
+
+    WINDOW: int
+    RING_ROWS: int
+    HAS_CHUNKS: bool
+    ENTRIES: str
+    RATIO: int
+    ENTRY_ROWS: int
+    ROW: RowSpec
+    ENTRY: RowSpec
 
 
 class WindowSpec(NamedTuple):

@@ -1,4 +1,4 @@
-"""Attention over fp8 rows on Hopper, in place of `_attend_kernel` of `kernels.triton.attention`.
+"""Attention over stored rows on Hopper, in place of `_attend_kernel` of `kernels.triton.attention`.
 
 `attend_launch` there chooses between them, and `_launch_on_hopper` launches these.
 
