@@ -52,7 +52,7 @@ CHECKED_LENGTHS = {
 CANDIDATES: dict[str, tuple[AnyLaunch, ...]] = {
     "swa decode": tuple(Launch(n) for n in (1, 2, 4)),
     "csa decode": tuple(Launch(n) for n in (2, 4, 8)),
-    "hca decode": tuple(Launch(4, channels=channels) for channels in (32, 64, 128)),
+    "hca decode": (Launch(2), *(Launch(4, channels=channels) for channels in (32, 64, 128))),
     "swa step": (Launch(4), Launch(8)),
     "csa step": (Launch(4), Launch(8)),
     "hca step": (Launch(4), Launch(8)),
