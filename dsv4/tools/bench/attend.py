@@ -41,7 +41,10 @@ def v41_layers(*, compress_ratios: tuple[int, ...], **choices: Any) -> CacheConf
 
 
 class AttendShape(NamedTuple):
-    """A model's layer: requests of `length` tokens attend `num_entries` entries each."""
+    """A model's layer: requests of `length` tokens attend `num_entries` entries each.
+
+    A step has num_tokens of each request, all but one of them drafts.
+    """
 
     name: str
     preset: Callable[..., CacheConfig]
@@ -50,11 +53,13 @@ class AttendShape(NamedTuple):
     length: int
     num_entries: int
     batches: tuple[int, ...] = BATCHES
+    num_tokens: int = 1
 
 
 FLASH, V41 = "Flash CSA", "V4.1-Flash"  # 128 + 512 rows of 64 heads in each
 SHAPES = (
     AttendShape(FLASH, CacheConfig.v4_flash, 4, 64, 4096, 512),
+    AttendShape(f"{FLASH}, 4 tokens each", CacheConfig.v4_flash, 4, 64, 4096, 512, (8, 32), 4),
     AttendShape("Flash CSA, 8 heads", CacheConfig.v4_flash, 4, 8, 4096, 512),
     AttendShape("Pro CSA", CacheConfig.v4_pro, 4, 128, 8192, 1024),
     AttendShape("Flash HCA at 1M", CacheConfig.v4_flash, 128, 64, 1 << 20, 8192, (1, 8, 32, 64)),
@@ -106,7 +111,7 @@ def _measure_steps(decode: SparseDecode | None) -> Iterator[dict[str, Any]]:
         manager, slots = _filled_manager(shape)
         for batch in shape.batches:
             case = attend_case(
-                shape.name, manager, plan_tokens(manager, slots[:batch]),
+                shape.name, manager, plan_tokens(manager, slots[:batch], shape.num_tokens),
                 num_entries=shape.num_entries, is_selected=0 < shape.ratio < 128,
             )  # fmt: skip
             for batch_invariant in (False, True):
@@ -141,10 +146,10 @@ def _measure(case: AttendCase, batch: int) -> dict[str, Any]:
             lambda idx: attend(case, idx, batch_invariant=batch_invariant), len(case.handles)
         )
 
-    heads, handle = case.query.shape[1], case.handles[0]
+    heads, handle, num_queries = case.query.shape[1], case.handles[0], len(case.query)
     window, config = handle.window.window, handle.config
-    num_rows = batch * (window + case.num_entries)
-    num_bytes = batch * (
+    num_rows = num_queries * (window + case.num_entries)
+    num_bytes = num_queries * (
         window * config.kv_row.row_bytes + case.num_entries * config.entry_row.row_bytes
         + 2 * heads * DIM * BF16_BYTES
     )  # fmt: skip
@@ -162,11 +167,14 @@ def _measure(case: AttendCase, batch: int) -> dict[str, Any]:
 
 def _filled_manager(shape: AttendShape) -> tuple[KVCacheManager, list[int]]:
     """Open requests a few tokens short of the shape's length, and fill all rows."""
-    config = shape.preset(compress_ratios=(shape.ratio,) * NUM_LAYERS, num_query_heads=shape.heads)
+    config = shape.preset(
+        compress_ratios=(shape.ratio,) * NUM_LAYERS, num_query_heads=shape.heads,
+        drafts_per_step=shape.num_tokens - 1,
+    )  # fmt: skip
     most = max(shape.batches)
     manager = manager_for(config, most, shape.length, device=DEVICE)
-    # Each case extends its requests by one token.
-    slots = open_requests(manager, most, shape.length - len(shape.batches))
+    # Each case extends its requests.
+    slots = open_requests(manager, most, shape.length - shape.num_tokens * len(shape.batches))
     for memory in manager.device_memory.memories:
         fill_rows(memory.window.ring)
         fill_rows(memory.entries)
