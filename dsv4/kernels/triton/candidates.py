@@ -15,7 +15,6 @@ from dsv4.formats import next_power_of_two, round_up
 from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.index_scratch import IndexScratch, num_group_tops, padded_heads
 from dsv4.kernels.layer_memory import LayerLayout, LayerMemory, existing
-from dsv4.kernels.reference import addressing
 from dsv4.kernels.triton.key_tiles import KeyPages, QueryOperands, ScoreSpec
 from dsv4.kernels.triton.launch import ScoreLaunch, find_launch, num_multiprocessors, starts_early
 from dsv4.kernels.triton.mxfp4_scores import (
@@ -131,8 +130,8 @@ def _score_listed_kernel(
 
 def first_blocks(layout: LayerLayout, tokens: TokenMap) -> Tensor:
     """List the first candidate blocks that tokens see, ascending, then -1."""
-    counts = addressing.visible_entries(tokens.positions.long(), layout.ratio)
-    counts = torch.where(addressing.token_slots(tokens) >= 0, counts, 0)
+    is_padding = tokens.request_slots[tokens.request_ids.long()] < 0
+    counts = (tokens.positions.long() + 1).masked_fill(is_padding, 0) // layout.ratio
     blocks = torch.arange(layout.candidate_blocks, device=counts.device).expand(len(counts), -1)
     return torch.where(blocks * layout.candidate_size < counts[:, None], blocks, -1).int()
 
