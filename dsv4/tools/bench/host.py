@@ -14,6 +14,7 @@ from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.kernels import reference
+from dsv4.kernels.contracts import Selection
 from dsv4.testing import model_projections, model_weights
 from dsv4.tools.bench.requests import plan_tokens
 from dsv4.tools.bench.timing import summarize, time_call
@@ -28,7 +29,7 @@ TARGETS_US = {
 NOTHING = torch.zeros(1, 1, dtype=torch.int64)
 STUBS: dict[str, Any] = {  # kernels that do nothing
     "write_layer": lambda **_: None,
-    "select_entries": lambda **_: (NOTHING, NOTHING, NOTHING),
+    "select_entries": lambda **_: (NOTHING,) * len(Selection._fields),
     "attend": lambda **_: (NOTHING, NOTHING),
 }
 
