@@ -133,6 +133,8 @@ class SwappedRequests:
         host.copy_slot_out(slot, host_slot)
         self._allocator.share(rest[is_shared])
         swapped = SwappedRequest(extent, HostPlace(host_slot, targets, kept))
+        if prefix is not None:
+            prefix.tree.keep_blocks(rest[is_shared], 1)
         if prefix is not None and slot in prefix.requests:
             prefix.tree.keep_for_swapped(nodes, 1)
             swapped.tracked = prefix.requests[slot].copy()
@@ -164,6 +166,7 @@ class SwappedRequests:
         self._allocator.release(place.kept[place.kept >= 0])
         if self._prefix is not None:
             self._prefix.tree.keep_for_swapped(swapped.nodes, -1)
+            self._prefix.tree.keep_blocks(place.kept[place.kept >= 0], -1)
         self._journal.set_attribute(swapped, "place", None)
         self._journal.drop_item(self._waiting, swapped)
 
@@ -190,4 +193,9 @@ class SwappedRequests:
         return [] if request is None else request.nodes
 
     def _is_shared(self, blocks: IntArray) -> np.ndarray:
-        return self._allocator.num_owners[blocks] > 1
+        """Whether blocks stay on the device, as other requests have them too.
+
+        Blocks that only others have published are copied; see `PrefixTree.keep_blocks`.
+        """
+        is_shared = self._allocator.num_owners[blocks] > 1
+        return is_shared if self._prefix is None else is_shared & ~self._prefix.tree.is_mine[blocks]

@@ -124,6 +124,28 @@ def test_a_fork_keeps_what_was_shared():
     assert_like_a_cold_run(manager, slot, after=320)
 
 
+@pytest.mark.parametrize("is_published", [False, True], ids=["swapped first", "published first"])
+def test_a_kept_block_and_a_published_one(is_published):
+    """Blocks before one that a swapped request keeps go to the host, since it has none of them."""
+    manager = swap_manager(num_checkpoints=4, num_blocks=4, host_blocks=10)
+    slot = manager.resume_request(IDS[:250]).slot
+    feed(manager, slot, 257)  # its second block is full, and not all of its ids are known
+    fork = manager.fork(slot)
+    swapped = [] if is_published else [manager.swap_out(fork)]
+    manager.note_tokens(slot, IDS[250:270], start=250)
+    feed(manager, slot, 270)
+    assert manager.stats().num_prefix_blocks == 1 + is_published
+    swapped += [manager.swap_out(each) for each in ([fork, slot] if is_published else [slot])]
+    manager.check_integrity()
+    other = manager.open_request()
+    feed(manager, other, 384)
+    manager.free_request(other)
+    for each in swapped:
+        slot = manager.swap_in(each)
+        assert_like_a_cold_run(manager, slot, after=300)
+        manager.free_request(slot)
+
+
 @pytest.mark.parametrize("num_checkpoints", [0, 2])
 def test_blocks_kept_for_a_swapped_request_are_counted(num_checkpoints):
     manager = swap_manager(num_blocks=8, num_checkpoints=num_checkpoints)

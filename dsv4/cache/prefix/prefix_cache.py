@@ -479,6 +479,12 @@ class PrefixCache:
         width = self._config.block_tokens * ID_DTYPE.itemsize
         known, starts = self.ids.read_bytes(slots)
         rows, columns = ragged(slots, first, last - first)
+        is_kept = self.tree.num_keepers[self._block_table[rows, columns]] > 0
+        if is_kept.any():
+            ends = np.full(len(self._num_published), np.iinfo(np.int64).max)
+            np.minimum.at(ends, rows[is_kept], columns[is_kept])
+            last = np.minimum(last, ends[slots])
+            rows, columns = ragged(slots, first, last - first)
         blocks = iter(self._block_table[rows, columns].tolist())
         for slot, request, start, begin, end in zip(
             named, requests, starts.tolist(), firsts, last.tolist(), strict=True

@@ -79,7 +79,8 @@ class PrefixTree:
             num_blocks=blocks.num_blocks + self._host_blocks.num_blocks,
         )
         self.holds_blocks_on_host = True
-        self._is_mine: BoolArray = np.zeros(blocks.num_blocks, dtype=np.bool_)
+        self.is_mine: BoolArray = np.zeros(blocks.num_blocks, dtype=np.bool_)
+        self.num_keepers: IntArray = np.zeros(blocks.num_blocks, dtype=np.int32)
         self.num_host_blocks = 0
         self._num_kept = 0  # those of them that swapped requests need
         self._num_reserved = 0  # nodes on the device that may need room on the host
@@ -91,7 +92,7 @@ class PrefixTree:
     @property
     def num_blocks(self) -> int:
         """Blocks on the device that the tree owns."""
-        return int(np.count_nonzero(self._is_mine))
+        return int(np.count_nonzero(self.is_mine))
 
     @property
     def num_checkpoints(self) -> int:
@@ -104,7 +105,7 @@ class PrefixTree:
     @property
     def num_evictable(self) -> int:
         """Blocks on the device that nobody else owns."""
-        return int(np.count_nonzero(self._is_mine & (self.blocks.num_owners == 1)))
+        return int(np.count_nonzero(self.is_mine & (self.blocks.num_owners == 1)))
 
     @property
     def _num_host_free(self) -> int:
@@ -132,7 +133,7 @@ class PrefixTree:
             node = self._new_node(digest, parent, block, -1)
             added.append(node)
             self.nodes[digest] = node
-            self._is_mine[block] = True
+            self.is_mine[block] = True
             if parent is not None:
                 parent.children[digest] = node
                 parent.num_device_children += 1
@@ -167,7 +168,7 @@ class PrefixTree:
         for node in reversed(added):
             parent = node.parent
             self.nodes.pop(node.digest, None)
-            self._is_mine[node.block] = False
+            self.is_mine[node.block] = False
             if parent is not None:
                 parent.children.pop(node.digest, None)
                 children = parent.children.values()
@@ -410,6 +411,14 @@ class PrefixTree:
             self._count(node, 1)
             self._enqueue(node)
 
+    def keep_blocks(self, blocks: IntArray, change: int) -> None:
+        """Count one swapped request more, or less, that keeps these blocks on the device.
+
+        They are not published meanwhile: it owns none of the blocks before them, and those could
+        not be evicted.
+        """
+        self._journal.set_rows(self.num_keepers, blocks, self.num_keepers[blocks] + change)
+
     def make_host_room(self, num_blocks: int) -> None:
         """Drop blocks and checkpoints on the host until so many blocks are free there.
 
@@ -426,8 +435,10 @@ class PrefixTree:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless the nodes agree with each other and with the owners."""
         on_device = [node.block for node in self.nodes.values() if node.block >= 0]
-        if sorted(on_device) != np.flatnonzero(self._is_mine).tolist():
+        if sorted(on_device) != np.flatnonzero(self.is_mine).tolist():
             raise IntegrityError("Prefix tree: its nodes and its blocks are not the same")
+        if (self.is_mine & (self.num_keepers != 0)).any():
+            raise IntegrityError("Prefix tree: it has a block that a swapped request keeps")
         on_host = [node for node in self.nodes.values() if node.host_block >= 0]
         ids = {node.host_block for node in on_host}
         kept = sum(node.num_swapped > 0 for node in on_host)
@@ -452,7 +463,7 @@ class PrefixTree:
                 raise IntegrityError("Prefix tree: a node's checkpoint is not in its list")
 
     def owned_blocks(self) -> Int64Array:
-        return np.flatnonzero(self._is_mine)
+        return np.flatnonzero(self.is_mine)
 
     def owned_host_blocks(self) -> list[int]:
         """Return the blocks on the host that the tree owns, beside those of checkpoints."""
@@ -534,7 +545,7 @@ class PrefixTree:
     def _set_device_block(self, node: PrefixNode, block: int) -> None:
         """Give a node a block on the device, or take its own away: -1."""
         journal, parent, is_there = self._journal, node.parent, block >= 0
-        journal.set_rows(self._is_mine, block if is_there else node.block, is_there)
+        journal.set_rows(self.is_mine, block if is_there else node.block, is_there)
         journal.set_attribute(node, "block", block)
         if parent is not None:
             count = parent.num_device_children + (1 if is_there else -1)
