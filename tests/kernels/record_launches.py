@@ -86,7 +86,7 @@ def new_keys(keys: dict[str, dict], warmed: set[str]) -> list[dict]:
 def use_triton(manager: KVCacheManager) -> None:
     """Let a manager of the CPU use Triton, which it refuses; nothing is launched here."""
     manager.backend = manager.attention_backend = manager.index_backend = "triton"
-    manager._planner._backend = "triton"
+    manager._backends[:] = ["triton"]  # of its only device; the planner has the same list
     manager._layers = [manager._layer_parts(idx) for idx in range(len(manager.schedule))]
 
 
