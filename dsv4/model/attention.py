@@ -137,7 +137,7 @@ class AttentionSubBlock:
     def _check(self, hidden: Tensor, handle: LayerCacheHandle) -> None:
         check_type("handle", handle, LayerCacheHandle)
         check_type("hidden", hidden, Tensor)
-        is_own = handle.config.whole == self.config.whole
+        is_own = handle.config == self.config or handle.config.whole == self.config.whole
         if handle.layer != self.layer or not is_own:
             raise ValueError(
                 f"Invalid handle: expected layer {self.layer.layer_idx} of this block's config, "

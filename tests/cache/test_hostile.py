@@ -268,7 +268,7 @@ def test_a_failed_device_loses_the_manager(monkeypatch):
     def fail(*args):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(manager.device_memory, "load_undo", fail)
+    monkeypatch.setattr(manager._memory, "load_undo", fail)
     with pytest.raises(LostCacheError, match="what the cache holds is lost"):
         plan.cancel()
     for call in (manager.open_request, manager.check_integrity, lambda: manager.lengths):

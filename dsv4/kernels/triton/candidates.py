@@ -121,7 +121,7 @@ def _score_listed_kernel(
             products = tl.dot(key, query)  # [TILE, BLOCK_HEADS]
             positive = products + tl.abs(products)
             score = sum_heads(positive, weights, SPEC.BLOCK_HEADS, 1, TILE, SPEC.WARPS)
-            if tl.max(tl.max((score != score).to(tl.int32), axis=1), axis=0) != 0:
+            if tl.max(tl.reshape((score != score).to(tl.int32), (TILE,)), axis=0) != 0:
                 again = group_scores(data_page, scale_page, key_row, operands, KEY, SPEC)
                 score = tl.where(score == score, score, again)
             score = tl.where(page >= 0, score, 0.0)
