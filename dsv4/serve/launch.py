@@ -12,6 +12,7 @@ from typing import Any
 
 TESTED = "5.22"
 DEFAULT_TOKENS = 8192
+KEEP_ALIVE = 75  # seconds; clients drop an idle connection first, after 5 to 60, and reuse none
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -49,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
         config = uvicorn.Config(
             app, host=options.host, port=options.port, log_level="info", access_log=False,
             timeout_graceful_shutdown=options.grace, server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
         )  # fmt: skip
         if options.api_key is None and options.host not in LOOPBACK:
             print(f"dsv4: whoever reaches {options.host} may ask: see --api-key", file=sys.stderr)

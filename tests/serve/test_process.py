@@ -103,6 +103,16 @@ def test_a_client_that_goes_leaves_nothing(server, is_stream):
     assert after["counts"]["cancelled"] == before + 1
 
 
+def test_an_idle_connection_outlasts_a_clients_patience(server):
+    """A server that closes first, after the 5 s of most clients, resets a request on its way."""
+    with send(server.url, "/v1/completions", LONG | {"max_tokens": 1}) as connection:
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        connection.settimeout(6)
+        with pytest.raises(TimeoutError):
+            while connection.recv(4096):
+                pass
+
+
 def test_prompts_share_their_beginning(server):
     prompt = "shared text " * 50
     first = complete(server, prompt + "one", max_tokens=4)
