@@ -71,20 +71,13 @@ def locate_segment(segment, num_tokens, tokens, TILE: tl.constexpr):
 @triton.jit
 def slot_tail(compressor, slot, SPEC: tl.constexpr):
     """Pointer to a slot's tail, of the type that it stores."""
-    byte_ptr = compressor.slots_ptr + slot * compressor.slot_bytes + compressor.tail_offset
+    cache = compressor.cache
+    byte_ptr = cache.slots_ptr + slot * cache.slot_bytes + compressor.tail_offset
     if SPEC.TAIL_BF16:
         tail_ptr = byte_ptr.to(tl.pointer_type(tl.bfloat16))
     else:
         tail_ptr = byte_ptr.to(tl.pointer_type(tl.float32))
     return tail_ptr
-
-
-@triton.jit
-def as_stored(x, SPEC: tl.constexpr):
-    """fp32 values rounded to what a tail stores."""
-    if SPEC.TAIL_BF16:
-        x = round_to_bf16(x)
-    return x
 
 
 @triton.jit
@@ -96,7 +89,9 @@ def load_row(compressor, token, position, column, mask, SPEC: tl.constexpr):
     if SPEC.RATIO >= CSA_RATIO:  # V4.1 has no bias
         bias_ptr = compressor.bias_ptr + position % SPEC.RATIO * SPEC.WIDTH + column
         gate += tl.load(bias_ptr, mask=mask, other=0.0).to(tl.float32)
-    return as_stored(kv, SPEC), as_stored(gate, SPEC)
+    if SPEC.TAIL_BF16:
+        kv, gate = round_to_bf16(kv), round_to_bf16(gate)
+    return kv, gate
 
 
 @triton.jit

@@ -48,9 +48,9 @@ from dsv4.kernels.triton.launch import Kind, Launch, launch_parameters, starts_e
 from dsv4.kernels.triton.operands import (
     CSA_RATIO,
     HCA_RATIO,
+    CachePtrs,
     CompressorPtrs,
     CompressorSpec,
-    PagePtrs,
     Place,
     TokenPtrs,
     WindowPtrs,
@@ -77,31 +77,39 @@ from dsv4.layer_schedule import AttentionType
 
 @triton.jit
 def flush_rows(
-    pooled, token, position, slot, is_closing, norm_ptr, rope, pages, eps, global_scale,
-    ROWS: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
+    pooled, token, position, slot, is_closing, compressor, ROWS: tl.constexpr, SPEC: tl.constexpr
+):
     """Norm, rotate and store the entries of the windows that tokens `[ROWS]` at `position` close.
 
     Only where is_closing. pooled is `[ROWS, BLOCK]`.
     """
     ROW: tl.constexpr = SPEC.ROW
+    cache = compressor.cache
     table_column = position // (SPEC.RATIO * SPEC.ENTRIES_PER_BLOCK)
-    id_ptr = pages.block_table_ptr + slot * pages.table_stride + table_column
+    id_ptr = cache.block_table_ptr + slot * cache.table_stride + table_column
     block = tl.load(id_ptr, mask=is_closing, other=-1).to(tl.int64)  # [ROWS]
-    weight = load_norm(norm_ptr, ROWS, ROW.DIM, ROW.BLOCK)
-    cos, sin = load_rope(rope, token, is_closing, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
+    weight = load_norm(compressor.norm_ptr, ROWS, ROW.DIM, ROW.BLOCK)
+    cos, sin = load_rope(cache.rope, token, is_closing, ROW.DIM, ROW.ROTATED, ROW.BLOCK)
     pooled = tl.where(tl.arange(0, ROW.BLOCK)[None, :] < ROW.DIM, pooled, 0.0)
-    factor = reciprocal_root(mean_of_squares(pooled, ROW.DIM) + eps)  # [ROWS]
+    factor = reciprocal_root(mean_of_squares(pooled, ROW.DIM) + compressor.eps)  # [ROWS]
     normed = (pooled * factor[:, None]) * weight
     entry = rotate_tail(normed, cos, sin, ROWS, ROW.DIM, ROW.ROTATED, ROW.BLOCK)  # [ROWS, BLOCK]
     if SPEC.HADAMARD_STEPS > 0:
         entry = hadamard(entry, ROWS, ROW.DIM, SPEC.HADAMARD_STEPS)
     row = (position // SPEC.RATIO % SPEC.ENTRIES_PER_BLOCK).to(tl.int64)
-    page_ptr = pages.blocks_ptr + block * pages.block_bytes + pages.page_offset
-    encoded = encode_rows(entry, global_scale, ROWS, ROW)
+    page_ptr = cache.blocks_ptr + block * cache.block_bytes + compressor.page_offset
+    encoded = encode_rows(entry, compressor.global_scale, ROWS, ROW)
     scales_ptr = page_ptr + scales_at(SPEC.ENTRIES_PER_BLOCK, ROW)
     store_rows(encoded, page_ptr + row * ROW.DATA_STRIDE, scales_ptr + row * ROW.SCALE_STRIDE,
                block >= 0, ROWS, ROW, HAS_ROPE=True)  # fmt: skip
+
+
+@triton.jit
+def flush_row(pooled, token, position, slot, compressor, SPEC: tl.constexpr):
+    """Norm, rotate and store the entry `[1, BLOCK]` of the window that one token closes."""
+    zero = tl.zeros((1,), tl.int32)
+    flush_rows(pooled, zero + token, zero + position, slot, zero.to(tl.int64) + slot >= 0,
+               compressor, 1, SPEC)  # fmt: skip
 
 
 @triton.jit
@@ -111,23 +119,16 @@ def tokens_to_closing(position, SPEC: tl.constexpr):
 
 
 @triton.jit
-def can_write(position, slot, pages, SPEC: tl.constexpr):
+def can_write(position, slot, compressor, SPEC: tl.constexpr):
     """Whether the block of the entry that closes at `position` is not read-only."""
     table_column = position // (SPEC.RATIO * SPEC.ENTRIES_PER_BLOCK)
-    return table_column >= tl.load(pages.num_read_only_ptr + slot)
-
-
-@triton.jit
-def as_row(x):
-    """A scalar as `[1]`."""
-    return tl.zeros((1,), x.dtype) + x
+    return table_column >= tl.load(compressor.cache.num_read_only_ptr + slot)
 
 
 @triton.jit
 def compress_csa_token(
-    token, place, is_kept, compressor, rope, pages, eps, global_scale,
-    SPEC: tl.constexpr, IS_DECODE: tl.constexpr,
-):  # fmt: skip
+    token, place, is_kept, compressor, SPEC: tl.constexpr, IS_DECODE: tl.constexpr
+):
     """Flush the CSA window that one token closes; store the token's row in the tail if is_kept.
 
     Of a row's two series, the first is for the next window and the second for its own.
@@ -141,25 +142,22 @@ def compress_csa_token(
     kv, gate = load_row(compressor, token, position, column + DIM, mask, SPEC)
     tail_ptr = slot_tail(compressor, slot, SPEC)
     if (slot >= 0) & (position % CSA_RATIO == CSA_RATIO - 1):
-        if can_write(position, slot, pages, SPEC):
+        if can_write(position, slot, compressor, SPEC):
             if IS_DECODE:
                 pooled = pool_csa_decode(kv, gate, tail_ptr, position, column, mask, SPEC)
             else:
                 pooled = pool_csa_edge(compressor, tail_ptr, token, place, column, mask, SPEC)
-            flush_rows(pooled, as_row(token), as_row(position), slot, as_row(slot) >= 0,
-                       compressor.norm_ptr, rope, pages, eps, global_scale, 1, SPEC)  # fmt: skip
+            flush_row(pooled, token, position, slot, compressor, SPEC)
     mask = mask & is_kept
     store_tail(next_kv, next_gate, tail_ptr, position, column, mask, SPEC)
     store_tail(kv, gate, tail_ptr, position, column + DIM, mask, SPEC)
 
 
 @triton.jit
-def write_latent_token(
-    token, place, compressor, projection_ptr, key_norm_ptr, rope, pages, key_pages, eps,
-    global_scale, SPEC: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
+def write_latent_token(token, place, compressor, index, SPEC: tl.constexpr, INDEX: tl.constexpr):
     """Flush V4.1's entry that one token closes, and its index key; keep rows of an open pair.
 
+    index has the key's projection in place of its own projections.
     A step stores each row in the tail. Of a chunk the first token's program stores the last rows,
     after it has read the one before the chunk.
     """
@@ -170,7 +168,7 @@ def write_latent_token(
     slot = place.slot
     if slot >= 0:
         if position % SPEC.RATIO == SPEC.RATIO - 1:
-            if can_write(position, slot, pages, SPEC):
+            if can_write(position, slot, compressor, SPEC):
                 if SPEC.RATIO == 1:
                     source = token.to(tl.int64) * compressor.stride + column
                     pooled = tl.load(compressor.kv_ptr + source, mask=mask, other=0.0)
@@ -184,16 +182,13 @@ def write_latent_token(
                         tail_ptr = slot_tail(compressor, slot, SPEC)
                         old_kv, old_gate = load_stored(tail_ptr, position - 1, column, mask, SPEC)
                     pooled = combine_pair((old_kv, kv), (old_gate, gate))
-                flush_rows(pooled, as_row(token), as_row(position), slot, as_row(slot) >= 0,
-                           compressor.norm_ptr, rope, pages, eps, 1.0, 1, SPEC)  # fmt: skip
+                flush_row(pooled, token, position, slot, compressor, SPEC)
                 weight = load_norm(compressor.norm_ptr, 1, ROW.DIM, ROW.BLOCK)
                 pooled = tl.where(mask, pooled, 0.0)
-                factor = reciprocal_root(mean_of_squares(pooled, ROW.DIM) + eps)  # [1]
-                key = project_key((pooled * factor[:, None]) * weight, projection_ptr,
+                factor = reciprocal_root(mean_of_squares(pooled, ROW.DIM) + compressor.eps)  # [1]
+                key = project_key((pooled * factor[:, None]) * weight, index.kv_ptr,
                                   INDEX.ROW.DIM, INDEX.ROW.BLOCK, ROW.DIM, ROW.BLOCK)  # fmt: skip
-                flush_rows(key, as_row(token), as_row(position), slot, as_row(slot) >= 0,
-                           key_norm_ptr, rope, key_pages, eps, global_scale, 1,
-                           INDEX)  # fmt: skip
+                flush_row(key, token, position, slot, index, INDEX)
         if SPEC.RATIO > 1:
             tail_ptr = slot_tail(compressor, slot, SPEC)
             if place.workspace_start < 0:
@@ -238,9 +233,8 @@ def keep_last_sums(compressor, tail_ptr, token, place, count, column, mask, SPEC
 
 @triton.jit
 def compress_csa_segment(
-    segment, num_tokens, tokens, compressor, rope, pages, eps, global_scale,
-    ROWS: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
+    segment, num_tokens, tokens, compressor, ROWS: tl.constexpr, SPEC: tl.constexpr
+):
     """Flush the CSA windows that a chunk's segment closes and that lie in the chunk, at most ROWS.
 
     The program of a chunk's first token stores the chunk's last rows in the tail. `_edge_kernel`
@@ -253,10 +247,10 @@ def compress_csa_segment(
     if (count > 0) & (place.slot >= 0) & (place.workspace_start >= 0):
         ahead = tokens_to_closing(position, SPEC) + tl.arange(0, ROWS) * CSA_RATIO  # [ROWS]
         is_closing = (ahead < count) & (position + ahead - (CSA_ROWS - 1) >= place.before)
-        is_closing &= can_write(position + ahead, place.slot, pages, SPEC)
+        is_closing &= can_write(position + ahead, place.slot, compressor, SPEC)
         pooled = pool_csa_chunk(compressor, token + ahead, is_closing, ROWS, SPEC)
-        flush_rows(pooled, token + ahead, position + ahead, place.slot, is_closing,
-                   compressor.norm_ptr, rope, pages, eps, global_scale, ROWS, SPEC)  # fmt: skip
+        flush_rows(pooled, token + ahead, position + ahead, place.slot, is_closing, compressor,
+                   ROWS, SPEC)  # fmt: skip
         if position == place.before:
             tail_ptr = slot_tail(compressor, place.slot, SPEC)
             for series in tl.static_range(2):
@@ -266,14 +260,16 @@ def compress_csa_segment(
 
 @triton.jit
 def finish_hca_window(
-    pooled, split, window, token, position, slot, pooled_ptr, arrivals_ptr, norm_ptr, rope, pages,
-    eps, CHANNELS: tl.constexpr, SPEC: tl.constexpr,
+    pooled, split, window, token, position, slot, exchange, compressor,
+    CHANNELS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Store pooled CHANNELS of an HCA window; the last of its programs to arrive flushes its entry.
 
-    The entry's bits do not depend on which program is last.
+    The entry's bits do not depend on which program is last. exchange are the pointers to pooled
+    channels and to arrivals.
     """
     DIM: tl.constexpr = SPEC.ROW.DIM
+    pooled_ptr, arrivals_ptr = exchange
     channel = split * CHANNELS + tl.arange(0, CHANNELS)
     tl.store(pooled_ptr + window * DIM + channel, pooled, mask=channel < DIM)
     tl.debug_barrier()  # all of the program's stores come before its arrival
@@ -282,13 +278,12 @@ def finish_hca_window(
         column = tl.arange(0, SPEC.ROW.BLOCK)[None, :]
         whole = tl.load(pooled_ptr + window * DIM + column, mask=column < DIM, other=0.0,
                         cache_modifier=".cg")  # fmt: skip
-        flush_rows(whole, as_row(token), as_row(position), slot, as_row(slot) >= 0, norm_ptr, rope,
-                   pages, eps, 1.0, 1, SPEC)  # fmt: skip
+        flush_row(whole, token, position, slot, compressor, SPEC)
 
 
 @triton.jit
 def compress_hca_token(
-    token, split, tokens, compressor, pooled_ptr, arrivals_ptr, rope, pages, eps,
+    token, split, tokens, compressor, exchange,
     CHANNELS: tl.constexpr, SPEC: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
     """Sum CHANNELS of the HCA group that a token closes, and store the sums or pool the window.
@@ -310,7 +305,7 @@ def compress_hca_token(
                               False, SPEC)  # fmt: skip
         if position % HCA_RATIO != HCA_RATIO - 1:
             store_sums(sums, tail_ptr, position // GROUP_ROWS, column, mask, SPEC)
-        elif can_write(position, slot, pages, SPEC):
+        elif can_write(position, slot, compressor, SPEC):
             # The row of `pooled`: another one for every closing window.
             request = token if IS_DECODE else tl.load(tokens.request_ids_ptr + token)
             ends = (tl.arange(0, GROUPS)[:, None] - (GROUPS - 1)) * GROUP_ROWS
@@ -322,14 +317,13 @@ def compress_hca_token(
             pooled = pool_hca(new, tail_ptr, position + ends, place.before, column, mask, CHANNELS,
                               SPEC)  # fmt: skip
             finish_hca_window(pooled, split, request + token // HCA_RATIO, token, position, slot,
-                              pooled_ptr, arrivals_ptr, compressor.norm_ptr, rope, pages, eps,
-                              CHANNELS, SPEC)  # fmt: skip
+                              exchange, compressor, CHANNELS, SPEC)  # fmt: skip
     store_tail(kv, gate, tail_ptr, position, column, mask & (slot >= 0), SPEC)
 
 
 @triton.jit
 def compress_hca_segment(
-    segment, split, num_tokens, tokens, compressor, pooled_ptr, arrivals_ptr, rope, pages, eps,
+    segment, split, num_tokens, tokens, compressor, exchange,
     CHANNELS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Pool CHANNELS of the HCA window that a segment of at most HCA_RATIO tokens closes.
@@ -353,7 +347,7 @@ def compress_hca_segment(
         tail_ptr = slot_tail(compressor, place.slot, SPEC)
         is_closing = ahead < num_reached
         if is_closing:
-            is_closing = can_write(position + ahead, place.slot, pages, SPEC)
+            is_closing = can_write(position + ahead, place.slot, compressor, SPEC)
         if is_closing:
             window = tl.load(tokens.request_ids_ptr + token) + (token + ahead) // HCA_RATIO
             last = tl.arange(0, GROUPS)[:, None] * GROUP_ROWS + GROUP_ROWS - 1
@@ -367,8 +361,7 @@ def compress_hca_segment(
             pooled = pool_hca(sums, tail_ptr, position + ends, before, column, mask, CHANNELS,
                               SPEC)  # fmt: skip
             finish_hca_window(pooled, split, window, token + ahead, position + ahead, place.slot,
-                              pooled_ptr, arrivals_ptr, compressor.norm_ptr, rope, pages, eps,
-                              CHANNELS, SPEC)  # fmt: skip
+                              exchange, compressor, CHANNELS, SPEC)  # fmt: skip
         if num_kept > 0:
             tl.debug_barrier()  # the tail's old sums are read before they are overwritten
             keep_last_sums(compressor, tail_ptr, token, place, num_kept, column, mask, SPEC)
@@ -399,59 +392,52 @@ def _write_kernel(
     The main compressor's programs come first, then the indexer's, then the window's.
     """
     program = tl.program_id(0)
-    rope = (cos_ptr, sin_ptr)
     tokens = TokenPtrs(positions_ptr, request_ids_ptr, request_slots_ptr, before_ptr, after_ptr,
                        workspace_starts_ptr, token_starts_ptr)  # fmt: skip
-    compressor = CompressorPtrs(kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr,
-                                slot_bytes, tail_offset)  # fmt: skip
-    pages = PagePtrs(blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride,
-                     num_read_only_ptr)  # fmt: skip
+    cache = CachePtrs(slots_ptr, slot_bytes, blocks_ptr, block_bytes, block_table_ptr,
+                      table_stride, num_read_only_ptr, (cos_ptr, sin_ptr))  # fmt: skip
+    main = CompressorPtrs(kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, eps, tail_offset,
+                          page_offset, 1.0, cache)  # fmt: skip
     if HAS_COMPRESSOR and MAIN.RATIO == HCA_RATIO:
         CHANNEL_SPLITS: tl.constexpr = MAIN.ROW.BLOCK // CHANNELS
+        exchange = (pooled_ptr, arrivals_ptr)
         if program < num_segments * CHANNEL_SPLITS:
             if HAS_CHUNKS:
                 compress_hca_segment(program // CHANNEL_SPLITS, program % CHANNEL_SPLITS,
-                                     num_tokens, tokens, compressor, pooled_ptr, arrivals_ptr,
-                                     rope, pages, eps, CHANNELS, MAIN)  # fmt: skip
+                                     num_tokens, tokens, main, exchange, CHANNELS,
+                                     MAIN)  # fmt: skip
             else:
                 compress_hca_token(program // CHANNEL_SPLITS, program % CHANNEL_SPLITS, tokens,
-                                   compressor, pooled_ptr, arrivals_ptr, rope, pages, eps,
-                                   CHANNELS, MAIN, IS_DECODE)  # fmt: skip
+                                   main, exchange, CHANNELS, MAIN, IS_DECODE)  # fmt: skip
         program -= num_segments * CHANNEL_SPLITS
     elif HAS_COMPRESSOR and MAIN.RATIO < CSA_RATIO:
         if program < num_segments:
-            key_pages = PagePtrs(blocks_ptr, block_bytes, index_page_offset, block_table_ptr,
-                                 table_stride, num_read_only_ptr)  # fmt: skip
-            write_latent_token(program, locate(program, tokens, IS_DECODE), compressor,
-                               index_kv_ptr, index_norm_ptr, rope, pages, key_pages, eps,
-                               load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE), MAIN,
-                               INDEX)  # fmt: skip
+            place = locate(program, tokens, IS_DECODE)
+            global_scale = load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE)
+            index = CompressorPtrs(index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr,
+                                   index_norm_ptr, eps, index_tail_offset, index_page_offset,
+                                   global_scale, cache)  # fmt: skip
+            write_latent_token(program, place, main, index, MAIN, INDEX)
         program -= num_segments
     elif HAS_COMPRESSOR:
         if program < num_segments:
             if HAS_CHUNKS:
-                compress_csa_segment(program, num_tokens, tokens, compressor, rope, pages, eps,
-                                     1.0, ROWS, MAIN)  # fmt: skip
+                compress_csa_segment(program, num_tokens, tokens, main, ROWS, MAIN)
             else:
                 place = locate(program, tokens, IS_DECODE)
-                compress_csa_token(program, place, place.slot >= 0, compressor, rope, pages, eps,
-                                   1.0, MAIN, IS_DECODE)  # fmt: skip
+                compress_csa_token(program, place, place.slot >= 0, main, MAIN, IS_DECODE)
         program -= num_segments
     if HAS_INDEX:
         global_scale = load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE)
-        compressor = CompressorPtrs(index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr,
-                                    index_norm_ptr, slots_ptr, slot_bytes,
-                                    index_tail_offset)  # fmt: skip
-        pages = PagePtrs(blocks_ptr, block_bytes, index_page_offset, block_table_ptr, table_stride,
-                         num_read_only_ptr)  # fmt: skip
+        index = CompressorPtrs(index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr,
+                               index_norm_ptr, eps, index_tail_offset, index_page_offset,
+                               global_scale, cache)  # fmt: skip
         if (program >= 0) & (program < num_index_segments):
             if HAS_CHUNKS:
-                compress_csa_segment(program, num_tokens, tokens, compressor, rope, pages, eps,
-                                     global_scale, INDEX_ROWS, INDEX)  # fmt: skip
+                compress_csa_segment(program, num_tokens, tokens, index, INDEX_ROWS, INDEX)
             else:
                 place = locate(program, tokens, IS_DECODE)
-                compress_csa_token(program, place, place.slot >= 0, compressor, rope, pages, eps,
-                                   global_scale, INDEX, IS_DECODE)  # fmt: skip
+                compress_csa_token(program, place, place.slot >= 0, index, INDEX, IS_DECODE)
         program -= num_index_segments
     if HAS_WINDOW:
         if program >= 0:
@@ -486,7 +472,7 @@ def _edge_kernel(
     every token, and stores its row in the tail too.
     """
     request = tl.program_id(0)
-    index = tl.program_id(1)
+    nth = tl.program_id(1)
     slot = tl.load(request_slots_ptr + request).to(tl.int64)
     before = tl.load(before_ptr + request)
     count = tl.load(after_ptr + request) - before
@@ -494,27 +480,22 @@ def _edge_kernel(
     is_chunk = workspace_start >= 0
     first_token = tl.load(token_starts_ptr + request)
     wait_for_launch_before(STARTS_NEXT=True)
-    ahead = tl.where(is_chunk, tokens_to_closing(before, MAIN) + index * CSA_RATIO, index)
+    ahead = tl.where(is_chunk, tokens_to_closing(before, MAIN) + nth * CSA_RATIO, nth)
     if (slot >= 0) & (ahead < tl.where(is_chunk, tl.minimum(count, CSA_ROWS - 1), count)):
         token = first_token + ahead
         place = Place(before + ahead, slot, before, before + count, workspace_start)
-        rope = (cos_ptr, sin_ptr)
+        cache = CachePtrs(slots_ptr, slot_bytes, blocks_ptr, block_bytes, block_table_ptr,
+                          table_stride, num_read_only_ptr, (cos_ptr, sin_ptr))  # fmt: skip
         if tl.program_id(2) == 0:
-            compressor = CompressorPtrs(kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, slots_ptr,
-                                        slot_bytes, tail_offset)  # fmt: skip
-            pages = PagePtrs(blocks_ptr, block_bytes, page_offset, block_table_ptr, table_stride,
-                             num_read_only_ptr)  # fmt: skip
-            compress_csa_token(token, place, ~is_chunk, compressor, rope, pages, eps, 1.0, MAIN,
-                               False)  # fmt: skip
+            main = CompressorPtrs(kv_ptr, gate_ptr, stride, bias_ptr, norm_ptr, eps, tail_offset,
+                                  page_offset, 1.0, cache)  # fmt: skip
+            compress_csa_token(token, place, ~is_chunk, main, MAIN, False)
         else:
             global_scale = load_global_scale(global_scale_ptr, HAS_GLOBAL_SCALE)
-            compressor = CompressorPtrs(index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr,
-                                        index_norm_ptr, slots_ptr, slot_bytes,
-                                        index_tail_offset)  # fmt: skip
-            pages = PagePtrs(blocks_ptr, block_bytes, index_page_offset, block_table_ptr,
-                             table_stride, num_read_only_ptr)  # fmt: skip
-            compress_csa_token(token, place, ~is_chunk, compressor, rope, pages, eps, global_scale,
-                               INDEX, False)  # fmt: skip
+            index = CompressorPtrs(index_kv_ptr, index_gate_ptr, index_stride, index_bias_ptr,
+                                   index_norm_ptr, eps, index_tail_offset, index_page_offset,
+                                   global_scale, cache)  # fmt: skip
+            compress_csa_token(token, place, ~is_chunk, index, INDEX, False)
 
 
 def write_layer(

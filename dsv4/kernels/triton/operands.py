@@ -45,16 +45,13 @@ class TokenPtrs(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A token's position, and its request's slot, lengths before and after, and workspace start.
-
-    workspace_start is -1 where the request has no chunk.
-    """
+    """A token's position, and its request's slot, lengths before and after, and workspace start."""
 
     position: tl.tensor
     slot: tl.tensor
     before: tl.tensor
     after: tl.tensor
-    workspace_start: tl.tensor
+    workspace_start: tl.tensor  # -1 where the request has no chunk
 
 
 class WindowPtrs(NamedTuple):
@@ -70,31 +67,35 @@ class WindowPtrs(NamedTuple):
     workspace_rows: tl.tensor
 
 
+class CachePtrs(NamedTuple):
+    """The slots, the blocks and the block table, and cos and sin that entries are rotated by.
+
+    The first blocks of a slot, num_read_only, are not written.
+    """
+
+    slots_ptr: tl.tensor
+    slot_bytes: tl.tensor
+    blocks_ptr: tl.tensor
+    block_bytes: tl.tensor
+    block_table_ptr: tl.tensor
+    table_stride: tl.tensor
+    num_read_only_ptr: tl.tensor
+    rope: tl.tuple
+
+
 class CompressorPtrs(NamedTuple):
-    """A compressor's projections and weights, and the slots with its tails."""
+    """A compressor's projections and weights, and where its tails and pages lie in the cache."""
 
     kv_ptr: tl.tensor
     gate_ptr: tl.tensor
     stride: tl.tensor
     bias_ptr: tl.tensor
     norm_ptr: tl.tensor
-    slots_ptr: tl.tensor
-    slot_bytes: tl.tensor
+    eps: tl.tensor
     tail_offset: tl.tensor
-
-
-class PagePtrs(NamedTuple):
-    """The blocks, where a compressor's page lies in each, and the block table.
-
-    The first blocks of a slot, num_read_only, are not written.
-    """
-
-    blocks_ptr: tl.tensor
-    block_bytes: tl.tensor
     page_offset: tl.tensor
-    block_table_ptr: tl.tensor
-    table_stride: tl.tensor
-    num_read_only_ptr: tl.tensor
+    global_scale: tl.tensor  # NVFP4's
+    cache: CachePtrs
 
 
 class Splits(NamedTuple):
@@ -110,30 +111,19 @@ class Splits(NamedTuple):
 
 
 class RowSpec(NamedTuple):
-    """Constants of a stored row.
+    """Constants of a stored row. A row has two records, of data and of scales."""
 
-    Attributes:
-        DIM, BLOCK: Channels, and the same padded to a power of two.
-        ROTATED: Trailing channels that RoPE rotates.
-        ROPE: Trailing channels that the row stores as a field of their own; 0 in an index key.
-        FORMAT: The row format's name, prefixed with kv_ or index_.
-        DATA_BYTES, SCALE_BYTES: Sizes of the row's two records.
-        DATA_STRIDE, SCALE_STRIDE: Bytes from a record to the same of the next row.
-        ROUNDS: Values are rounded to BF16 before they are quantised.
-        BOUNDS_SCALE: The floor of `fp8_32` is one of the scale.
-    """
-
-    DIM: int
-    BLOCK: int
-    ROTATED: int
-    ROPE: int
-    FORMAT: str
+    DIM: int  # channels
+    BLOCK: int  # the same padded to a power of two
+    ROTATED: int  # trailing channels that RoPE rotates
+    ROPE: int  # trailing channels stored as a field of their own; 0 in an index key
+    FORMAT: str  # the row format's name, prefixed with kv_ or index_
     DATA_BYTES: int
     SCALE_BYTES: int
-    DATA_STRIDE: int
+    DATA_STRIDE: int  # bytes from a record to the same of the next row
     SCALE_STRIDE: int
-    ROUNDS: bool
-    BOUNDS_SCALE: bool
+    ROUNDS: bool  # values are rounded to BF16 before they are quantised
+    BOUNDS_SCALE: bool  # the floor of `fp8_32` is one of the scale
 
 
 def row_spec(prefix: str, row: RowFormat, rotated: int) -> RowSpec:
@@ -150,7 +140,7 @@ class SourceSpec(NamedTuple):
 
     ENTRIES is the source of the rows after the window. `listed` takes the first num_entries of a
     token's line of rows_ptr; `all` takes every entry that the token sees, up to num_entries; `none`
-    takes none. ENTRY_ROWS are the entries of a page. ROW is the window's, ENTRY that of entries.
+    takes none.
     """
 
     WINDOW: int
@@ -158,8 +148,8 @@ class SourceSpec(NamedTuple):
     HAS_CHUNKS: bool
     ENTRIES: str
     RATIO: int
-    ENTRY_ROWS: int
-    ROW: RowSpec
+    ENTRY_ROWS: int  # entries of a page
+    ROW: RowSpec  # of the window
     ENTRY: RowSpec
 
 
@@ -172,24 +162,14 @@ class WindowSpec(NamedTuple):
 
 
 class CompressorSpec(NamedTuple):
-    """Constants of a compressor.
+    """Constants of a compressor."""
 
-    Attributes:
-        ROW: The row of an entry or index key.
-        RATIO: Tokens per entry.
-        WIDTH: Columns of a projection: two series of DIM for CSA, one for HCA.
-        TAIL_ROWS, TAIL_BF16: Rows of a tail, and whether it stores BF16, else fp32.
-        SUM_RING, SUMS_OFFSET: Ring of HCA sums, and their first byte behind that of the tail.
-        ENTRIES_PER_BLOCK: Rows of a page.
-        HADAMARD_STEPS: Butterflies of the transform after RoPE, log2(DIM); 0 for none.
-    """
-
-    ROW: RowSpec
-    RATIO: int
-    WIDTH: int
+    ROW: RowSpec  # of an entry or index key
+    RATIO: int  # tokens per entry
+    WIDTH: int  # columns of a projection: two series of DIM for CSA, one for HCA
     TAIL_ROWS: int
-    TAIL_BF16: bool
-    SUM_RING: int
-    SUMS_OFFSET: int
-    ENTRIES_PER_BLOCK: int
-    HADAMARD_STEPS: int
+    TAIL_BF16: bool  # a tail stores BF16, else fp32
+    SUM_RING: int  # ring of HCA sums
+    SUMS_OFFSET: int  # their first byte behind that of the tail
+    ENTRIES_PER_BLOCK: int  # rows of a page
+    HADAMARD_STEPS: int  # butterflies of the transform after RoPE, log2(DIM); 0 for none
