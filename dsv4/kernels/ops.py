@@ -30,23 +30,8 @@ from dsv4.kernels.contracts import (
 )
 from dsv4.kernels.layer_memory import LayerLayout, LayerMemory
 
-_READ = (
-    "Tensor slots, Tensor blocks, Tensor workspace, Tensor pooled, Tensor arrivals, "
-    "Tensor index_scratch, Tensor partials, Tensor? global_scale, "
-    "Tensor frequencies, Tensor rope_rows, str layout"
-)
-_ATTENDED = _READ.replace("Tensor partials", "Tensor(a!) partials").replace(
-    "Tensor index_scratch", "Tensor(b!) index_scratch"
-)
-_WRITTEN = (
-    "Tensor(a!) slots, Tensor(b!) blocks, Tensor(c!) workspace, Tensor(d!) pooled, "
-    "Tensor(e!) arrivals, Tensor index_scratch, Tensor partials, Tensor? global_scale, "
-    "Tensor frequencies, Tensor rope_rows, str layout"
-)
-_INDEXED = _READ.replace("Tensor index_scratch", "Tensor(a!) index_scratch")
-_ROTATED = _READ.replace("Tensor rope_rows", "Tensor(a!) rope_rows")
-_CHECKPOINTS = "Tensor points, Tensor(a!) checkpoints"
 _TOKENS = "Tensor[] tokens, SymInt max_step"
+_CHECKPOINTS = "Tensor points, Tensor(a!) checkpoints"
 
 _library = torch.library.Library("dsv4", "DEF")
 
@@ -161,14 +146,6 @@ def _run(name: str, backend: str, **arguments: Any) -> Any:
     return getattr(torch.ops.dsv4, name).default(backend, *flat)
 
 
-def _flat(memory: LayerMemory) -> tuple[Any, ...]:
-    return *memory[:-1], memory.layout.key
-
-
-def _flat_tokens(tokens: TokenMap) -> tuple[tuple[Any, ...], int]:
-    return tokens[:-1], tokens.max_step
-
-
 def _flat_writes(writes: LayerWrites) -> list[Tensor | None]:
     """List ten tensors: the window's two, the entries' four, the index keys' four."""
     flat: list[Tensor | None] = [None, None] if writes.window is None else [*writes.window]
@@ -182,8 +159,8 @@ def _flat_writes(writes: LayerWrites) -> list[Tensor | None]:
 
 _FLATTENERS: dict[str, Callable[[Any], Sequence[Any]]] = {
     "boundaries": tuple,
-    "memory": _flat,
-    "tokens": _flat_tokens,
+    "memory": lambda memory: (*memory[:-1], memory.layout.key),
+    "tokens": lambda tokens: (tokens[:-1], tokens.max_step),
     "writes": lambda writes: (_flat_writes(writes),),
 }
 
@@ -262,29 +239,34 @@ def _register(
     torch.library.register_fake(f"dsv4::{name}", run_fake, lib=_library)
 
 
-_register("make_rope", f"{_ROTATED}, Tensor positions")
-_register("write_layer", f"{_WRITTEN}, {_TOKENS}, Tensor?[] writes")
+def _memory(*mutated: str) -> str:
+    """Write the schema of a layer's memory; mutated are the storages that the op writes."""
+    alias = {name: f"({letter}!)" for name, letter in zip(mutated, "abcde", strict=False)}
+    kinds = {name: f"Tensor{alias.get(name, '')}" for name in LayerMemory._fields}
+    kinds |= {"global_scale": "Tensor?", "layout": "str"}
+    return ", ".join(f"{kind} {name}" for name, kind in kinds.items())
+
+
+_register("make_rope", f"{_memory('rope_rows')}, Tensor positions")
+_written = _memory("slots", "blocks", "workspace", "pooled", "arrivals")
+_register("write_layer", f"{_written}, {_TOKENS}, Tensor?[] writes")
 _register(
     "select_entries",
-    f"{_INDEXED}, {_TOKENS}, Tensor query, Tensor head_weights, SymInt max_entries, "
-    "Tensor? candidates=None",
+    f"{_memory('index_scratch')}, {_TOKENS}, Tensor query, Tensor head_weights, "
+    "SymInt max_entries, Tensor? candidates=None",
     _fake_select,
     outputs=4,
 )
 _register(
     "attend",
-    f"{_ATTENDED}, {_TOKENS}, Tensor query, Tensor? sinks, Tensor? selected_rows, "
-    "SymInt max_entries, bool is_query_raw, bool batch_invariant",
+    f"{_memory('partials', 'index_scratch')}, {_TOKENS}, Tensor query, Tensor? sinks, "
+    "Tensor? selected_rows, SymInt max_entries, bool is_query_raw, bool batch_invariant",
     _fake_attend,
     outputs=2,
 )
-_register("gather_compressed_kv", f"{_READ}, Tensor rows", _fake_gather, outputs=2)
-_register(
-    "gather_all_compressed_kv",
-    f"{_READ}, {_TOKENS}, SymInt max_entries",
-    _fake_gather,
-    outputs=2,
-)
-_register("gather_swa_kv", f"{_READ}, {_TOKENS}", _fake_gather, outputs=2)
-_register("checkpoint_window", f"{_CHECKPOINTS}, {_READ}, {_TOKENS}")
-_register("checkpoint_tails", f"{_CHECKPOINTS}, {_READ}, {_TOKENS}, Tensor?[] writes")
+_register("gather_compressed_kv", f"{_memory()}, Tensor rows", _fake_gather, outputs=2)
+_read = f"{_memory()}, {_TOKENS}"
+_register("gather_all_compressed_kv", f"{_read}, SymInt max_entries", _fake_gather, outputs=2)
+_register("gather_swa_kv", _read, _fake_gather, outputs=2)
+_register("checkpoint_window", f"{_CHECKPOINTS}, {_read}")
+_register("checkpoint_tails", f"{_CHECKPOINTS}, {_read}, Tensor?[] writes")

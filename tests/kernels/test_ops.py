@@ -295,7 +295,8 @@ def op_arguments():
     handle = manager.acquire(CSA, plan)
     inputs = join_rows([take_rows(SEQUENCES[0][CSA], slice(0, n)) for n in (9, 1)])
     handle.write(inputs, WEIGHTS[CSA])
-    memory, tokens = ops._flat(handle.memory), ops._flat_tokens(handle.tokens)
+    memory = ops._FLATTENERS["memory"](handle.memory)
+    tokens = ops._FLATTENERS["tokens"](handle.tokens)
     index = inputs.indexer
     rows = torch.tensor([[0, -1], [1, 0]]).t()
     writes = ops._flat_writes(LayerWrites.of(inputs, WEIGHTS[CSA]))
