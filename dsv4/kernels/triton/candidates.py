@@ -15,7 +15,7 @@ from dsv4.formats import next_power_of_two, round_up
 from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.index_scratch import IndexScratch, num_group_tops, padded_heads
 from dsv4.kernels.layer_memory import LayerLayout, LayerMemory, existing
-from dsv4.kernels.triton.key_tiles import KeyPages, QueryOperands, ScoreSpec
+from dsv4.kernels.triton.key_tiles import QueryOperands, ScoreSpec
 from dsv4.kernels.triton.launch import ScoreLaunch, find_launch, num_multiprocessors, starts_early
 from dsv4.kernels.triton.mxfp4_scores import (
     code_tables,
@@ -64,13 +64,6 @@ def _largest_kernel(
         tl.store(tops_ptr + row * tops_stride + block, largest, mask=block < num_blocks)
 
 
-@triton.jit
-def list_length(count, num_blocks, SIZE: tl.constexpr):
-    """The number of entries in a token's list, which has up to num_blocks blocks."""
-    visible = tl.cdiv(count, SIZE)
-    return count - (visible - tl.minimum(visible, num_blocks)) * SIZE
-
-
 @triton.jit(
     do_not_specialize=[
         "query_weights_stride", "scores_stride", "first_token", "topk", "num_blocks",
@@ -92,7 +85,8 @@ def _score_listed_kernel(
     token = first_token + row
     slot, count = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
     wait_for_launch_before(STARTS_NEXT=True)
-    count = list_length(count, num_blocks, SIZE)
+    visible = tl.cdiv(count, SIZE)
+    count -= (visible - tl.minimum(visible, num_blocks)) * SIZE  # entries of the list
     if tl.program_id(1) == 0:
         tl.store(places_ptr + token, count - 1)
     if (count > topk) & (tl.program_id(1) * TILE < count):
@@ -100,7 +94,6 @@ def _score_listed_kernel(
             query_operand_ptr + row * (SPEC.BLOCK_HEADS * KEY.BLOCK * OPERAND_BYTES),
             query_weights_ptr + row * query_weights_stride, query_weights_stride,
         )  # fmt: skip
-        keys = KeyPages(data_ptr, scale_ptr, page_stride, block_table_ptr, table_stride)
         query, weights = load_operands(operands, KEY.BLOCK, SPEC)
         pages_ptr = block_table_ptr + slot * table_stride
         blocks_ptr += token * num_blocks
@@ -112,8 +105,8 @@ def _score_listed_kernel(
             entry = block * SIZE + place % SIZE
             page = tl.load(pages_ptr + entry // ENTRIES_PER_BLOCK, mask=block >= 0, other=-1)
             key_row = tl.where(block >= 0, entry % ENTRIES_PER_BLOCK, 0)
-            page_start = tl.maximum(page, 0).to(tl.int64) * keys.page_stride
-            data_page, scale_page = keys.data_ptr + page_start, keys.scales_ptr + page_start
+            page_start = tl.maximum(page, 0).to(tl.int64) * page_stride
+            data_page, scale_page = data_ptr + page_start, scale_ptr + page_start
             words = load_words(data_page, key_row, KEY.DATA_BYTES, KEY.DIM, KEY.BLOCK)
             scales = load_scales(scale_page, key_row, page >= 0, KEY.SCALE_BYTES, KEY.DIM,
                                  KEY.BLOCK)  # fmt: skip

@@ -78,17 +78,6 @@ def load_scales(scale_ptr, is_present, FORMAT: tl.constexpr, COUNT: tl.constexpr
 
 
 @triton.jit
-def load_group_scale(scale_ptr, is_present, group: tl.constexpr, FORMAT: tl.constexpr):
-    """Load the scale of one group of 64 channels of the rows at scale_ptr: `[TILE]` fp32."""
-    if FORMAT == "kv_fp8":
-        scale = ue8m0_values(tl.load(scale_ptr + group, mask=is_present, other=0))
-    else:
-        scale_ptr = scale_ptr.to(tl.pointer_type(tl.float32))
-        scale = tl.load(scale_ptr, mask=is_present, other=0.0)
-    return scale
-
-
-@triton.jit
 def load_group(data_ptr, scale_ptr, is_present, group: tl.constexpr, FORMAT: tl.constexpr,
                DIM: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
     """Load one group of 64 channels of the rows at data_ptr and scale_ptr `[TILE]`, as fp32.
@@ -123,7 +112,11 @@ def load_group(data_ptr, scale_ptr, is_present, group: tl.constexpr, FORMAT: tl.
     else:
         is_code = lane < NOPE - FIRST
         codes = tl.load(data_ptr + lane + FIRST, mask=is_row & is_code, other=0)
-        scale = load_group_scale(scale_ptr, is_present, group, FORMAT)
+        if FORMAT == "kv_fp8":
+            scale = ue8m0_values(tl.load(scale_ptr + group, mask=is_present, other=0))  # [TILE]
+        else:
+            scale_ptr = scale_ptr.to(tl.pointer_type(tl.float32))
+            scale = tl.load(scale_ptr, mask=is_present, other=0.0)
         values = e4m3_values(codes) * scale[:, None]
         if FIRST + GROUP > NOPE:
             lane_ptr = (data_ptr + NOPE).to(tl.pointer_type(tl.uint16)) + lane

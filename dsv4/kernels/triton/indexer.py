@@ -82,13 +82,6 @@ MAX_COLUMNS = 128  # heads of all tokens of a product
 
 
 @triton.jit
-def nvfp4_scales(scales, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """E4M3 scales `[ROWS, BLOCK / 16]` to fp32 `[ROWS, BLOCK / 2]`, one for a pair of channels."""
-    wide = tl.broadcast_to(e4m3_values(scales)[:, :, None], (ROWS, BLOCK // 16, 8))
-    return tl.reshape(wide, (ROWS, BLOCK // 2))
-
-
-@triton.jit
 def store_query(values, scales, operand_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
     """Store encoded query rows as operands at operand_ptr `[ROWS]`; NVFP4's even channels first."""
@@ -102,7 +95,8 @@ def store_query(values, scales, operand_ptr, FORMAT: tl.constexpr, ROWS: tl.cons
     else:
         HALF: tl.constexpr = BLOCK // 2
         pair_ptr = operand_ptr.to(tl.pointer_type(tl.uint16))[:, None] + tl.arange(0, HALF)[None, :]
-        scale = nvfp4_scales(scales, ROWS, BLOCK)  # [ROWS, HALF]
+        wide = tl.broadcast_to(e4m3_values(scales)[:, :, None], (ROWS, BLOCK // 16, 8))
+        scale = tl.reshape(wide, (ROWS, HALF))  # one for a pair of channels
         codes = values.to(tl.int32)  # [ROWS, HALF]
         tl.store(pair_ptr, bf16_bits(e2m1_values(codes & 15) * scale))
         tl.store(pair_ptr + HALF, bf16_bits(e2m1_values(codes >> 4) * scale))
@@ -178,27 +172,22 @@ def bf16_operand(bits):
 
 
 @triton.jit
-def load_query(query_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
-               COUNT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Load COUNT stored channels of ROWS heads from FIRST on, `[COUNT, ROWS]`."""
-    at = tl.arange(0, ROWS)[None, :] * BLOCK + FIRST + tl.arange(0, COUNT)[:, None]
-    if FORMAT == "index_fp8":
-        query = fp8_operand(tl.load(query_ptr + at))
-    elif FORMAT == "index_fp32":
-        query = tl.load(query_ptr.to(tl.pointer_type(tl.float32)) + at)
-    else:
-        query = bf16_operand(tl.load(query_ptr.to(tl.pointer_type(tl.uint16)) + at))
-    return query
-
-
-@triton.jit
 def load_queries(query_ptr, FORMAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the query operands of a tile's products: NVFP4's two halves, or one."""
+    """Load ROWS heads as operands of a tile's products, `[channels, ROWS]`.
+
+    NVFP4 has two halves of the channels, others one.
+    """
     HALVES: tl.constexpr = 2 if FORMAT == "index_nvfp4" else 1
     WIDTH: tl.constexpr = BLOCK // HALVES
     queries = ()
     for half in tl.static_range(HALVES):
-        query = load_query(query_ptr, FORMAT, ROWS, half * WIDTH, WIDTH, BLOCK)
+        at = tl.arange(0, ROWS)[None, :] * BLOCK + half * WIDTH + tl.arange(0, WIDTH)[:, None]
+        if FORMAT == "index_fp8":
+            query = fp8_operand(tl.load(query_ptr + at))
+        elif FORMAT == "index_fp32":
+            query = tl.load(query_ptr.to(tl.pointer_type(tl.float32)) + at)
+        else:
+            query = bf16_operand(tl.load(query_ptr.to(tl.pointer_type(tl.uint16)) + at))
         queries = queries + (query,)  # type: ignore[assignment]
     return queries
 
@@ -564,11 +553,7 @@ def score_launch(format_name: str, tokens: TokenMap, num_heads: int) -> ScoreLau
 
 
 def _shared_arguments(
-    scratch: IndexScratch,
-    memory: LayerMemory,
-    tokens: TokenMap,
-    part: range,
-    num_heads: int,
+    scratch: IndexScratch, memory: LayerMemory, tokens: TokenMap, part: range, num_heads: int
 ) -> dict[str, Any]:
     key = row_spec("index", memory.layout.index_row, memory.layout.rope_dim)
     return {

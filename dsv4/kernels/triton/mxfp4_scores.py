@@ -134,15 +134,6 @@ def code_tables(scales):
 
 
 @triton.jit
-def code_bits(words, low_table, high_table, INDEX: tl.constexpr):
-    """The E5M2 code of one of the 8 codes of words, as `operand_words` finds it."""
-    code = words >> (4 * INDEX)
-    table = tl.where((code & 4) == 0, low_table, high_table)
-    byte = (table >> (8 * (code & 3))) & 0x7F
-    return byte | ((code & 8) << 4)
-
-
-@triton.jit
 def operand_words(words, low_table, high_table):
     """Words of 8 codes to E5M2 codes, 4 in a word: of codes 0 to 3, and of codes 4 to 7.
 
@@ -153,8 +144,10 @@ def operand_words(words, low_table, high_table):
         for half in tl.static_range(2):
             packed = tl.zeros(words.shape, tl.int32)
             for index in tl.static_range(4):
-                code = code_bits(words, low_table, high_table, 4 * half + index)
-                packed |= code << (8 * index)
+                code = words >> (4 * (4 * half + index))
+                table = tl.where((code & 4) == 0, low_table, high_table)
+                byte = (table >> (8 * (code & 3))) & 0x7F
+                packed |= (byte | ((code & 8) << 4)) << (8 * index)
             halves = halves + (packed,)  # type: ignore[assignment]
     else:
         halves = tl.inline_asm_elementwise(
@@ -358,18 +351,12 @@ def group_products(key, scale_ptr, query_codes, residual_ptr, KEY: tl.constexpr,
     SHAPE: tl.constexpr = strips(TILE, SPEC.WARPS)
     products = tl.zeros((TILE, SLOW_HEADS), tl.float32)
     for group in tl.range(KEY.DIM // 32, num_stages=1):
-        group_codes = tl.where(channel_groups(KEY.BLOCK)[:, None] == group, query_codes, 0)
+        channel = tl.arange(0, KEY.BLOCK)  # in the order of `key_operand`
+        word = channel % 16 // 4 * (KEY.BLOCK // 32) + channel // 32
+        group_codes = tl.where((word // 4)[:, None] == group, query_codes, 0)
         part = tl.dot(key, e5m2_operand(group_codes))  # [TILE, SLOW_HEADS]
         residual_scale = tl.load(residual_ptr + group * SPEC.BLOCK_HEADS)
         part *= (residual_scale * QUERY_FACTOR_INVERSE)[None, :]
         scale = tl.reshape(ue8m0_values(tl.load(scale_ptr + group)), SHAPE)
         products += part * tl.reshape(tl.permute(scale, (0, 2, 1, 3)), (TILE, 1))
     return products
-
-
-@triton.jit
-def channel_groups(BLOCK: tl.constexpr):
-    """`[BLOCK]`: the group of each channel, in the order of `key_operand`."""
-    channel = tl.arange(0, BLOCK)
-    word = channel % 16 // 4 * (BLOCK // 32) + channel // 32
-    return word // 4

@@ -330,13 +330,6 @@ def e4m3_code(x):
 
 
 @triton.jit
-def e4m3_value(code):
-    """fp32 value of a positive finite E4M3 code, int32."""
-    normal = ((code << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
-    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
-
-
-@triton.jit
 def e2m1_code(x):
     """E2M1 codes of fp32, as int32: nearest, ties to even, saturating; NaN is +6."""
     a = tl.abs(x)
@@ -426,7 +419,9 @@ def encode_rows(x, global_scale, ROWS: tl.constexpr, ROW: tl.constexpr):
         else:
             limit = tl.full((ROWS, BLOCK // GROUP), 6.0, tl.float32) * global_scale
             scales = e4m3_code(tl.maximum(tl.div_rn(amax, limit), NVFP4_SCALE_FLOOR))
-            scale = e4m3_value(scales.to(tl.int32)) * global_scale
+            wide = scales.to(tl.int32)
+            normal = ((wide << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
+            scale = tl.where(wide < 8, wide.to(tl.float32) * 0.001953125, normal) * global_scale
             scaled = tl.div_rn(groups, tl.broadcast_to(scale[:, :, None],
                                                        (ROWS, BLOCK // GROUP, GROUP)))  # fmt: skip
         codes = e2m1_code(scaled)

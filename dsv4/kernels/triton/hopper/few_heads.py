@@ -42,18 +42,15 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 SPLIT_ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 
 
-class SideMemory(NamedTuple):
-    """Shared memory of a side: weights of a tile; the largest logits and sums that it ends with."""
-
-    weights: gl.shared_memory_descriptor
-    largest: gl.shared_memory_descriptor
-    total: gl.shared_memory_descriptor
-
-
 class Sides(NamedTuple):
-    """The memory of both sides, and barriers: the query is loaded, both sides are done."""
+    """Memory of each side: a tile's weights, the largest logits and sums that it ends with.
 
-    memories: gl.tuple
+    And barriers: the query is loaded, both sides are done.
+    """
+
+    weights: gl.tuple
+    largest: gl.tuple
+    totals: gl.tuple
     is_loaded: gl.shared_memory_descriptor
     is_done: gl.shared_memory_descriptor
 
@@ -61,16 +58,12 @@ class Sides(NamedTuple):
 @gluon.jit
 def make_sides(HEADS: gl.constexpr):
     """Allocate the memory of both sides and their barriers."""
-    return Sides((side_memory(HEADS), side_memory(HEADS)), make_barrier(2), make_barrier(2))
-
-
-@gluon.jit
-def side_memory(HEADS: gl.constexpr):
-    """Allocate the memory of one side."""
-    weights = gl.allocate_shared_memory(gl.bfloat16, (HEADS, TILE), OPERAND)
-    largest = gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR)
-    total = gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR)
-    return SideMemory(weights, largest, total)
+    weights, largest, totals = gl.tuple(()), gl.tuple(()), gl.tuple(())
+    for _ in gl.static_range(2):
+        weights = weights + (gl.allocate_shared_memory(gl.bfloat16, (HEADS, TILE), OPERAND),)
+        largest = largest + (gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR),)
+        totals = totals + (gl.allocate_shared_memory(gl.float32, (HEADS,), VECTOR),)
+    return Sides(weights, largest, totals, make_barrier(2), make_barrier(2))
 
 
 @gluon.jit
@@ -79,8 +72,7 @@ def multiply_few(tiles, memory, query, exchange, scale, STAGES: gl.constexpr,
     """Multiply a side's tiles, for all of a program's heads; return the tiles of both sides."""
     HEADS: gl.constexpr = query[0].shape[1]
     LOGITS_T: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
-    side = exchange.memories[SIDE]
-    weights = side.weights.permute((1, 0))
+    weights = exchange.weights[SIDE].permute((1, 0))
     num_tiles = gl.where(tiles.end > tiles.first, gl.cdiv(tiles.end - tiles.first, tiles.step), 0)
     acc = gl.tuple(())
     for _ in gl.static_range(CHANNEL_QUARTERS):
@@ -121,8 +113,8 @@ def multiply_few(tiles, memory, query, exchange, scale, STAGES: gl.constexpr,
         gl.thread_barrier()
         mbarrier.arrive(memory.empty.index(stage), count=1)
 
-    side.largest.store(largest)
-    side.total.store(gl.sum(totals, axis=0))
+    exchange.largest[SIDE].store(largest)
+    exchange.totals[SIDE].store(gl.sum(totals, axis=0))
     for quarter in gl.static_range(CHANNEL_QUARTERS):
         left = left_values(memory.quarters[quarter], num_tiles, HEADS, STAGES, SIDE)
         left.permute((1, 0)).store(acc[quarter])
@@ -153,12 +145,11 @@ def merge_sides(quarters, num_tiles, exchange, results, out_loc, NUM_HEADS: gl.c
     HEAD: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     head = gl.arange(0, HEADS, layout=HEAD)  # [HEADS]
     is_head = out_loc.first_head + head < NUM_HEADS
-    side_0, side_1 = exchange.memories[0], exchange.memories[1]
-    largest_0, largest_1 = side_0.largest.load(HEAD), side_1.largest.load(HEAD)
+    largest_0, largest_1 = exchange.largest[0].load(HEAD), exchange.largest[1].load(HEAD)
     largest = gl.maximum(largest_0, largest_1)
     base = finite_base(largest)
     grow_0, grow_1 = gl.exp2(largest_0 - base), gl.exp2(largest_1 - base)
-    total = side_0.total.load(HEAD) * grow_0 + side_1.total.load(HEAD) * grow_1
+    total = exchange.totals[0].load(HEAD) * grow_0 + exchange.totals[1].load(HEAD) * grow_1
     part_row, row = out_loc.part_row, out_loc.row
     if SIDE == 0:
         if IS_SPLIT:
