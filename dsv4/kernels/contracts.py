@@ -39,16 +39,11 @@ class TokenMap(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """The step before, as far as a step's lengths follow from it on the device. All int32.
+    """The step before, as far as a step's lengths follow from it on the device. All int32."""
 
-    accepted is `[max_requests]`, the tokens that remain of each row of that step. rows is
-    `[batch]`, the row there of each request of this step; -1 where the host knows its length.
-    counts is `[batch]`, the tokens that it had there.
-    """
-
-    accepted: Tensor
-    rows: Tensor
-    counts: Tensor
+    accepted: Tensor  # [max_requests], the tokens that remain of each row of that step
+    rows: Tensor  # [batch], the row there of each request of this step; -1 if its length is known
+    counts: Tensor  # [batch], the tokens that it had there
 
 
 class CompressorWeights(NamedTuple):
@@ -159,14 +154,10 @@ class LayerWrites(NamedTuple):
 
 
 class CheckpointPoints(NamedTuple):
-    """Block boundaries inside chunks, and the checkpoints of a layer's rows there.
+    """Block boundaries inside chunks, and the checkpoints of a layer's rows there."""
 
-    points is `[num_points, 3]` int32: row of the batch, boundary, checkpoint. checkpoints is
-    `[num_checkpoints, checkpoint_bytes]` uint8; each has the layout of a slot's front.
-    """
-
-    points: Tensor
-    checkpoints: Tensor
+    points: Tensor  # [num_points, 3] int32: row of the batch, boundary, checkpoint
+    checkpoints: Tensor  # [num_checkpoints, checkpoint_bytes] uint8, each as a slot's front
 
 
 class Selection(NamedTuple):

@@ -14,9 +14,7 @@ from dsv4.formats import BYTE_ALIGN, next_power_of_two, round_up
 SCRATCH_LIMIT = 192 << 20  # bytes; a token that needs more is taken alone
 DENSE_LIMIT = 288 << 20  # bytes of dense rows
 DENSE_HEADS = 64  # query heads of a work item of attention over dense rows
-DENSE_WORKS = (
-    128  # work items of a forward that has room for dense rows; fewer fill no Hopper twice
-)
+DENSE_WORKS = 128  # work items of a forward with room for dense rows; fewer fill no Hopper twice
 WHOLE_ENTRIES = 8192  # the most entries that one program of the top-k takes without groups
 NARROW_ENTRIES = 4096  # the fewest scores of a program that starts from groups
 GROUP = 8  # neighbours that their largest score stands for
@@ -25,18 +23,12 @@ QUERY_BYTES = {"fp8": 1, "mxfp4": 1, "fp32": 4}  # bytes of a channel by key for
 
 
 class IndexScratch(NamedTuple):
-    """Tensors of `num_rows` tokens, kept between the launches.
+    """Tensors of `num_rows` tokens, kept between the launches."""
 
-    queries is `[num_rows, padded heads × padded dim]` in the operand's bytes. weights is
-    `[num_rows, padded heads]` fp32; mxfp4 adds `[groups, padded heads]` residual scales. scores is
-    `[num_rows, at least max_entries]` fp32. group_tops is `[num_rows, at least num_group_tops]`
-    int32, and empty where programs take rows without groups.
-    """
-
-    queries: Tensor
-    weights: Tensor
-    scores: Tensor
-    group_tops: Tensor
+    queries: Tensor  # [num_rows, padded heads × padded dim] in the operand's bytes
+    weights: Tensor  # [num_rows, padded heads] fp32; mxfp4 adds [groups, padded heads] scales
+    scores: Tensor  # [num_rows, at least max_entries] fp32
+    group_tops: Tensor  # [num_rows, at least num_group_tops] int32; empty without groups
 
     @property
     def num_rows(self) -> int:

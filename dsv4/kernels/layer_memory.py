@@ -46,64 +46,42 @@ class WindowRows(NamedTuple):
 class LayerLayout:
     """Places of a layer's rows in the raw storages, and its constants, as numbers and names.
 
-    Attributes:
-        ratio: Tokens per entry; 0 for SWA.
-        window: Tokens of the sliding window.
-        ring_offset, ring_rows: First byte of the ring in a slot, and its rows.
-        workspace_rows: Rows of the window workspace.
-        entries_offset, index_offset: First byte of the pages in a block; -1 for none.
-        entries_per_block: Rows of a page.
-        tail_offset, index_tail_offset: First byte of the tails in a slot; -1 for none.
-        tail_rows: Rows of a tail.
-        sums_offset, sum_rows: First byte of HCA sums in a slot, -1 for none, and their groups.
-        num_series: Projections with gates that a token carries: CSA 2, HCA 1, SWA 0.
-        head_dim, rope_dim: Width of a KV row, and of its rotated part.
-        index_head_dim, index_topk: Width of an index key, and entries that a token selects.
-        has_hadamard: Index queries and keys are transformed after RoPE.
-        rms_norm_eps: The epsilon of every norm that the cache applies.
-        kv_format, index_format, tail_dtype: Names of the row formats and of the tails' dtype.
-        entry_format, page_arrangement, scale_floor: Choices of a `CacheConfig`.
-        owns_entries: The layer writes entries and keys; the pages of others are their owner's.
-        has_latent_keys: Index keys are made of the entry before RoPE.
-        norms_query: Raw queries are normed per head before RoPE; V4.1's are not.
-        candidate_blocks, candidate_size: Blocks that the layer publishes, 0 for none, and the
-            entries of a block.
-        row_steps: Tokens of the windows that a token's RoPE rows are for, see `rope.row_steps`.
-        key: All of the above in one string, which `from_key` reads back.
+    An offset is the first byte in a slot or block, -1 for none.
     """
 
-    ratio: int
-    window: int
-    ring_offset: int
+    ratio: int  # tokens per entry; 0 for SWA
+    window: int  # tokens of the sliding window
+    ring_offset: int  # in a slot
     ring_rows: int
     workspace_rows: int
-    entries_offset: int
+    entries_offset: int  # of the pages in a block
     index_offset: int
-    entries_per_block: int
-    tail_offset: int
+    entries_per_block: int  # rows of a page
+    tail_offset: int  # in a slot
     index_tail_offset: int
     tail_rows: int
-    sums_offset: int
-    sum_rows: int
-    num_series: int
-    head_dim: int
-    rope_dim: int
-    index_head_dim: int
-    index_topk: int
-    has_hadamard: bool
-    rms_norm_eps: float
+    sums_offset: int  # of HCA sums in a slot
+    sum_rows: int  # groups with sums
+    num_series: int  # projections with gates that a token carries: CSA 2, HCA 1, SWA 0
+    head_dim: int  # width of a KV row
+    rope_dim: int  # width of its rotated part
+    index_head_dim: int  # width of an index key
+    index_topk: int  # entries that a token selects
+    has_hadamard: bool  # index queries and keys are transformed after RoPE
+    rms_norm_eps: float  # of every norm that the cache applies
     kv_format: KVFormatName
     index_format: IndexFormatName
     tail_dtype: Literal["float32", "bfloat16"]
     entry_format: KVFormatName
     page_arrangement: PageArrangement
     scale_floor: ScaleFloor
-    owns_entries: bool
-    has_latent_keys: bool
-    norms_query: bool
-    candidate_blocks: int
-    candidate_size: int
-    row_steps: tuple[int, ...]
+    owns_entries: bool  # it writes entries and keys; the pages of others are their owner's
+    has_latent_keys: bool  # index keys are made of the entry before RoPE
+    norms_query: bool  # raw queries are normed per head before RoPE; V4.1's are not
+    candidate_blocks: int  # blocks that the layer publishes, 0 for none
+    candidate_size: int  # entries of such a block
+    row_steps: tuple[int, ...]  # tokens of the windows that RoPE rows are for, see `rope.row_steps`
+    # All of the above in one string, which `from_key` reads back.
     key: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -190,34 +168,22 @@ class LayerLayout:
 class LayerStorages(NamedTuple):
     """Raw storages, and the layout of one layer in them.
 
-    Attributes:
-        slots: `[max_requests, slot_bytes]` uint8, the fixed state of requests.
-        blocks: `[num_blocks, block_bytes]` uint8, the pages of all layers.
-        workspace: `[1, bytes]` uint8, window rows of chunks.
-        pooled: `[windows, head_dim]` fp32, channels of HCA windows that several programs pool.
-            A forward closes at most one window every 128 tokens and one more for each request.
-            The window that a token closes is number request + token // 128.
-        arrivals: `[windows]` int32, programs that have stored their channels; 0 between launches.
-        index_scratch: `[bytes]` uint8, divided by the module `index_scratch`. The index uses it,
-            then attention of chunks.
-        partials: `[num_partials, heads × (head_dim + 2)]` fp32. A row is one split of a token:
-            accumulators, then largest logits and sums.
-        global_scale: `[]` fp32, NVFP4's; None for other formats.
-        frequencies: `[4, rope_dim / 2]` fp32, those of a token's rows, see `rope.ROW_STEPS`.
-        rope_rows: `[4, 2, max_tokens, rope_dim / 2]` fp32, cos and sin of the forward's tokens.
-        layout: Offsets, counts, formats and constants of the layer.
+    pooled has the channels of HCA windows that several programs pool. A forward closes at most one
+    window every 128 tokens and one more for each request. The window that a token closes is number
+    request + token // 128. The index uses index_scratch, then attention of chunks. A row of
+    partials is one split of a token: accumulators, then largest logits and sums.
     """
 
-    slots: Tensor
-    blocks: Tensor
-    workspace: Tensor
-    pooled: Tensor
-    arrivals: Tensor
-    index_scratch: Tensor
-    partials: Tensor
-    global_scale: Tensor | None
-    frequencies: Tensor
-    rope_rows: Tensor
+    slots: Tensor  # [max_requests, slot_bytes] uint8, the fixed state of requests
+    blocks: Tensor  # [num_blocks, block_bytes] uint8, the pages of all layers
+    workspace: Tensor  # [1, bytes] uint8, window rows of chunks
+    pooled: Tensor  # [windows, head_dim] fp32
+    arrivals: Tensor  # [windows] int32, programs that have stored channels; 0 between launches
+    index_scratch: Tensor  # [bytes] uint8, divided by the module `index_scratch`
+    partials: Tensor  # [num_partials, heads × (head_dim + 2)] fp32
+    global_scale: Tensor | None  # [] fp32, NVFP4's
+    frequencies: Tensor  # [4, rope_dim / 2] fp32, those of a token's rows, see `rope.ROW_STEPS`
+    rope_rows: Tensor  # [4, 2, max_tokens, rope_dim / 2] fp32, cos and sin of the forward's tokens
     layout: LayerLayout
 
 

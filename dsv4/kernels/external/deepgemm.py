@@ -26,18 +26,13 @@ TABLE_TILE = 128
 
 
 class ScoreInputs(NamedTuple):
-    """Inputs of DeepGEMM's scores, one token a row.
+    """Inputs of DeepGEMM's scores, one token a row."""
 
-    query is `[num_tokens, 1, heads, 128]` E4M3, pages `[num_blocks, 64, 1, 132]` uint8, weights
-    `[num_tokens, heads]` fp32, lengths `[num_tokens, 1]` and block_table `[num_tokens, columns]`
-    int32.
-    """
-
-    query: Tensor
-    pages: Tensor
-    weights: Tensor
-    lengths: Tensor
-    block_table: Tensor
+    query: Tensor  # [num_tokens, 1, heads, 128] E4M3
+    pages: Tensor  # [num_blocks, 64, 1, 132] uint8
+    weights: Tensor  # [num_tokens, heads] fp32
+    lengths: Tensor  # [num_tokens, 1] int32
+    block_table: Tensor  # [num_tokens, columns] int32
 
 
 @triton.jit(

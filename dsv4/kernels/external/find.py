@@ -32,19 +32,17 @@ _Kernels = TypeVar("_Kernels")
 class DecodeInputs(NamedTuple):
     """Inputs of FlashMLA's sparse decode, one token a row.
 
-    query is `[num_tokens, 1, heads, 512]` BF16, sinks `[heads]` fp32 or None; window and entries
-    are pages `[num_pages, rows_per_page, 1, 584]` uint8 of any stride; window_rows and entry_rows
-    `[num_tokens, 1, n]` int32 are flat rows, -1 for none; entry_counts `[num_tokens]` int32 says
-    how many of entry_rows are read, None for all. Without entries the last three are None.
+    Pages are `[num_pages, rows_per_page, 1, 584]` uint8 of any stride. Flat rows are
+    `[num_tokens, 1, n]` int32, -1 for none.
     """
 
-    query: Tensor
-    sinks: Tensor | None
+    query: Tensor  # [num_tokens, 1, heads, 512] BF16
+    sinks: Tensor | None  # [heads] fp32
     window: Tensor
     window_rows: Tensor
     entries: Tensor | None
     entry_rows: Tensor | None
-    entry_counts: Tensor | None
+    entry_counts: Tensor | None  # [num_tokens] int32, how many rows are read; None for all
 
 
 class Decoded(NamedTuple):
@@ -221,20 +219,10 @@ def _paged_logits(name: str) -> PagedLogits:
     ):  # fmt: skip
         if not hasattr(package, function):
             raise ImportError(f"{name}: has no {function}")
-
-    def make_schedule(lengths: Tensor) -> Tensor:
-        schedule: Tensor = package.get_paged_mqa_logits_metadata(
+    return PagedLogits(
+        lambda lengths: package.get_paged_mqa_logits_metadata(
             lengths, PAGE_KEYS, package.get_num_sms()
-        )
-        return schedule
-
-    def score(
-        query: Tensor, pages: Tensor, weights: Tensor, lengths: Tensor, block_table: Tensor,
-        schedule: Tensor, max_entries: int,
-    ) -> Tensor:  # fmt: skip
-        scores: Tensor = package.fp8_fp4_paged_mqa_logits(
-            (query, None), pages, weights, lengths, block_table, schedule, max_entries
-        )
-        return scores
-
-    return PagedLogits(make_schedule, score, getattr(package, "set_pdl", None))
+        ),
+        lambda query, *others: package.fp8_fp4_paged_mqa_logits((query, None), *others),
+        getattr(package, "set_pdl", None),
+    )

@@ -8,12 +8,7 @@ from dsv4.formats import next_power_of_two
 from dsv4.kernels.contracts import AttentionResult, TokenMap
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.reference.arithmetic import fold_pairwise, rotate, round_to
-from dsv4.kernels.reference.gather import (
-    gather_rows,
-    rows_in,
-    visible_entry_rows,
-    window_values_of,
-)
+from dsv4.kernels.reference.gather import gather_rows, rows_in, visible_entry_rows, window_values_of
 from dsv4.rope import RopeRows
 
 _SLICE_ELEMENTS = 1 << 23  # KV elements attended at once, to bound the temporaries

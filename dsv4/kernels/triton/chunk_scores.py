@@ -48,13 +48,12 @@ CHUNK_PTRS = [*PLAN_PTRS, "chunk_ids_ptr"]
 class ChunkKeys(NamedTuple):
     """The keys of a forward's chunks, chunk after chunk.
 
-    codes is `[num_chunks × stride, 128]` in the operands' dtype. extras is `[num_chunks × stride]`
-    fp32: the scales of fp8 keys; of mxfp4 keys, a number other than 0 for each tile of keys that
-    has one that E5M2 does not hold, and room.
+    extras are the scales of fp8 keys; of mxfp4 keys, a number other than 0 for each tile of keys
+    that has one that E5M2 does not hold, and room.
     """
 
-    codes: Tensor
-    extras: Tensor
+    codes: Tensor  # [num_chunks × stride, 128] in the operands' dtype
+    extras: Tensor  # [num_chunks × stride] fp32
     stride: int
 
 

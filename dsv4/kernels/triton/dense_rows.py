@@ -32,14 +32,11 @@ MIN_WAVES = 2  # of programs
 
 
 class DenseRows(NamedTuple):
-    """Rows `[num_rows, 512]` BF16, the map of blocks, and the work items that are left.
+    """Dense rows, the map of blocks, and the work items that are left."""
 
-    columns is `[num_chunks × num_blocks]` int32, left `[1 + num_works]` int32: their number first.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    left: Tensor
+    rows: Tensor  # [num_rows, 512] BF16
+    columns: Tensor  # [num_chunks × num_blocks] int32
+    left: Tensor  # [1 + num_works] int32: their number first
     sizes: DenseSizes
 
 

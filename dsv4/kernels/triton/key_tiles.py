@@ -7,14 +7,11 @@ import triton.language as tl
 
 
 class KeyPages(NamedTuple):
-    """The memory of all index keys, and the block table.
-
-    page_stride is the bytes from one page to the next.
-    """
+    """The memory of all index keys, and the block table."""
 
     data_ptr: tl.tensor
     scales_ptr: tl.tensor
-    page_stride: tl.tensor
+    page_stride: tl.tensor  # bytes from one page to the next
     table_ptr: tl.tensor
     table_stride: tl.tensor
 

@@ -40,23 +40,19 @@ INTERPRETED_MULTIPROCESSORS = 4  # few, since programs run one after the other
 
 
 class Launch(NamedTuple):
-    """Programs of one launch of the write path.
-
-    channels are those of an HCA program, window_rows the window rows of a program. rows are the
-    entries that a CSA program pools at once in a forward with chunks.
-    """
+    """Programs of one launch of the write path."""
 
     num_warps: int
-    channels: int = 64
-    rows: int = 1
+    channels: int = 64  # of an HCA program
+    rows: int = 1  # entries that a CSA program pools at once in a forward with chunks
     window_rows: int = 1
     maxnreg: int | None = None
 
 
 class GatherLaunch(NamedTuple):
-    """Programs of one gather. tile is output rows per program."""
+    """Programs of one gather."""
 
-    tile: int
+    tile: int  # output rows per program
     num_warps: int
 
 
@@ -68,19 +64,14 @@ class QueryLaunch(NamedTuple):
 
 
 class ScoreLaunch(NamedTuple):
-    """Programs that score index keys.
+    """Programs that score index keys."""
 
-    A program takes `tokens` tokens and multiplies `tile` keys at a time. Meanwhile it loads the
-    next `stages - 1` tiles; mxfp4 always loads one. Keys are split over programs, up to
-    `programs_per_sm` for each multiprocessor. maxnreg bounds the registers of a thread.
-    """
-
-    tile: int
+    tile: int  # keys multiplied at a time
     num_warps: int
-    stages: int
-    programs_per_sm: int
+    stages: int  # tiles in flight: stages - 1 are loaded beside a product; mxfp4 always loads one
+    programs_per_sm: int  # the most for each multiprocessor that keys are split over
     tokens: int = 1
-    maxnreg: int | None = None
+    maxnreg: int | None = None  # bounds the registers of a thread
 
 
 class GroupLaunch(NamedTuple):
@@ -97,58 +88,49 @@ class TopkLaunch(NamedTuple):
 
 
 class AttendLaunch(NamedTuple):
-    """Programs of attention: the heads of one, the rows that it takes at once.
+    """Programs of attention.
 
     Blocks of 64 heads need 576 columns of Blackwell's tensor memory, which has 512.
     """
 
     heads: int
-    tile: int
+    tile: int  # rows taken at once
     num_warps: int
 
 
 class HopperLaunch(NamedTuple):
-    """Programs of attention in `hopper`: the stages that fit shared memory, registers of threads.
-
-    num_warps are those of one of the two partitions that multiply. start_cost and tile_cost are the
-    times of a program without tiles and of each tile, in 1/64 of that of a tile of 64 heads.
-    """
+    """Programs of attention in `hopper`. Costs are in 1/64 of the time of a tile of 64 heads."""
 
     heads: int
-    stages: int
-    decoding_registers: int
+    stages: int  # those that fit shared memory
+    decoding_registers: int  # of a thread
     multiplying_registers: int
-    start_cost: int = 120
-    tile_cost: int = 64
+    start_cost: int = 120  # a program without tiles
+    tile_cost: int = 64  # each tile
     tile: int = 64
-    num_warps: int = 4
+    num_warps: int = 4  # of one of the two partitions that multiply
 
 
 class DenseLaunch(NamedTuple):
-    """Programs of attention over dense rows: registers of threads that copy, and that multiply.
+    """Programs of attention over dense rows."""
 
-    num_warps are those of one of the two partitions that multiply.
-    """
-
-    copying_registers: int
+    copying_registers: int  # of a thread
     multiplying_registers: int
-    num_warps: int = 4
+    num_warps: int = 4  # of one of the two partitions that multiply
 
 
 class CombineLaunch(NamedTuple):
     """Splits of attention, and the programs that combine them.
 
-    A program reads `splits` of a head's `channels` at once, or of all where rows have no such
-    parts. combine_cost is the time of combining at all, and part_cost that of each split of 64
-    heads, in 1/64 of a tile's time. invariant_rows are the rows of a split that does not depend on
-    the batch: V4-Flash's CSA has two.
+    Costs are in 1/64 of a tile's time. invariant_rows are the rows of a split that does not depend
+    on the batch: V4-Flash's CSA has two.
     """
 
-    splits: int
+    splits: int  # read at once
     num_warps: int
-    channels: int = 512
-    combine_cost: int = 48
-    part_cost: int = 1
+    channels: int = 512  # of a program, which has all where rows have no such parts
+    combine_cost: int = 48  # of combining at all
+    part_cost: int = 1  # of each split of 64 heads
     invariant_rows: int = 320
 
 

@@ -30,12 +30,7 @@ from dsv4.kernels.triton.hopper.decode import DIM, OPERAND, TILE, VECTOR
 from dsv4.kernels.triton.hopper.many_heads import HEAD_ROWS, HEADS, LOGITS
 from dsv4.kernels.triton.hopper.program import EntryPtrs, Tokens, find_work
 from dsv4.kernels.triton.hopper.query import load_query_turn, prepare_in_place
-from dsv4.kernels.triton.hopper.softmax import (
-    finite_base,
-    log_sum_exp,
-    output_factor,
-    rotate_back,
-)
+from dsv4.kernels.triton.hopper.softmax import finite_base, log_sum_exp, output_factor, rotate_back
 from dsv4.kernels.triton.launch import ATTEND_UNALIGNED
 from dsv4.kernels.triton.operands import Splits
 
@@ -52,22 +47,19 @@ FIND = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a row a thread, fo
 class Shared(NamedTuple):
     """Shared memory. Tile 0 of a pair is in stage 0, and its logits are side 0's.
 
-    query and rows hold one half of the channels each, rows `[2, TILE, HALF]`. biases `[2, TILE]`
-    are added to logits: 0, or -inf where there is no row. weights `[2, HEADS, TILE]`, shrinks,
-    largest and totals `[2, HEADS]` are what the sides tell each other. A barrier of empty is that
-    of a stage and half, `[2 × stage + half]`.
+    weights, shrinks, largest and totals are what the sides tell each other.
     """
 
-    query: gl.tuple
-    rows: gl.tuple
-    biases: gl.shared_memory_descriptor
-    weights: gl.shared_memory_descriptor
-    shrinks: gl.shared_memory_descriptor
-    largest: gl.shared_memory_descriptor
-    totals: gl.shared_memory_descriptor
+    query: gl.tuple  # one half of the channels each
+    rows: gl.tuple  # [2, TILE, HALF], likewise
+    biases: gl.shared_memory_descriptor  # [2, TILE], added to logits: 0, or -inf without a row
+    weights: gl.shared_memory_descriptor  # [2, HEADS, TILE]
+    shrinks: gl.shared_memory_descriptor  # [2, HEADS]
+    largest: gl.shared_memory_descriptor  # [2, HEADS]
+    totals: gl.shared_memory_descriptor  # [2, HEADS]
     pieces: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor  # of a stage and half, [2 × stage + half]
     is_weighed: gl.shared_memory_descriptor
     is_summed: gl.shared_memory_descriptor
     has_query: gl.shared_memory_descriptor
@@ -75,16 +67,11 @@ class Shared(NamedTuple):
 
 
 class DenseRows(NamedTuple):
-    """Rows of the forward's chunks: the window workspace's, then each chunk's entries.
+    """Rows of the forward's chunks: the window workspace's, then each chunk's entries."""
 
-    entries has the dense rows, and the entries from one chunk to the next as their stride;
-    first_entry is the first chunk's first entry. columns_ptr has, by chunk and block, the block's
-    column in the table, if it is there.
-    """
-
-    entries: EntryPtrs
-    first_entry: gl.tensor
-    columns_ptr: gl.tensor
+    entries: EntryPtrs  # the dense rows; their stride is from one chunk's entries to the next's
+    first_entry: gl.tensor  # of the first chunk
+    columns_ptr: gl.tensor  # by chunk and block, the block's column in the table, if it is there
     num_blocks: gl.tensor
     chunk_ids_ptr: gl.tensor
     after_ptr: gl.tensor
@@ -94,16 +81,13 @@ class DenseRows(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Sources of a token's rows, see `DenseRows`.
-
-    start is the first row of its window; count are the dense entries of its request.
-    """
+    """Sources of a token's rows, see `DenseRows`."""
 
     position: gl.tensor
     num_rows: gl.tensor
-    start: gl.tensor
+    start: gl.tensor  # first row of its window
     first_entry: gl.tensor
-    count: gl.tensor
+    count: gl.tensor  # dense entries of its request
     list_ptr: gl.tensor
     columns_ptr: gl.tensor
     table_ptr: gl.tensor

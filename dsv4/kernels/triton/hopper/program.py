@@ -79,15 +79,12 @@ class Token(NamedTuple):
 
 
 class OutLoc(NamedTuple):
-    """The place of a work item's results.
-
-    row is the first head's row in the output, part_row the one in the partials.
-    """
+    """The place of a work item's results."""
 
     token_idx: gl.tensor
     first_head: gl.tensor
-    row: gl.tensor
-    part_row: gl.tensor
+    row: gl.tensor  # of the first head in the output
+    part_row: gl.tensor  # the same in the partials
 
 
 @gluon.jit
