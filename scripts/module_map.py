@@ -32,7 +32,7 @@ GPU `compress_*` of `kernels/triton/flush_write.py` |
 | which kernel attends | `attend_launch` of `kernels/triton/attention.py` decides; \
 `fp8` and V4.1's rows on Hopper go to `kernels/triton/hopper/attention.py`, chunks also to \
 `kernels/triton/hopper/dense_attention.py` |
-| what all of it must equal | `kernels/reference/dense.py`, which has no cache |
+| what all of it must equal | the oracle of the tests, `tests.dense`, which has no cache |
 """
 # Lowest first, as tests/test_imports.py ranks them; folders inside of a level follow it.
 LEVELS = [

@@ -22,7 +22,6 @@ from dsv4.cache.stats import collect_stats
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.kernels.backends import load_backend
-from dsv4.kernels.reference.dense import dense_layers
 from dsv4.rope import build_rope_table
 from dsv4.testing import (
     Row,
@@ -35,6 +34,7 @@ from dsv4.testing import (
 )
 from tests.cache.faults import Fault, OutOfMemoryFault, Points, at_lines
 from tests.cache.live import assert_same, dense_bytes, live_bytes
+from tests.dense import dense_layers
 from tests.handles import RecordingHandle, turned_into
 from tests.v41 import tiny_v41
 

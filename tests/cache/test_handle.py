@@ -13,7 +13,6 @@ from dsv4 import AttentionType, CacheConfig, KVCacheManager, prepare_forward
 from dsv4.kernels.contracts import CompressorWeights, Selection
 from dsv4.kernels.reference.attention import prepare_query
 from dsv4.kernels.reference.codec import decode
-from dsv4.kernels.reference.dense import dense_layer
 from dsv4.rope import build_rope_table
 from dsv4.testing import (
     POISON_BYTE,
@@ -25,6 +24,7 @@ from dsv4.testing import (
     run_forward,
     take_rows,
 )
+from tests.dense import dense_layer
 
 CONFIG = CacheConfig.tiny()
 SWA, CSA, HCA, LAST = range(4)

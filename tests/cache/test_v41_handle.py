@@ -11,9 +11,9 @@ from dsv4.kernels.layer_memory import LayerLayout
 from dsv4.kernels.reference import codec, flush_write, indexer
 from dsv4.kernels.reference.arithmetic import rms_norm, rotate
 from dsv4.kernels.reference.codec import read_rows
-from dsv4.kernels.reference.dense import dense_layers
 from dsv4.rope import build_rope_table
 from dsv4.testing import Row, forward_inputs, forward_layer, model_projections, model_weights
+from tests.dense import dense_layers
 from tests.v41 import tiny_v41
 
 NUM_TOKENS = 150

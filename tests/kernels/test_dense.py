@@ -9,9 +9,9 @@ from dsv4 import CacheConfig, KVCacheManager
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS, PagedRows
 from dsv4.kernels import reference
 from dsv4.kernels.reference.codec import EncodedRows, read_rows
-from dsv4.kernels.reference.dense import DenseLayer, dense_layers
 from dsv4.rope import build_rope_table
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
+from tests.dense import DenseLayer, dense_layers
 from tests.v41 import tiny_v41
 
 LENGTHS = (389, 260, 131, 5, 1)

@@ -16,9 +16,9 @@ from dsv4.kernels.contracts import (
     LayerWeights,
 )
 from dsv4.kernels.reference.arithmetic import rotate
-from dsv4.kernels.reference.dense import dense_layers
 from dsv4.model.attention import GATE_TENSOR, INDEX_TENSORS, KV_TENSORS, TENSORS
 from dsv4.rope import build_rope_table
+from tests.dense import dense_layers
 from tests.v41 import tiny_v41
 
 CONFIG = tiny_v41()

@@ -21,9 +21,9 @@ from dsv4.kernels.contracts import (
     LayerWeights,
 )
 from dsv4.kernels.reference.codec import decode, read_rows
-from dsv4.kernels.reference.dense import dense_layers
 from dsv4.rope import build_rope_table
 from dsv4.testing import Row, forward_inputs, forward_layer, poison
+from tests.dense import dense_layers
 from tests.v41 import tiny_v41
 
 mx = pytest.importorskip("mlx.core", reason="mlx-lm 0.32.2 and mlx-cpu 0.32.4 are not installed")

@@ -37,24 +37,17 @@ from dsv4.rope import RopeRows
 class DenseLayer(NamedTuple):
     """Everything a layer stores and returns for a sequence of n tokens.
 
-    Attributes:
-        output: `[n, heads, head_dim]`.
-        window, entries, index_keys: Stored bytes, row i for token or entry i.
-        tails, index_tails: kv and gate `[n, width]` as a tail stores them.
-        selected: `[n, topk]` entries, -1 for none.
-        candidates: `[n, entries]` bool, the entries that a candidate source publishes.
-
     A field that a layer type doesn't have is None; one that another layer owns is its.
     """
 
-    output: Tensor
-    window: EncodedRows
+    output: Tensor  # [n, heads, head_dim]
+    window: EncodedRows  # stored bytes, row i for token or entry i
     entries: EncodedRows | None
     index_keys: EncodedRows | None
-    tails: CompressorInputs | None
+    tails: CompressorInputs | None  # kv and gate [n, width] as a tail stores them
     index_tails: CompressorInputs | None
-    selected: Tensor | None
-    candidates: Tensor | None = None
+    selected: Tensor | None  # [n, topk] entries, -1 for none
+    candidates: Tensor | None = None  # [n, entries] bool, those that a candidate source publishes
 
 
 def dense_layer(
