@@ -42,17 +42,14 @@ def has_dense_rows(kv_format: str, *, head_dim: int, rope_dim: int, num_heads: i
 
 
 class DenseSizes(NamedTuple):
-    """Bytes of a forward's dense rows, see `triton.dense_rows`.
-
-    And its rows of windows, the entries of a chunk, and the blocks of the pool.
-    """
+    """Bytes of a forward's dense rows, see `triton.dense_rows`."""
 
     rows_bytes: int
     columns_bytes: int
     left_bytes: int
-    window_rows: int
-    chunk_stride: int
-    num_blocks: int
+    window_rows: int  # of all chunks
+    chunk_stride: int  # entries of a chunk
+    num_blocks: int  # of the pool
 
     @property
     def num_bytes(self) -> int:

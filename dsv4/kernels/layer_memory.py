@@ -33,12 +33,11 @@ def existing(part: _Part | None) -> _Part:
 class WindowRows(NamedTuple):
     """Rows of the sliding window.
 
-    ring has one page per slot. workspace is one page for the requests with a `workspace_start`:
-    the last `window - 1` rows from before the chunk, then the chunk's own.
+    The workspace has the last `window - 1` rows from before a chunk, then the chunk's own.
     """
 
-    ring: PagedRows
-    workspace: PagedRows
+    ring: PagedRows  # one page per slot
+    workspace: PagedRows  # one page for the requests with a `workspace_start`
     window: int
 
 

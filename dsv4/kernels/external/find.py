@@ -46,13 +46,10 @@ class DecodeInputs(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """FlashMLA's output `[num_tokens, 1, heads, 512]`, lse `[num_tokens, heads, 1]`, and schedule.
+    """FlashMLA's results. A later call with the same sizes and counts may reuse the schedule."""
 
-    A later call with the same sizes and counts may reuse the schedule.
-    """
-
-    output: Tensor
-    lse: Tensor
+    output: Tensor  # [num_tokens, 1, heads, 512]
+    lse: Tensor  # [num_tokens, heads, 1]
     schedule: Any
 
 

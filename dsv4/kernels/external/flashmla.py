@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4.formats import round_up
 from dsv4.kernels.contracts import AttentionResult, TokenMap
@@ -290,23 +291,18 @@ def finish(
 
 def padded_query(query: Tensor) -> Tensor:
     """Pad a query with heads of zeros to `[num_tokens, 1, 64 or 128, dim]`."""
-    num_tokens, num_heads, dim = query.shape
-    heads = _padded_heads(num_heads)
-    if heads == num_heads:
-        return query.contiguous()[:, None]
-    padded = query.new_zeros(num_tokens, 1, heads, dim)
-    padded[:, 0, :num_heads] = query
-    return padded
+    num_heads = query.shape[1]
+    if num_heads != _padded_heads(num_heads):
+        query = pad(query, (0, 0, 0, _padded_heads(num_heads) - num_heads))
+    return query.contiguous()[:, None]
 
 
 def padded_sinks(sinks: Tensor | None, num_heads: int) -> Tensor | None:
     """Convert sinks to fp32, with -inf for padded heads; None stays None."""
-    heads = _padded_heads(num_heads)
-    if sinks is None or heads == num_heads:
-        return None if sinks is None else sinks.float().contiguous()
-    padded = torch.full((heads,), -torch.inf, device=sinks.device)
-    padded[:num_heads] = sinks
-    return padded
+    if sinks is None:
+        return None
+    more = _padded_heads(num_heads) - num_heads
+    return pad(sinks.float(), (0, more), value=-torch.inf) if more else sinks.float().contiguous()
 
 
 def _padded_heads(num_heads: int) -> int:

@@ -254,11 +254,9 @@ def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
     shared memory.
     """
     ENTRIES_PER_BLOCK: tl.constexpr = SPEC.ENTRIES_PER_BLOCK
-    BLOCK: tl.constexpr = KEY.BLOCK
-    BLOCK_HEADS: tl.constexpr = SPEC.BLOCK_HEADS
     TILE: tl.constexpr = SPEC.TILE
     TOKENS: tl.constexpr = SPEC.TOKENS
-    query, weights = load_operands(operands, BLOCK, SPEC)
+    query, weights = load_operands(operands, KEY.BLOCK, SPEC)
     count = tl.max(counts, axis=0)
     highest = tl.zeros((TILE, TOKENS), tl.float32)
     first_tile, step = tl.program_id(1), tl.num_programs(1)
@@ -274,11 +272,11 @@ def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
         entry = tile * TILE + tl.arange(0, TILE)[:, None]
         next_entry = entry + step * TILE
         next_words, next_scales = load_tile_words(keys, next_blocks, next_entry, count, KEY, SPEC)
-        key = key_operand(words, code_tables(scales), BLOCK, TILE, SPEC.WARPS)  # [TILE, BLOCK]
+        key = key_operand(words, code_tables(scales), KEY.BLOCK, TILE, SPEC.WARPS)
         products = tl.dot(key, query)  # [TILE, TOKENS × BLOCK_HEADS]
         # Twice the ReLU, and NaN of NaN; a GPU adds twice as many numbers as it compares.
         positive = products + tl.abs(products)
-        score = sum_heads(positive, weights, BLOCK_HEADS, TOKENS, TILE, SPEC.WARPS)
+        score = sum_heads(positive, weights, SPEC.BLOCK_HEADS, TOKENS, TILE, SPEC.WARPS)
         is_page = blocks >= 0
         if pages_of_tile(ENTRIES_PER_BLOCK, TILE) != 1:
             is_page = is_page[:, None]
