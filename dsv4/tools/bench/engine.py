@@ -5,6 +5,7 @@ transformers' own cache; where that does not fit, as several batches, of which o
 """
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from dsv4.engine import Engine, Output, SamplingParams
 from dsv4.integrations.transformers import PackedModel, attach, detach
 from dsv4.model.random_hf import random_hf_model
 from dsv4.tools.bench.environment import require_cuda
-from dsv4.tools.bench.timing import wait_for
+from dsv4.tools.bench.timing import time_to_end
 from dsv4.tools.bench.transformers import FLASH_WIDTHS
 from dsv4.tools.console import working
 
@@ -129,10 +130,8 @@ def _generate(model: Any, prompts: list[list[int]], num_new: int) -> dict[str, A
 
 
 def _time_generate(model: Any, ids: torch.Tensor, num_new: int) -> float:
-    start = time.perf_counter()
-    model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, min_new_tokens=num_new,
-        do_sample=False, pad_token_id=0,
+    call = partial(
+        model.generate, ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new,
+        min_new_tokens=num_new, do_sample=False, pad_token_id=0,
     )  # fmt: skip
-    wait_for(ids.device)
-    return time.perf_counter() - start
+    return time_to_end(call, ids.device)[1] / 1e6

@@ -1,9 +1,9 @@
 """`dsv4 bench swap`: one long request of V4-Flash to pinned host memory and back."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +13,11 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.config import CacheConfig
 from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.requests import manager_for, open_requests
-from dsv4.tools.bench.timing import time_call, wait_for
+from dsv4.tools.bench.timing import time_to_end
 from dsv4.tools.console import track
 
 TARGET_GB_PER_S = 40.0
 COMPARED_AT_ONCE = 256  # blocks
-
-_Result = TypeVar("_Result")
-Move = tuple[int, float]  # bytes copied, and the seconds until the copies were done
 
 
 def bench_swap(
@@ -32,11 +29,10 @@ def bench_swap(
     """
     if device == "cuda":
         require_cuda("swap")
-    manager, rows = _manager(num_tokens, device), []
-    for is_scattered in (False, True):
-        rows += _measure(manager, num_tokens, num_rounds, is_scattered=is_scattered)
+    manager = _manager(num_tokens, device)
+    moves = [_measure(manager, num_tokens, num_rounds, is_scattered=each) for each in (False, True)]
     sizes = {"num_tokens": num_tokens, "num_rounds": num_rounds}
-    return {**sizes, "target_gb_per_s": TARGET_GB_PER_S, "rows": rows}
+    return {**sizes, "target_gb_per_s": TARGET_GB_PER_S, "rows": [*moves[0], *moves[1]]}
 
 
 def _measure(
@@ -56,17 +52,18 @@ def _measure(
     kept = [part.clone() for part in _stored(manager, slot)]
     out, back = [], []
     for _ in track(range(num_rounds + 1), f"blocks {blocks}", total=num_rounds + 1):
-        swapped, move = _time(manager, partial(manager.swap_out, slot))
-        out.append(move)
+        swapped, elapsed = time_to_end(partial(manager.swap_out, slot), manager.device)
+        out.append(elapsed)
         manager.paged.storage.zero_()
         manager.state.storage.zero_()
         if is_scattered:
             _scatter_free_blocks(manager)
-        slot, move = _time(manager, partial(manager.swap_in, swapped))
-        back.append(move)
+        slot, elapsed = time_to_end(partial(manager.swap_in, swapped), manager.device)
+        back.append(elapsed)
         _check_bytes(manager, slot, kept)
     manager.free_request(slot)
-    return [_row("swap_out", blocks, out[1:]), _row("swap_in", blocks, back[1:])]
+    size = sum(part.nbytes for part in kept)
+    return [_row("swap_out", blocks, size, out[1:]), _row("swap_in", blocks, size, back[1:])]
 
 
 def _manager(num_tokens: int, device: str) -> KVCacheManager:
@@ -82,25 +79,6 @@ def _scatter_free_blocks(manager: KVCacheManager) -> None:
     blocks = allocator.acquire(allocator.num_free)
     for block in np.random.default_rng(0).permutation(blocks):
         allocator.release(np.array([block]))
-
-
-def _time(manager: KVCacheManager, move: Callable[[], _Result]) -> tuple[_Result, Move]:
-    """Time a swap from an empty queue until its copies are done."""
-
-    def move_to_its_end() -> _Result:
-        result = move()
-        wait_for(manager.device)
-        return result
-
-    before = _num_copied(manager)
-    wait_for(manager.device)
-    result, elapsed = time_call(move_to_its_end)
-    return result, (_num_copied(manager) - before, elapsed / 1e6)
-
-
-def _num_copied(manager: KVCacheManager) -> int:
-    stats = manager.stats()
-    return stats.bytes_to_host + stats.bytes_from_host
 
 
 def _stored(manager: KVCacheManager, slot: int) -> Iterator[Tensor]:
@@ -120,10 +98,10 @@ def _check_bytes(manager: KVCacheManager, slot: int, kept: Sequence[Tensor]) -> 
         raise RuntimeError("The request came back with other bytes; nothing is reported")
 
 
-def _row(way: str, blocks: str, moves: Sequence[Move]) -> dict[str, Any]:
-    times, speeds = zip(*((1e3 * each, size / each / 1e9) for size, each in moves), strict=True)
+def _row(way: str, blocks: str, num_bytes: int, times: Sequence[float]) -> dict[str, Any]:
+    speeds = [num_bytes / us / 1e3 for us in times]
     return {
-        "way": way, "blocks": blocks, "bytes": moves[0][0],
-        "best_ms": min(times), "median_ms": statistics.median(times),
+        "way": way, "blocks": blocks, "bytes": num_bytes,
+        "best_ms": min(times) / 1e3, "median_ms": statistics.median(times) / 1e3,
         "best_gb_per_s": max(speeds), "median_gb_per_s": statistics.median(speeds),
     }  # fmt: skip

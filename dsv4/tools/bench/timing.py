@@ -35,6 +35,18 @@ def time_call(call: Callable[[], _Result]) -> tuple[_Result, float]:
     return result, (time.perf_counter() - start) * 1e6
 
 
+def time_to_end(call: Callable[[], _Result], device: torch.device | str) -> tuple[_Result, float]:
+    """Return the result of a call, and the microseconds until a device has done its work."""
+
+    def call_and_wait() -> _Result:
+        result = call()
+        wait_for(device)
+        return result
+
+    wait_for(device)
+    return time_call(call_and_wait)
+
+
 def time_on_gpu(call: Callable[[], _Result]) -> tuple[_Result, float]:
     """Return the result of a call, and the microseconds of its work on the GPU."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

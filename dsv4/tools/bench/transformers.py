@@ -20,7 +20,7 @@ from dsv4.integrations.transformers import PagedCache, attach, detach
 from dsv4.model.random_hf import random_hf_model, record_attention
 from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.long_contexts import fill_paged, fill_transformers
-from dsv4.tools.bench.timing import time_call, wait_for
+from dsv4.tools.bench.timing import time_to_end, wait_for
 from dsv4.tools.console import track, working
 from dsv4.tools.planner.memory_plan import REQUEST_COMPONENTS, TOKEN_COMPONENTS
 from dsv4.tools.transformers_cache import transformers_cache_bytes
@@ -286,12 +286,7 @@ def _attention_clock(model: Any) -> Iterator[Callable[[], float]]:
 
 
 def _median_us(step: Callable[[], Any], device: torch.device, num_steps: int) -> float:
-    def step_to_its_end() -> None:
-        step()
-        wait_for(device)
-
-    wait_for(device)
-    times = [time_call(step_to_its_end)[1] for _ in range(NUM_WARMUP_STEPS + num_steps)]
+    times = [time_to_end(step, device)[1] for _ in range(NUM_WARMUP_STEPS + num_steps)]
     return float(np.median(times[NUM_WARMUP_STEPS:]))
 
 

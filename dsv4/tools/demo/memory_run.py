@@ -1,8 +1,8 @@
 """Read a book once through each cache, ask the memory model about it, and ask again after moves."""
 
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from dsv4.integrations.transformers import PagedCache
 from dsv4.model.memory_book import IDS, TODAY, VOCABULARY, Book, Question, text_of, write_book
 from dsv4.model.memory_hf import FLASH_WIDTHS, memory_hf_model
-from dsv4.tools.bench.timing import wait_for
+from dsv4.tools.bench.timing import time_to_end
 from dsv4.tools.demo.ask import Answer, ask, count_right, open_cache, read_book
 from dsv4.tools.transformers_cache import transformers_cache_bytes
 
@@ -86,27 +86,19 @@ def _run(
     model: Any, cache: Any, book: Book, questions: list[Question]
 ) -> tuple[list[Answer], dict[str, Any]]:
     """Read the book and ask; return the answers, and how many are right, bytes and speeds."""
-    start = _clock(model)
-    read_book(model, cache, book.ids)
-    middle = _clock(model)
+    _, read_us = time_to_end(partial(read_book, model, cache, book.ids), model.device)
     if isinstance(cache, PagedCache):
         manager = cache.manager
         num_blocks = len(manager.blocks_of(manager.open_slots[0]))
         size = num_blocks * manager.paged.storage[0].nbytes + manager.state.storage[0].nbytes
     else:
         size = sum(transformers_cache_bytes(cache, model.config.layer_types).values())
-    answers = ask(model, cache, questions)
-    num_new = sum(len(answer) for answer in answers)
+    answers, ask_us = time_to_end(partial(ask, model, cache, questions), model.device)
     return answers, {
         "right": count_right(questions, answers), "num_bytes": size,
-        "prefill_per_second": len(book.ids) / (middle - start),
-        "answers_per_second": num_new / (_clock(model) - middle),
+        "prefill_per_second": 1e6 * len(book.ids) / read_us,
+        "answers_per_second": 1e6 * sum(map(len, answers)) / ask_us,
     }  # fmt: skip
-
-
-def _clock(model: Any) -> float:
-    wait_for(model.device)
-    return time.perf_counter()
 
 
 @torch.inference_mode()

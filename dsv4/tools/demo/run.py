@@ -4,7 +4,7 @@ transformers runs the prompts one after the other, because its cache is wrong on
 The result shows how wrong.
 """
 
-import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dsv4.checks import check_int
 from dsv4.integrations.transformers import PagedCache, attach
-from dsv4.tools.bench.timing import wait_for
+from dsv4.tools.bench.timing import time_to_end
 from dsv4.tools.demo.subject import Subject
 from dsv4.tools.transformers_cache import transformers_cache_bytes
 
@@ -78,17 +78,15 @@ def _warm_up(subject: Subject, **cache: PagedCache) -> None:
 
 def _generate(subject: Subject, prompts: list[Tensor], num_new: int, **cache: PagedCache) -> Run:
     """Generate greedily with a padded batch."""
-    wait_for(subject.model.device)
-    start = time.perf_counter()
-    result = subject.model.generate(
-        **_padded(prompts), **cache, do_sample=False, max_new_tokens=num_new,
-        min_new_tokens=num_new, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+    call = partial(
+        subject.model.generate, **_padded(prompts), **cache, do_sample=False, pad_token_id=0,
+        max_new_tokens=num_new, min_new_tokens=num_new, return_dict_in_generate=True,
+        output_logits=True,
     )  # fmt: skip
-    wait_for(subject.model.device)
+    result, elapsed = time_to_end(call, subject.model.device)
     return {
         "ids": list(result.sequences[:, -num_new:]), "logits": torch.stack(result.logits, dim=1),
-        "cache": result.past_key_values,
-        "speed": len(prompts) * num_new / (time.perf_counter() - start),
+        "cache": result.past_key_values, "speed": 1e6 * len(prompts) * num_new / elapsed,
     }  # fmt: skip
 
 

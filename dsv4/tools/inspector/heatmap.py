@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,27 +65,19 @@ def draw_heatmap(selections: dict[int, LayerSelections], path: Path) -> None:
     # The first tokens choose all entries that they see; their rate would darken all others.
     highest = float(np.nanquantile(rates, 0.99)) or 1.0 if not np.isnan(rates).all() else 1.0
     for axes, (layer_idx, chosen) in zip(grid, maps.items(), strict=False):
-        image = _draw_layer(axes, layer_idx, chosen, highest)
+        (rows, columns), first = chosen.rates.shape, chosen.first_token
+        image = axes.imshow(
+            chosen.rates, origin="lower", aspect="auto", interpolation="nearest",
+            vmin=0.0, vmax=highest, cmap="viridis",
+            extent=(first, first + columns * chosen.token_step, 0, rows * chosen.entry_step),
+        )  # fmt: skip
+        axes.set_title(f"layer {layer_idx}", fontsize=10)
+        axes.set(xlabel="token", ylabel="entry")
     for axes in grid[len(selections) :]:
         axes.set_visible(False)
-    used = grid[: len(selections)]
     figure.colorbar(
-        image, ax=used, extend="max" if highest < 1 else "neither",
+        image, ax=grid[: len(selections)], extend="max" if highest < 1 else "neither",
         label="share of tokens that chose the entry",
     )  # fmt: skip
     figure.suptitle("Entries that top-k chose", fontsize=12)
     figure.savefig(path, dpi=150)
-
-
-def _draw_layer(axes: Any, layer_idx: int, chosen: ChoiceMap, highest: float) -> Any:
-    rows, columns = chosen.rates.shape
-    first = chosen.first_token
-    image = axes.imshow(
-        chosen.rates, origin="lower", aspect="auto", interpolation="nearest",
-        vmin=0.0, vmax=highest, cmap="viridis",
-        extent=(first, first + columns * chosen.token_step, 0, rows * chosen.entry_step),
-    )  # fmt: skip
-    axes.set_title(f"layer {layer_idx}", fontsize=10)
-    axes.set_xlabel("token")
-    axes.set_ylabel("entry")
-    return image

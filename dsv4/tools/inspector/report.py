@@ -58,6 +58,8 @@ class RequestInspector:
         """Describe the request without its rows: lengths, blocks, window and tails."""
         config, saved = self.config, self.saved
         num_blocks, block_bytes = saved.blocks.shape
+        ratio = config.smallest_ratio or 1
+        closed_tokens = saved.length // ratio * ratio
         return {
             "file": str(self.path),
             "length": saved.length,
@@ -70,7 +72,8 @@ class RequestInspector:
                 "num_blocks": num_blocks,
                 "block_tokens": config.block_tokens,
                 "block_bytes": block_bytes,
-                "fill": _fill(saved, config),
+                # The share of the blocks' entries that are closed.
+                "fill": closed_tokens / (num_blocks * config.block_tokens) if num_blocks else None,
             },
             "slot_bytes": saved.slot.numel(),
             "window": _window(config, saved),
@@ -114,14 +117,6 @@ def _geometry(config: CacheConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def _fill(saved: SavedRequest, config: CacheConfig) -> float | None:
-    """Return the share of the blocks' entries that are closed."""
-    ratio = config.smallest_ratio
-    if not len(saved.blocks):
-        return None
-    return saved.length // ratio * ratio / (len(saved.blocks) * config.block_tokens)
-
-
 def _window(config: CacheConfig, saved: SavedRequest) -> dict[str, Any]:
     ring_rows = config.sliding_window + config.drafts_per_step
     first = first_window_position(config.sliding_window, saved.length)
@@ -162,18 +157,16 @@ def describe_selections(selections: dict[int, LayerSelections]) -> list[dict[str
 
 
 def _describe_layer(idx: int, layer: LayerSelections) -> dict[str, Any]:
-    positions, entries = layer.positions.numpy(), layer.entries.numpy()
-    visible = layer.visible.numpy()
-    is_chosen = entries >= 0
-    num_visible = int(visible.max(initial=0))
-    num_choices = int(is_chosen.sum())
+    entries, visible = layer.entries.numpy(), layer.visible.numpy()
+    is_chosen, num_tokens = entries >= 0, len(entries)
+    num_visible, num_choices = int(visible.max(initial=0)), int(is_chosen.sum())
     distinct = int(np.count_nonzero(np.bincount(entries[is_chosen])))
     newest = entries >= (visible * 3 // 4)[:, None]
     return {
         "layer": idx,
-        "tokens": len(positions),
+        "tokens": num_tokens,
         "entries": num_visible,
-        "chosen_per_token": num_choices / len(positions) if len(positions) else None,
+        "chosen_per_token": num_choices / num_tokens if num_tokens else None,
         "never_chosen": 1 - distinct / num_visible if num_visible else None,
         "in_newest_quarter": int((newest & is_chosen).sum()) / num_choices if num_choices else None,
         "kept_from_token_before": _kept(entries),

@@ -76,6 +76,7 @@ def describe_part(part: Part, exact: Part | None = None) -> dict[str, Any]:
     zeros = (tally.num_zero_codes, tally.num_codes) if tally.num_codes else (
         tally.num_zero_values, tally.num_values
     )  # fmt: skip
+    squared = _share(tally.squared_error, tally.squared_values)
     has_range = tally.minimum <= tally.maximum
     return {
         "part": part.name,
@@ -88,7 +89,8 @@ def describe_part(part: Part, exact: Part | None = None) -> dict[str, Any]:
         "saturation_rate": _share(tally.num_saturated, tally.num_codes),
         "nan": sum(nan for nan, _ in tally.bad_rows.values()),
         "inf": sum(inf for _, inf in tally.bad_rows.values()),
-        "relative_rms_error": _relative_error(tally) if exact is not None else None,
+        # The RMS error divided by the RMS of the exact values; without those, None.
+        "relative_rms_error": None if squared is None else squared**0.5,
         "largest_error": tally.largest_error if exact is not None and part.num_rows else None,
         "problems": _problems(part, tally.bad_rows),
     }
@@ -107,15 +109,8 @@ def _add_codes(tally: Tally, row_format: RowFormat, encoded: EncodedRows) -> Non
         tally.add_codes(codes & 0x7F, E4M3_LARGEST)
 
 
-def _share(count: int, of: int) -> float | None:
+def _share(count: float, of: float) -> float | None:
     return count / of if of else None
-
-
-def _relative_error(tally: Tally) -> float | None:
-    """Return the RMS error divided by the RMS of the exact values."""
-    if not tally.squared_values:
-        return None
-    return float((tally.squared_error / tally.squared_values) ** 0.5)
 
 
 def _problems(part: Part, bad_rows: dict[int, tuple[int, int]]) -> list[dict[str, int]]:
