@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.memory.capacity import blocks_for
-from dsv4.cache.saved_request import SavedRequest
 from dsv4.config import CacheConfig
 from dsv4.distributed.handover import Handover, Inbox, Receiver
 from dsv4.distributed.nixl import NixlTransport
 from dsv4.distributed.transport import MEMORY_BYTES, TorchTransport, Transport
+from dsv4.tools.bench.requests import open_requests
 from dsv4.tools.bench.timing import time_call
 
 TARGET = 0.7  # of a plain copy
@@ -42,7 +41,9 @@ def bench_handover(*, num_tokens: int = 100_000, num_rounds: int = 10) -> dict[s
 
 def _bench_kind(kind: str, num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
     manager = _manager(num_tokens, max_requests=2)
-    slot = manager.import_request(_random_request(manager, num_tokens))
+    (slot,) = open_requests(manager, 1, num_tokens)
+    manager.paged.storage.random_()
+    manager.state.storage.random_()
     saved = manager.export_request(slot)
     parts = (saved.blocks.reshape(-1), saved.slot)
     num_bytes = saved.blocks.nbytes + saved.slot.nbytes
@@ -127,23 +128,10 @@ def _connect(
 
 def _manager(num_tokens: int, *, max_requests: int) -> KVCacheManager:
     config = CacheConfig.v4_flash()
-    num_blocks = int(blocks_for(config, np.array([num_tokens]))[0])
     return KVCacheManager(
-        config, max_requests=max_requests, num_blocks=num_blocks + max_requests,
-        max_forward_tokens=256, max_request_tokens=num_tokens,
+        config, max_requests=max_requests, max_forward_tokens=256, max_request_tokens=num_tokens,
+        num_blocks=num_tokens // config.block_tokens + 1 + max_requests,
     )  # fmt: skip
-
-
-def _random_request(manager: KVCacheManager, num_tokens: int) -> SavedRequest:
-    num_blocks = int(blocks_for(manager.config, np.array([num_tokens]))[0])
-    slot, blocks = (
-        torch.randint(256, shape, dtype=torch.uint8)
-        for shape in (
-            manager.state.storage.shape[1:], (num_blocks, manager.paged.storage.shape[1])
-        )
-    )  # fmt: skip
-    fingerprint = manager.config.format_fingerprint
-    return SavedRequest(num_tokens, num_tokens, slot, blocks, fingerprint=fingerprint)
 
 
 def _digest(*parts: Tensor) -> str:

@@ -146,10 +146,10 @@ def _spills() -> dict[int, int]:
 
 def _case_of(case: WriteCase, weight: float) -> Case:
     def run(launch: Launch) -> None:
-        for layer in zip(*case, strict=True):
+        for layer in case:
             write_with(launch, *layer)
 
-    return Case(run, len(case.handles), weight)
+    return Case(run, len(case), weight)
 
 
 def write_with(

@@ -1,7 +1,7 @@
 """`dsv4 bench write`: the write path of one layer, decode steps and a prefill, by graph replay."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,6 +35,8 @@ ENTRY_BYTES = {
 CHECKED_LENGTHS = (([0, 0], [126, 3]), ([126, 3], [127, 4]), ([127, 4], [128, 5]))
 NUM_PREFILL_LAYERS = 4  # rotating; CSA projections of 4 layers are four times the L2
 
+WriteCase = list[tuple[LayerCacheHandle, LayerProjections, LayerWeights]]  # by layer
+
 
 def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) -> dict[str, Any]:
     """Time the writes of a layer, one layer warm and 43 layers rotating.
@@ -64,19 +66,23 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) ->
 def _step_row(
     kind: AttentionType, is_closing: bool, batch: int, sglang: SGLangKernels | None
 ) -> dict[str, Any]:
+    length = 255 if is_closing else 253
+    one, every = (
+        write_case(write_config(kind, num_layers=each), [length] * batch, [length + 1] * batch)
+        for each in (1, NUM_LAYERS)
+    )
     row: dict[str, Any] = {
         "layer": f"{kind.name} closing" if is_closing else kind.name,
         "type": kind.name,
         "closing": is_closing,
         "batch": batch,
-        "warm_us": _time(_step_case(kind, batch, is_closing, num_layers=1)),
-        "rotating_us": _time(_step_case(kind, batch, is_closing, num_layers=NUM_LAYERS)),
+        "warm_us": _time(one),
+        "rotating_us": _time(every),
         "floor_us": timing.floor_us(_step_bytes(kind, batch, is_closing=is_closing)),
     }
     if sglang is not None:
-        case = _step_case(kind, batch, is_closing, num_layers=NUM_LAYERS)
-        frequencies = complex_frequencies(case.handles[0])
-        layers = [SGLangLayer(sglang, *layer, frequencies) for layer in zip(*case, strict=True)]
+        frequencies = complex_frequencies(every[0][0])
+        layers = [SGLangLayer(sglang, *layer, frequencies) for layer in every]
         time = timing.time_rotating(lambda layer_idx: layers[layer_idx].run(), NUM_LAYERS)
         row |= {"sglang_us": time, "ratio": row["rotating_us"] / time}
     return row
@@ -95,14 +101,6 @@ def _prefill_row(kind: AttentionType) -> dict[str, Any]:
     }
 
 
-class WriteCase(NamedTuple):
-    """One forward's writes, ready to be repeated: handle, inputs and weights of each layer."""
-
-    handles: list[LayerCacheHandle]
-    inputs: list[LayerProjections]
-    weights: list[LayerWeights]
-
-
 def write_config(
     kind: AttentionType, *, num_layers: int = 1, drafts_per_step: int = 0
 ) -> CacheConfig:
@@ -117,7 +115,7 @@ def write_config(
 def write_case(
     config: CacheConfig, before: Sequence[int], after: Sequence[int], *, device: str = "cuda"
 ) -> WriteCase:
-    """Plan a forward that takes each request of a batch from one length to another."""
+    """Plan a forward that takes each request from one length to another; list its layers."""
     batch = len(before)
     num_blocks = batch * -(-max(after) // config.block_tokens)
     manager = KVCacheManager(
@@ -134,29 +132,18 @@ def write_case(
         for tail in (handle.state.tail, handle.state.index_tail, handle.state.sums):
             if tail is not None:
                 tail.normal_()
-    return WriteCase(
-        handles,
-        [move_to(device, layer) for layer in inputs],
-        [move_to(device, layer) for layer in model_weights(config, seed=0)],
-    )
+    layers = zip(handles, inputs, model_weights(config, seed=0), strict=True)
+    return [(handle, move_to(device, each), move_to(device, weights))
+            for handle, each, weights in layers]  # fmt: skip
 
 
 def _time(case: WriteCase) -> float:
     """Median microseconds per layer over replays: one layer warm, or several rotating."""
-    layers = list(zip(*case, strict=True))
 
     def write(layer_idx: int) -> None:
-        write_layer(*layers[layer_idx])
+        write_layer(*case[layer_idx])
 
-    if len(layers) == 1:
-        return timing.time_warm(write)
-    return timing.time_rotating(write, len(layers))
-
-
-def _step_case(kind: AttentionType, batch: int, is_closing: bool, *, num_layers: int) -> WriteCase:
-    length = 255 if is_closing else 253
-    config = write_config(kind, num_layers=num_layers)
-    return write_case(config, [length] * batch, [length + 1] * batch)
+    return timing.time_warm(write) if len(case) == 1 else timing.time_rotating(write, len(case))
 
 
 def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:

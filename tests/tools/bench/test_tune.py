@@ -228,7 +228,7 @@ def test_what_is_timed(monkeypatch, work, size, expected):
         assert config.num_layers == (4 if kind == "chunk" else 43)
         assert (config.drafts_per_step >= after[0] - before[0] - 1) == (kind != "chunk")
         built.append((before, after))
-        return tune_cases.WriteCase([None] * config.num_layers, [], [])
+        return [None] * config.num_layers
 
     monkeypatch.setattr(tune_cases, "write_case", write_case)
     cases = list(build_cases(work, size, is_rotating=True))
