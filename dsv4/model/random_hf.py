@@ -1,37 +1,24 @@
 """A small DeepSeek-V4 of transformers' class with random weights, for tests and the demo."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 4,
-    "head_dim": 96,
-    "qk_rope_head_dim": 32,
-    "q_lora_rank": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_hash_layers": 0,
-    "compress_ratios": [0, 4, 128, 4],
-    "o_groups": 2,
-    "o_lora_rank": 16,
+    "vocab_size": 128, "hidden_size": 64, "max_position_embeddings": 65536,
+    "num_attention_heads": 4, "head_dim": 96, "qk_rope_head_dim": 32, "q_lora_rank": 32,
+    "o_groups": 2, "o_lora_rank": 16, "compress_ratios": [0, 4, 128, 4],
     "index_n_heads": 16,  # fewer make exact ties at the top-k cut common
-    "index_head_dim": 64,
-    "index_topk": 8,
-    "max_position_embeddings": 65536,
+    "index_head_dim": 64, "index_topk": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "num_hash_layers": 0, "initializer_range": 0.3,
     "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 16,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
+        "rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 4096,
+        "beta_fast": 32, "beta_slow": 1,
     },
-    "initializer_range": 0.3,
-}
+}  # fmt: skip
 
 
 class RecordedLayer(NamedTuple):
@@ -78,18 +65,15 @@ def record_attention(model: Any, input_ids: Tensor) -> list[RecordedLayer]:
         hidden.append((args[0] if args else kwargs["hidden_states"])[0])
         outputs.append(result[0][0])
 
-    def on_scores(layer_idx: int) -> Any:
-        def hook(module: Any, args: Any, result: Tensor) -> None:
-            scores[layer_idx] = result[0]
-
-        return hook
+    def on_scores(layer_idx: int, module: Any, args: Any, result: Tensor) -> None:
+        scores[layer_idx] = result[0]
 
     for layer_idx, layer in enumerate(model.model.layers):
         attention = layer.self_attn
         hooks.append(attention.register_forward_hook(on_attention, with_kwargs=True))
         if attention.layer_type == "compressed_sparse_attention":
             scorer = attention.compressor.indexer.scorer
-            hooks.append(scorer.register_forward_hook(on_scores(layer_idx)))
+            hooks.append(scorer.register_forward_hook(partial(on_scores, layer_idx)))
     try:
         with torch.no_grad():
             model(input_ids[None], use_cache=False)

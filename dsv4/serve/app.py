@@ -27,14 +27,13 @@ from dsv4.serve.served_model import ServedModel
 KEPT_ROUTES = {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health",
 }  # fmt: skip
-OPEN_PATHS = ("/health", "/cache")  # neither has a word about requests
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 )
 
 
 def build_app(served: ServedModel, *, api_key: str | None, max_body: int) -> Guard:
-    """Make the ASGI app of a served model; `api_key` guards everything but `OPEN_PATHS`."""
+    """Make the ASGI app of a served model; `api_key` guards all but the open paths."""
     reader = ThreadPoolExecutor(1, "dsv4-reader")  # a tokenizer's settings are not for two threads
     build: Any = build_server
     app: FastAPI = build(
@@ -51,7 +50,7 @@ def build_app(served: ServedModel, *, api_key: str | None, max_body: int) -> Gua
     ]
     _add_errors(app)
     _add_pages(app, served)
-    return Guard(app, served, api_key=api_key, max_body=max_body, open_paths=OPEN_PATHS)
+    return Guard(app, served, api_key, max_body)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -17,32 +18,22 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
+OPEN_PATHS = ("/health", "/cache")  # they need no key: neither has a word about requests
 BODY_SECONDS = 60.0
 DRAINED = 8  # times the largest body: a client that is still sending would not read a refusal
 
 
+@dataclass(frozen=True)
 class Guard:
     """Checks key and size of a request, numbers it, and cancels it when its client has gone.
 
-    Args:
-        app: The app behind it.
-        api_key: The key that clients must send, or None.
-        max_body: The most bytes of a body.
-        open_paths: Paths that need no key.
+    Clients must send the `api_key`, unless it is None. A body has at most `max_body` bytes.
     """
 
-    def __init__(
-        self,
-        app: App,
-        served: ServedModel,
-        *,
-        api_key: str | None,
-        max_body: int,
-        open_paths: Collection[str],
-    ) -> None:
-        self.app, self.served, self.max_body = app, served, max_body
-        self.key = None if api_key is None else f"Bearer {api_key}".encode()
-        self.open_paths = open_paths
+    app: App
+    served: ServedModel
+    api_key: str | None = field(repr=False)
+    max_body: int
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Run one request."""
@@ -62,9 +53,10 @@ class Guard:
                 await self._run(scope, headers, body, receive, send)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        if self.key is None or path in self.open_paths:
+        if self.api_key is None or path in OPEN_PATHS:
             return None
-        if hmac.compare_digest(headers.get(b"authorization", b""), self.key):
+        expected = f"Bearer {self.api_key}".encode()
+        if hmac.compare_digest(headers.get(b"authorization", b""), expected):
             return None
         return ApiError("Incorrect API key provided", status=401, code="invalid_api_key")
 

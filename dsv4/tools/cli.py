@@ -76,11 +76,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dsv4", description="KV-cache runtime for DeepSeek-V4's hybrid attention")
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     commands = parser.add_subparsers(dest="command", required=True)
+    for name, text, run, add_options in (
+        ("demo", "ask a model about a book, through this cache and through transformers' own",
+         _demo, _add_demo_options),
+        ("plan", "memory of a cache on a GPU, and how much fits", _plan, plan_command.add_options),
+        ("inspect", "contents of a saved request", _inspect, inspect_command.add_options),
+        ("serve", "an OpenAI-compatible server of a model", _serve, serve_command.add_options),
+        ("info", "versions, devices and backends", _info, None),
+        ("bench", "measure time and memory", _bench, bench_command.add_options),
+    ):  # fmt: skip
+        command = commands.add_parser(name, help=text)
+        if add_options is not None:
+            add_options(command)
+        if run not in (_serve, _bench):
+            command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.set_defaults(run=run)
+    return parser
 
-    demo = commands.add_parser(
-        "demo", help="ask a model about a book, through this cache and through transformers' own"
-    )
-    add = demo.add_argument
+
+def _add_demo_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--tokens", type=parse_tokens, default="2k", help="length of the book: 2048, 64k or 1M")
     add("--questions", type=positive, default=48, help="questions on the book")
     add("--serve", action="store_true", help="ask through dsv4 serve, with the openai client")
@@ -92,30 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys")
     add("--seed", type=int, default=0)
     add("--save", type=Path, metavar="FOLDER", help="save a request there, for dsv4 inspect")
-    add_force(demo)
-    add("--json", action="store_true", help="print one JSON object")
-    demo.set_defaults(run=_demo)
-
-    plan = commands.add_parser("plan", help="memory of a cache on a GPU, and how much fits")
-    plan_command.add_options(plan)
-    plan.set_defaults(run=_plan)
-
-    inspect = commands.add_parser("inspect", help="contents of a saved request")
-    inspect_command.add_options(inspect)
-    inspect.set_defaults(run=_inspect)
-
-    serve = commands.add_parser("serve", help="an OpenAI-compatible server of a model")
-    serve_command.add_options(serve)
-    serve.set_defaults(run=_serve)
-
-    info = commands.add_parser("info", help="versions, devices and backends")
-    info.add_argument("--json", action="store_true", help="print one JSON object")
-    info.set_defaults(run=_info)
-
-    bench = commands.add_parser("bench", help="measure time and memory")
-    bench_command.add_options(bench)
-    bench.set_defaults(run=_bench)
-    return parser
+    add_force(parser)
 
 
 def _plan(options: argparse.Namespace) -> int:

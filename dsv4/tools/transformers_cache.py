@@ -13,14 +13,9 @@ STATES = ("buffer_kv", "buffer_gate", "overlap_kv", "overlap_gate")
 
 
 def transformers_cache_bytes(cache: Any, layer_types: list[str]) -> dict[str, int]:
-    """Count the bytes of a `DynamicCache`; keys and values that share a tensor count once.
+    """Count the bytes of a `DynamicCache` that has run, by component.
 
-    Args:
-        cache: The cache, after at least one forward.
-        layer_types: From the model's config.
-
-    Returns:
-        csa_entries, index_keys, hca_entries, window and states.
+    Keys and values that share a tensor count once. The model's config has the `layer_types`.
     """
     sizes = dict.fromkeys(("csa_entries", "index_keys", "hca_entries", "window", "states"), 0)
     seen = set()

@@ -28,11 +28,7 @@ try:
 
     from dsv4.integrations.transformers.cache import CudaGraphs, PagedCache
     from dsv4.integrations.transformers.captured_step import check_experts
-    from dsv4.integrations.transformers.device_map import (
-        forward_name,
-        is_offloaded,
-        layer_devices,
-    )
+    from dsv4.integrations.transformers.device_map import forward_name, is_offloaded, layer_devices
     from dsv4.integrations.transformers.padding import NO_MASK
 except ImportError as error:
     raise ImportError(
@@ -328,8 +324,11 @@ def _run_spans(model: Any, cache: PagedCache, inputs: dict[str, Any]) -> Any:
         if hidden is not None:
             return MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
     spans = cache.split_columns(batch, num_columns, is_token)
-    if len(spans) > 1:
-        _check_recorded(model, inputs)
+    if len(spans) > 1 and (recorded := _recorded(model, inputs)):
+        raise ValueError(
+            f"{recorded[0]} is not supported in a forward of more than max_forward_tokens tokens: "
+            "attach with a larger max_forward_tokens"
+        )
     outputs = []
     for start, stop in spans:
         span = {**inputs, **{name: inputs[name][:, start:stop] for name in names}}
@@ -349,14 +348,6 @@ def _recorded(model: Any, inputs: dict[str, Any]) -> list[str]:
     """List the options that record outputs of the layers, where they are on."""
     names = ("output_hidden_states", "output_router_logits")
     return [name for name in names if inputs.get(name, getattr(model.config, name, False))]
-
-
-def _check_recorded(model: Any, inputs: dict[str, Any]) -> None:
-    for name in _recorded(model, inputs):
-        raise ValueError(
-            f"{name} is not supported in a forward of more than max_forward_tokens tokens: "
-            "attach with a larger max_forward_tokens"
-        )
 
 
 def _join(outputs: list[Any]) -> Any:

@@ -10,13 +10,9 @@ from transformers import Cache
 
 
 class AttachedCache(Cache):
-    """A `Cache` without layers, written by attached models alone.
+    """A `Cache` without layers, written by attached models alone."""
 
-    Attributes:
-        drafts_per_step: The most tokens that `crop` can remove.
-    """
-
-    drafts_per_step: int
+    drafts_per_step: int  # the most tokens that `crop` can remove
 
     def activate_past_recording(self) -> None:
         """Do nothing: `crop` works at any time."""

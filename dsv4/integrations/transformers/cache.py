@@ -307,7 +307,7 @@ class PagedCache(AttachedCache):
             plan = prepare_forward(manager, slots, before, after)
         except BaseException:
             if is_new:
-                _free(manager, slots)
+                manager.free_requests(slots)
             raise
         if is_new:
             self._slots, self._columns = slots, Columns(batch)
@@ -377,7 +377,7 @@ class PagedCache(AttachedCache):
         """Free all rows and their blocks; the cache can be used again."""
         manager, slots = self.manager, self._slots
         self._slots, self._columns, self._forward = [], Columns(0), None
-        _free(manager, slots)
+        manager.free_requests(slots)  # the next batch gets them in the same order
 
     def close(self) -> None:
         """Free the memory; the cache cannot be used again."""
@@ -459,20 +459,15 @@ class PagedCache(AttachedCache):
         self._check_room(len(rows))
         copied = [self._slots[row] for number, row in enumerate(rows) if row in rows[:number]]
         dropped = [slot for row, slot in enumerate(self._slots) if row not in set(rows)]
-        self._check_copies(copied, dropped)
-        _free(manager, dropped)
+        # Refuse forks without enough blocks before any row is dropped.
+        self._check_blocks(manager.blocks_to_fork(copied), manager.blocks_freed(dropped))
+        manager.free_requests(dropped)
         slots: list[int] = []
         for row in rows:
             slot = self._slots[row]
             slots.append(manager.fork(slot) if slot in slots else slot)
         self._slots = slots
         self._columns.select(rows)
-
-    def _check_copies(self, copied: list[int], dropped: list[int]) -> None:
-        """Refuse forks without enough blocks, before any row is dropped."""
-        manager = self.manager
-        needed = manager.blocks_to_fork(copied)
-        self._check_blocks(needed, manager.blocks_freed(dropped))
 
     @property
     def batch_size(self) -> int:
@@ -490,7 +485,3 @@ class PagedCache(AttachedCache):
 def _counts(is_token: BoolArray | None, num_columns: int) -> NDArray[np.int64] | int:
     """Return the number of new tokens of each row."""
     return num_columns if is_token is None else is_token.sum(axis=1)
-
-
-def _free(manager: KVCacheManager, slots: list[int]) -> None:
-    manager.free_requests(slots)  # the next batch gets them in the same order

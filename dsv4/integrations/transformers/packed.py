@@ -76,11 +76,7 @@ class PackedModel:
     def before_plan(
         self, num_requests: int, tokens_per_request: int, longest: int, num_tokens: int
     ) -> None:
-        """Capture the next step, if no graph of its size is there.
-
-        Args:
-            num_requests, tokens_per_request, longest, num_tokens: The most of the next plan.
-        """
+        """Capture the next step, of at most so many, if no graph of its size is there."""
         self._next, capacity = None, self._cache.manager.capacity
         if not self._has_graphs:
             return

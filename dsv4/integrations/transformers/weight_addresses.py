@@ -6,11 +6,7 @@ from typing import Any
 
 
 class WeightAddresses:
-    """The addresses of all parameters and buffers of modules.
-
-    Args:
-        modules: The modules; not kept.
-    """
+    """The addresses of all parameters and buffers of modules, which are not kept."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._tensors = [

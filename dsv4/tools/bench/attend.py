@@ -6,6 +6,7 @@ FlashMLA's prefill kernel reads a BF16 copy that is not timed.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -141,11 +142,10 @@ def _measure_flashmla(
 
 
 def _measure(case: AttendCase, batch: int) -> dict[str, Any]:
-    def time_rotating(*, batch_invariant: bool) -> float:
-        return timing.time_rotating(
-            lambda idx: attend(case, idx, batch_invariant=batch_invariant), len(case.handles)
-        )
-
+    rotating, invariant = (
+        timing.time_rotating(partial(attend, case, batch_invariant=each), len(case.handles))
+        for each in (False, True)
+    )
     heads, handle, num_queries = case.query.shape[1], case.handles[0], len(case.query)
     window, config = handle.window.window, handle.config
     num_rows = num_queries * (window + case.num_entries)
@@ -153,13 +153,12 @@ def _measure(case: AttendCase, batch: int) -> dict[str, Any]:
         window * config.kv_row.row_bytes + case.num_entries * config.entry_row.row_bytes
         + 2 * heads * DIM * BF16_BYTES
     )  # fmt: skip
-    rotating = time_rotating(batch_invariant=False)
     return {
         "layer": case.name,
         "batch": batch,
-        "warm_us": timing.time_warm(lambda idx: attend(case, idx)),
+        "warm_us": timing.time_warm(partial(attend, case)),
         "rotating_us": rotating,
-        "invariant_us": time_rotating(batch_invariant=True),
+        "invariant_us": invariant,
         "tflops": 4 * heads * num_rows * DIM / rotating / 1e6,
         "floor_us": timing.floor_us(num_bytes),
     }

@@ -18,7 +18,7 @@ from dsv4.config import CacheConfig
 from dsv4.distributed.handover import Handover, Inbox, Receiver
 from dsv4.distributed.nixl import NixlTransport
 from dsv4.distributed.transport import MEMORY_BYTES, TorchTransport, Transport
-from dsv4.tools.bench.requests import open_requests
+from dsv4.tools.bench.requests import manager_for, open_requests
 from dsv4.tools.bench.timing import time_call
 
 TARGET = 0.7  # of a plain copy
@@ -128,10 +128,10 @@ def _connect(
 
 def _manager(num_tokens: int, *, max_requests: int) -> KVCacheManager:
     config = CacheConfig.v4_flash()
-    return KVCacheManager(
-        config, max_requests=max_requests, max_forward_tokens=256, max_request_tokens=num_tokens,
-        num_blocks=num_tokens // config.block_tokens + 1 + max_requests,
-    )  # fmt: skip
+    num_blocks = num_tokens // config.block_tokens + 1 + max_requests
+    return manager_for(
+        config, max_requests, num_tokens, device="cpu", chunk=256, num_blocks=num_blocks
+    )
 
 
 def _digest(*parts: Tensor) -> str:

@@ -109,13 +109,9 @@ def _measure_steps(
 
 
 def index_case(
-    name: IndexFormatName,
-    num_entries: int,
-    batch: int,
-    *,
-    step_tokens: int = 1,
+    name: IndexFormatName, num_entries: int, batch: int, *, step_tokens: int = 1,
     device: str = "cuda",
-) -> IndexCase:
+) -> IndexCase:  # fmt: skip
     """Plan the last step_tokens of each request; the last token sees num_entries keys."""
     config = CacheConfig.v4_flash(
         compress_ratios=(RATIO,) * NUM_LAYERS, num_query_heads=1, index_format=name
@@ -214,11 +210,8 @@ def select_chunk(
     memory, tokens, query, weights = handle.memory, handle.tokens, index.query, index.head_weights
     if rows is not None:
         memory = memory._replace(rope_rows=memory.rope_rows[:, :, rows])
-        query, weights, blocks = (
-            query[rows],
-            weights[rows],
-            None if blocks is None else blocks[rows],
-        )
+        query, weights = query[rows], weights[rows]
+        blocks = None if blocks is None else blocks[rows]
         tokens = tokens._replace(
             positions=tokens.positions[rows], request_ids=tokens.request_ids[rows]
         )
@@ -301,8 +294,7 @@ def _measure(
     def run_layer(layer_idx: int) -> None:
         run(case, case.handles[layer_idx])
 
-    row = case.handles[0].memory.layout.index_row
-    batch = len(case.query)
+    row, batch = case.handles[0].memory.layout.index_row, len(case.query)
     num_bytes = batch * case.num_entries * (row.row_bytes + 4)  # keys in, scores out
     if step == "query":
         num_bytes = case.query.nbytes + batch * case.scratch.queries.shape[1]

@@ -7,6 +7,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.capacity import blocks_for
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
+from dsv4.tools.bench.requests import manager_for
 from dsv4.tools.bench.timing import summarize, time_call
 from dsv4.tools.console import working
 
@@ -57,14 +58,10 @@ def _time_plans(
 
 def _filled(config: CacheConfig, num_requests: int) -> KVCacheManager:
     """Make a manager with requests of 1, 2, 3, ... tokens."""
-    manager = KVCacheManager(
-        config,
-        max_requests=num_requests,
-        num_blocks=4 * num_requests,
-        max_forward_tokens=num_requests * (num_requests + 1) // 2,
-        max_request_tokens=4096,
+    lengths, num_blocks = range(1, num_requests + 1), 4 * num_requests
+    manager = manager_for(
+        config, num_requests, 4096, device="cpu", chunk=sum(lengths), num_blocks=num_blocks
     )
-    slots = [manager.open_request() for _ in range(num_requests)]
-    lengths = list(range(1, num_requests + 1))
-    prepare_forward(manager, slots, [0] * num_requests, lengths).complete()
+    slots = manager.open_requests(num_requests)
+    prepare_forward(manager, slots, [0] * num_requests, [*lengths]).complete()
     return manager

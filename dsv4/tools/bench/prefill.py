@@ -6,6 +6,7 @@ of layers. Short prompts also run whole, all layers after another, which checks 
 random numbers, as the time does not depend on them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +92,7 @@ def bench_prefill(
     if wholes:
         run_whole(case, wholes[0])  # compiles what is left
     seconds = {each: run_whole(case, each) for each in track(wholes, "whole prompts")}
-    counts = count_layers(case.manager.config)
+    counts = Counter(layer.attention_type.name for layer in case.manager.schedule)
     prompts = [sum_prompt(rows, counts, each, seconds.get(each)) for each in contexts]
     if plot is not None:
         plot_prompts(rows, counts, prompts, plot)
@@ -101,12 +102,6 @@ def bench_prefill(
                    (("V4-Flash", CacheConfig.v4_flash()), ("V4-Pro", CacheConfig.v4_pro()))],
         **states,
     }  # fmt: skip
-
-
-def count_layers(config: CacheConfig) -> dict[str, int]:
-    """Count the layers of each type."""
-    kinds = [layer.attention_type.name for layer in config.schedule]
-    return {kind.name: kinds.count(kind.name) for kind in AttentionType if kind.name in kinds}
 
 
 def sample_starts(contexts: Sequence[int], num_positions: int) -> list[int]:

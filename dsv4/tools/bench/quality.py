@@ -1,6 +1,8 @@
 """`dsv4 bench quality`: the cost of each row format, in errors and in answers of a memory model."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -191,25 +193,16 @@ def plot_quality(rows: list[dict[str, Any]], path: Path) -> None:
     lengths = sorted({row["tokens"] for row in rows})
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     for axes, part in zip(figure.subplots(1, 2, sharey=True), TITLES, strict=True):
-        lines: dict[tuple[str, int], list[tuple[float, float]]] = {}
-        for row in rows:
-            if row["part"] == part:
-                points = lines.setdefault((row["format"], row["tokens"]), [])
-                points.append((row["margin"], 100 * row["right"]))
-        colours = {
-            name: f"C{number}"
-            for number, name in enumerate(dict.fromkeys(name for name, _ in lines))
-        }
-        for (name, length), points in lines.items():
+        mine = [row for row in rows if row["part"] == part]
+        names = list(dict.fromkeys(row["format"] for row in mine))
+        for (name, length), line in groupby(mine, key=itemgetter("format", "tokens")):
+            points = [(row["margin"], 100 * row["right"]) for row in line]
             style = "-" if length == lengths[0] else "--"
-            label = f"{name}, {length:,} tokens"
-            axes.plot(
-                *zip(*points, strict=True), style, color=colours[name], marker=".", label=label
-            )
+            axes.plot(*zip(*points, strict=True), style, color=f"C{names.index(name)}", marker=".",
+                      label=f"{name}, {length:,} tokens")  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.invert_xaxis()
-        axes.set_xlabel("margin: share of a row that tells it from others")
-        axes.set_title(TITLES[part])
+        axes.set(xlabel="margin: share of a row that tells it from others", title=TITLES[part],
+                 ylabel="answers right, %")  # fmt: skip
         axes.legend(fontsize="small")
-        axes.set_ylabel("answers right, %")
     figure.savefig(path, dpi=150)

@@ -80,10 +80,10 @@ def manager_for(
     **options: Any,
 ) -> KVCacheManager:  # fmt: skip
     """Make a manager with room for requests of a length and forwards of `chunk` tokens."""
+    options = {"num_blocks": num_requests * -(-length // config.block_tokens)} | options
     return KVCacheManager(
-        config, max_requests=num_requests,
-        num_blocks=num_requests * -(-length // config.block_tokens), device=device,
-        max_forward_tokens=chunk, max_request_tokens=length, **options,
+        config, max_requests=num_requests, device=device, max_forward_tokens=chunk,
+        max_request_tokens=length, **options,
     )  # fmt: skip
 
 

@@ -229,15 +229,13 @@ def _time_steps(model: Any, cache: Any, batch: int, sizes: Sizes) -> StepTimes:
         model(ids, past_key_values=cache)
 
     step_us = _median_us(step, model.device, sizes.num_steps)
+    times = []
     with _attention_clock(model) as read_us:
-        for _ in range(NUM_WARMUP_STEPS):
-            step()
-        read_us()
-        times = []
-        for _ in range(sizes.num_steps):
+        for _ in range(NUM_WARMUP_STEPS + sizes.num_steps):
             step()
             times.append(read_us())
-    return step_us, float(np.median(times)) or None  # a graph of a step calls no module
+    # A graph of a step calls no module.
+    return step_us, float(np.median(times[NUM_WARMUP_STEPS:])) or None
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -133,21 +134,17 @@ def choose(times: Mapping[L, float], present: L) -> L:
 
 def merge_steps(winners: Sequence[tuple[int, L]]) -> tuple[LaunchStep[L], ...]:
     """Build steps from the winner of each size, ascending; merge neighbours with the same one."""
-    steps: list[LaunchStep[L]] = []
-    for size, launch in winners:
-        if steps and steps[-1].launch == launch:
-            steps.pop()
-        steps.append(LaunchStep(size, launch))
-    steps[-1] = LaunchStep(None, steps[-1].launch)
-    return tuple(steps)
+    runs = itertools.groupby(winners, key=itemgetter(1))
+    *steps, last = [LaunchStep([*run][-1][0], launch) for launch, run in runs]
+    return (*steps, LaunchStep(None, last.launch))
 
 
 def chosen_steps(choices: Sequence[Choice]) -> dict[str, Steps]:
-    """Build the table of an architecture."""
-    winners: dict[str, list[tuple[int, AnyLaunch]]] = {}
-    for choice in choices:
-        winners.setdefault(choice.work, []).append((choice.size, choice.chosen))
-    return {work: merge_steps(by_size) for work, by_size in winners.items()}
+    """Build the table of an architecture; the choices of a work come one after the other."""
+    return {
+        work: merge_steps([(choice.size, choice.chosen) for choice in of_work])
+        for work, of_work in itertools.groupby(choices, key=attrgetter("work"))
+    }
 
 
 def _problems(trials: Sequence[Trial]) -> dict[Trial, str]:

@@ -29,10 +29,7 @@ def run_demo(
 ) -> dict[str, Any]:
     """Generate with both caches; compare their tokens, logits, memory and speed.
 
-    Args:
-        subject: Model and prompts.
-        kv_format, index_format: Formats of the second run of this cache; the first has fp32 rows.
-        num_new: Tokens to generate for each prompt.
+    This cache runs twice: first with fp32 rows, then in the given formats.
     """
     longest = max(len(prompt) for prompt in subject.prompts)
     room = subject.model.config.max_position_embeddings - longest

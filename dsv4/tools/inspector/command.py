@@ -43,7 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(name, type=Path, metavar="FILE", help=text)
     add_force(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def find_files(options: argparse.Namespace) -> tuple[Path, Path | None, Path | None]:

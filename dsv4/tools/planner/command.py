@@ -84,7 +84,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--html", type=Path, metavar="FILE",
         help="write an interactive page that needs no network")  # fmt: skip
     add_force(parser)
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def positive(text: str) -> int:
