@@ -213,16 +213,9 @@ def project(module: Any, hidden: Tensor, config: CacheConfig) -> LayerProjection
 
 
 def _index_inputs(indexer: Any, hidden: Tensor, q_low: Tensor, config: CacheConfig) -> IndexInputs:
-    query = _linear(indexer.q_b_proj, q_low)
-    kv = gate = None
-    if not config.has_latent_keys:
-        kv, gate = _compressor_inputs(indexer, hidden)
-    return IndexInputs(
-        kv,
-        gate,
-        query.unflatten(-1, (-1, config.index_head_dim)),
-        _linear(indexer.scorer.weights_proj, hidden),
-    )
+    query = _linear(indexer.q_b_proj, q_low).unflatten(-1, (-1, config.index_head_dim))
+    kv, gate = (None, None) if config.has_latent_keys else _compressor_inputs(indexer, hidden)
+    return IndexInputs(kv, gate, query, _linear(indexer.scorer.weights_proj, hidden))
 
 
 def _indexer(module: Any) -> Any:

@@ -5,7 +5,7 @@ import inspect
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from transformers.cli.serving.utils import (
 
 from dsv4.engine import SamplingParams
 from dsv4.serve.api_error import ApiError
-from dsv4.serve.fields import OWN_FIELDS, Fields
+from dsv4.serve.fields import OWN_FIELDS, Fields, Refused
 from dsv4.serve.generation import Generation, Job
 from dsv4.serve.served_model import ServedModel
 
@@ -37,7 +37,7 @@ class Endpoint(ABC):
     """
 
     known: ClassVar[Collection[str]]
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]]
+    refused: ClassVar[Refused]
 
     def __init__(self, served: ServedModel, reader: ThreadPoolExecutor) -> None:
         self.served, self.reader = served, reader
@@ -88,14 +88,7 @@ class Endpoint(ABC):
         """Return a request's sampling parameters; parsers need the special tokens of a text."""
         served = self.served
         template = get_response_template(served.tokenizer, served.model) if is_parsed else None
-        return fields.sampling(
-            served.defaults,
-            stop_token_ids=served.stop_token_ids,
-            vocab_size=served.model.config.vocab_size,
-            timeout=served.timeout,
-            skip_special_tokens=template is None,
-            **given,
-        )
+        return fields.sampling(served, skip_special_tokens=template is None, **given)
 
     def render(
         self, fields: Fields, messages: list[Any], tools: Any, *, param: str, **template_kwargs: Any

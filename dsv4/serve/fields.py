@@ -6,12 +6,14 @@ from typing import Any
 
 from dsv4.engine import SamplingParams
 from dsv4.serve.api_error import ApiError
+from dsv4.serve.served_model import ServedModel
 
 # Fields beyond OpenAI's, with the names that vLLM gave them.
 OWN_FIELDS = frozenset(
     {"cache_salt", "ignore_eos", "min_p", "repetition_penalty", "stop_token_ids", "top_k"}
 )
 LARGEST_SEED = (1 << 63) - 1
+Refused = Mapping[str, tuple[Any, ...]]  # values that ask for nothing, by field
 
 
 class Fields:
@@ -20,16 +22,11 @@ class Fields:
     Args:
         body: The JSON object.
         known: Names of all fields that the API has; any other is refused.
-        refused: Fields that would change the answer and are not supported, each with the values
-            that ask for nothing.
+        refused: Fields that would change the answer and are not supported.
     """
 
     def __init__(
-        self,
-        body: Mapping[str, Any],
-        *,
-        known: Collection[str],
-        refused: Mapping[str, tuple[Any, ...]],
+        self, body: Mapping[str, Any], *, known: Collection[str], refused: Refused
     ) -> None:
         self.body = {name: value for name, value in body.items() if value is not None}
         for name, value in self.body.items():
@@ -81,19 +78,13 @@ class Fields:
         """Return the salt of the prefix cache; requests of different salts share nothing."""
         return _encodable(self.get("cache_salt", str, ""), "cache_salt").encode()
 
-    def sampling(
-        self,
-        defaults: Mapping[str, Any],
-        *,
-        stop_token_ids: tuple[int, ...],
-        vocab_size: int,
-        **given: Any,
-    ) -> SamplingParams:
+    def sampling(self, served: ServedModel, **given: Any) -> SamplingParams:
         """Return the sampling parameters that all APIs share, and the `given` ones."""
+        defaults, vocab_size = served.defaults, served.model.config.vocab_size
         own = self.get("stop_token_ids", list, [])
         if not all(type(token) is int and 0 <= token < vocab_size for token in own):
             raise ApiError("Invalid stop_token_ids: expected token ids", param="stop_token_ids")
-        ends = () if self.get("ignore_eos", bool, False) else stop_token_ids
+        ends = () if self.get("ignore_eos", bool, False) else served.stop_token_ids
         values: dict[str, Any] = {
             "temperature": self.number("temperature", defaults["temperature"], 0, 2),
             "top_p": self.number("top_p", defaults["top_p"], 0, 1),
@@ -107,7 +98,8 @@ class Fields:
         values["top_k"] = max(values["top_k"], 0)  # vLLM's -1 is every token
         if values["top_p"] == 0:
             values["top_p"] = math.ulp(0.0)  # the best token alone
-        return SamplingParams(stop_token_ids=(*ends, *own), **values, **given)
+        ends = (*ends, *own)
+        return SamplingParams(stop_token_ids=ends, timeout=served.timeout, **values, **given)
 
 
 def _encodable(text: str, name: str) -> str:

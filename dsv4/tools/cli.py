@@ -152,9 +152,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _print(
-    options: argparse.Namespace,
-    result: dict[str, Any],
-    show: Callable[[dict[str, Any], Console], None],
+    options: argparse.Namespace, result: dict[str, Any], show: Callable[[Any, Console], None]
 ) -> None:
     """Print a result as JSON or for reading."""
     if options.json:

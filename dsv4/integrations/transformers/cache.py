@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.cache.manager import KVCacheManager
@@ -24,7 +23,7 @@ from dsv4.errors import OutOfBlocksError
 from dsv4.integrations.transformers.attached_cache import AttachedCache
 from dsv4.integrations.transformers.captured_attention import CapturedAttention
 from dsv4.integrations.transformers.captured_step import CapturedStep, find_step
-from dsv4.integrations.transformers.columns import BoolArray, Columns
+from dsv4.integrations.transformers.columns import BoolArray, Columns, IntArray
 from dsv4.integrations.transformers.device_map import loaded_weights
 from dsv4.integrations.transformers.padding import (
     check_last_column,
@@ -114,18 +113,14 @@ class PagedCache(AttachedCache):
         return self.manager.memory()
 
     def read_inputs(
-        self,
-        batch: int,
-        num_columns: int,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
+        self, batch: int, num_columns: int, mask: Tensor | None, position_ids: Tensor | None
     ) -> BoolArray | None:
         """Check the inputs of a forward before it changes anything; return what `read_mask` does.
 
         Positions of several columns are checked, but not used: the cache counts them itself.
         """
         self._check_batch(batch)
-        is_token = read_mask(attention_mask, self._columns, batch=batch, num_columns=num_columns)
+        is_token = read_mask(mask, self._columns, batch=batch, num_columns=num_columns)
         lengths = self._lengths(batch)
         if self._is_generating:
             check_last_column(is_token, lengths)
@@ -168,7 +163,7 @@ class PagedCache(AttachedCache):
                 "attach with larger max_tokens (or num_blocks)"
             )
 
-    def _check_end(self, lengths: NDArray[np.int64]) -> None:
+    def _check_end(self, lengths: IntArray) -> None:
         """Refuse rows that would be too long, or need more blocks than are free."""
         manager = self.manager
         self._check_length(int(lengths.max()))
@@ -288,7 +283,7 @@ class PagedCache(AttachedCache):
         finally:
             self._is_generating = False
 
-    def _lengths(self, batch: int) -> NDArray[np.int64]:
+    def _lengths(self, batch: int) -> IntArray:
         """Return the tokens of each row, `[batch]`; 0 before the first forward."""
         if not self._slots:
             return np.zeros(batch, dtype=np.int64)
@@ -424,7 +419,7 @@ class PagedCache(AttachedCache):
         manager.truncate(self._slots, kept)
         self._columns.drop(num_columns)
 
-    def _check_floors(self, kept: NDArray[np.int64], num_columns: int) -> None:
+    def _check_floors(self, kept: IntArray, num_columns: int) -> None:
         floors = self.manager.rollback_floor[self._slots]
         is_gone = (kept > 0) & (kept < floors)
         if is_gone.any():
@@ -482,6 +477,6 @@ class PagedCache(AttachedCache):
         return f"{type(self).__name__}({state})"
 
 
-def _counts(is_token: BoolArray | None, num_columns: int) -> NDArray[np.int64] | int:
+def _counts(is_token: BoolArray | None, num_columns: int) -> IntArray | int:
     """Return the number of new tokens of each row."""
     return num_columns if is_token is None else is_token.sum(axis=1)

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BoolArray = NDArray[np.bool_]
+IntArray = NDArray[np.int64]
 
 
 class Columns:

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.integrations.transformers.columns import BoolArray, Columns
+from dsv4.integrations.transformers.columns import BoolArray, Columns, IntArray
 
 NO_MASK = {"sliding_attention": None}  # transformers builds no 4D mask if it gets a dict
 
@@ -49,7 +48,7 @@ def read_mask(
     return None if is_token.all() else is_token
 
 
-def check_last_column(is_token: BoolArray | None, lengths: NDArray[np.int64]) -> None:
+def check_last_column(is_token: BoolArray | None, lengths: IntArray) -> None:
     """Refuse right padding in `generate`, which reads the logits of the last column."""
     if is_token is None or not is_token.shape[1]:
         return
@@ -63,11 +62,7 @@ def check_last_column(is_token: BoolArray | None, lengths: NDArray[np.int64]) ->
 
 
 def check_positions(
-    position_ids: Tensor | None,
-    is_token: BoolArray | None,
-    lengths: NDArray[np.int64],
-    *,
-    num_columns: int,
+    position_ids: Tensor | None, is_token: BoolArray | None, lengths: IntArray, *, num_columns: int
 ) -> None:
     """Refuse positions that do not continue the rows."""
     if position_ids is None:

@@ -33,14 +33,7 @@ from dsv4.tools.bench.external.flashmla import SparsePrefill, load_flash_mla_pre
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import SGLangTopk
 from dsv4.tools.bench.index import chunk_parts
-from dsv4.tools.bench.requests import (
-    ModelCase,
-    acquire_layers,
-    extend,
-    manager_for,
-    model_inputs,
-    plan_tokens,
-)
+from dsv4.tools.bench.requests import ModelCase, extend, manager_for, model_inputs
 from dsv4.tools.bench.write import check_bytes, write_layer
 from dsv4.tools.console import track, working
 
@@ -125,9 +118,8 @@ def prefill_case(config: CacheConfig, context: int, *, device: str) -> ModelCase
 def measure_chunk(case: ModelCase, start: int, peers: Peers) -> list[dict[str, Any]]:
     """Time a layer of each type on the chunk from `start` on, whose tokens count as written."""
     extend(case.manager, case.slots[0], start)
-    plan = plan_tokens(case.manager, case.slots, CHUNK)
-    plan.complete()
-    handles = acquire_layers(case.manager, plan)
+    handles = case.next_step(CHUNK)
+    handles[0].plan.complete()
     first = {handle.layer.attention_type: handle for handle in reversed(handles)}
     return [
         _measure_layer(case, first[kind], start, peers) for kind in AttentionType if kind in first
@@ -225,8 +217,7 @@ def run_whole(case: ModelCase, context: int) -> float:
 
     def run() -> AttentionResult:
         for _ in range(context // CHUNK):
-            plan = plan_tokens(case.manager, case.slots, CHUNK)
-            result = case.forward(acquire_layers(case.manager, plan))[-1]
+            result = case.forward(case.next_step(CHUNK))[-1]
         return result
 
     result, elapsed = timing.time_on_gpu(run)
@@ -290,12 +281,10 @@ def plot_prompts(
         label = "all 43 layers" if name == "layer" else name.replace("_", " ")
         width = 2.5 if name == "layer" else 1.2
         axes.plot((starts + CHUNK) / 1024, curves[name], linewidth=width, label=label)
-    for key, marker in (("whole_s", "o"), ("target_s", "_")):
+    for key, marker, label in (("whole_s", "o", "whole run"), ("target_s", "_", "target")):
         points = [(each["context"] / 1024, each[key]) for each in prompts if each[key] is not None]
         if points:
-            label = "whole run" if key == "whole_s" else "target"
             axes.plot(*zip(*points, strict=True), marker, color="black", label=label)
-    axes.set_xlabel("context, 1,024 tokens")
-    axes.set_ylabel("seconds")
+    axes.set(xlabel="context, 1,024 tokens", ylabel="seconds")
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)

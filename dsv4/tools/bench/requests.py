@@ -36,9 +36,9 @@ class ModelCase:
         """Inputs and weights of a handle's layer."""
         return self.inputs[handle.layer.layer_idx], self.weights[handle.layer.layer_idx]
 
-    def next_step(self) -> list[LayerCacheHandle]:
-        """Plan one more token of each request; returns every layer's handle."""
-        return acquire_layers(self.manager, plan_tokens(self.manager, self.slots))
+    def next_step(self, num_tokens: int = 1) -> list[LayerCacheHandle]:
+        """Plan the next tokens of each request; returns every layer's handle."""
+        return acquire_layers(self.manager, plan_tokens(self.manager, self.slots, num_tokens))
 
     def forward(
         self, handles: Sequence[LayerCacheHandle], num_tokens: int | None = None
@@ -89,7 +89,7 @@ def manager_for(
 
 def open_requests(manager: KVCacheManager, num_requests: int, length: int) -> list[int]:
     """Open requests of a length without writing anything; returns their slots."""
-    slots = [manager.open_request() for _ in range(num_requests)]
+    slots = manager.open_requests(num_requests)
     for slot in slots:
         extend(manager, slot, length)
     return slots

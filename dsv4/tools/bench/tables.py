@@ -58,7 +58,7 @@ LISTINGS = (
     ), num_left=2),
     Listing("trace", "Found of the prompt tokens: {file}, requests {first} to {last}", (
         ("blocks", "{size}"), ("policy", "{policy}"), ("bound", "{bound:.2%}"),
-        ("plain LRU", "{lru:.2%}"), ("found", "{found:.2%}"), ("of LRU", "{ratio}"),
+        ("plain LRU", "{lru:.2%}"), ("found", "{found:.2%}"), ("of LRU", "{ratio:.3f}"),
         ("target", "{target}"),
     ), num_left=2),
     Listing("trace", "Cost of a hit, and bytes at the end as V4-Flash's", (
@@ -249,7 +249,6 @@ def _prepare_trace(result: Result) -> dict[str, Any]:
         {
             **row,
             "size": f"{row['blocks']:,}" if row["blocks"] else "all",
-            "ratio": "-" if row["ratio"] is None else f"{row['ratio']:.3f}",
             "target": "" if row["target"] is None else f"{row['target']:.2f}",
             **{f"{tier}_gb": count / 1e9 for tier, count in row["bytes"].items()},
         }
@@ -300,9 +299,7 @@ def _prepare_prefill(result: Result) -> dict[str, Any]:
          "total_mib": row["total_mib"], "target_mib": row["target_mib"]}
         for row in result["memory"]
     ]  # fmt: skip
-    return {
-        "prompts": prompts, "memory": memory, "num_layers": sum(result["layers"].values()),
-    }  # fmt: skip
+    return {"prompts": prompts, "memory": memory, "num_layers": sum(result["layers"].values())}
 
 
 def _prepare_engine(result: Result) -> dict[str, Any]:
@@ -316,13 +313,12 @@ def _prepare_tune(result: Result) -> dict[str, Any]:
 
     rows = [{**each, **_launch(each, "present"), **_launch(each, "chosen")}
             for each in result["choices"]]  # fmt: skip
-    skipped = [
-        f"skipped {each['work']}, {each['launch']}: {each['problem']}" for each in result["skipped"]
-    ]
-    last = f"written to {result['written']}"
+    lines = ["skipped {work}, {launch}: {problem}".format_map(each) for each in result["skipped"]]
     if result["written"] is None:
-        last = format_table({result["architecture"]: result["table"]})
-    return {"choices": rows, "sentences": [*skipped, last]}
+        lines.append(format_table({result["architecture"]: result["table"]}))
+    else:
+        lines.append(f"written to {result['written']}")
+    return {"choices": rows, "sentences": lines}
 
 
 def _launch(choice: Result, which: str) -> dict[str, str]:

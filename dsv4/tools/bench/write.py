@@ -101,15 +101,10 @@ def _prefill_row(kind: AttentionType) -> dict[str, Any]:
     }
 
 
-def write_config(
-    kind: AttentionType, *, num_layers: int = 1, drafts_per_step: int = 0
-) -> CacheConfig:
+def write_config(kind: AttentionType, *, num_layers: int = 1, **choices: Any) -> CacheConfig:
     """Configure V4-Flash with layers of one type."""
-    return CacheConfig.v4_flash(
-        compress_ratios=(kind.ratio,) * num_layers,
-        num_query_heads=1,
-        drafts_per_step=drafts_per_step,
-    )
+    ratios = (kind.ratio,) * num_layers
+    return CacheConfig.v4_flash(compress_ratios=ratios, num_query_heads=1, **choices)
 
 
 def write_case(
