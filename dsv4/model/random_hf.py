@@ -1,5 +1,6 @@
 """A small DeepSeek-V4 of transformers' class with random weights, for tests and the demo."""
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,7 +60,6 @@ def record_attention(model: Any, input_ids: Tensor) -> list[RecordedLayer]:
     hidden: list[Tensor] = []
     outputs: list[Tensor] = []
     scores: dict[int, Tensor] = {}
-    hooks = []
 
     def on_attention(module: Any, args: Any, kwargs: Any, result: Any) -> None:
         hidden.append((args[0] if args else kwargs["hidden_states"])[0])
@@ -68,18 +68,14 @@ def record_attention(model: Any, input_ids: Tensor) -> list[RecordedLayer]:
     def on_scores(layer_idx: int, module: Any, args: Any, result: Tensor) -> None:
         scores[layer_idx] = result[0]
 
-    for layer_idx, layer in enumerate(model.model.layers):
-        attention = layer.self_attn
-        hooks.append(attention.register_forward_hook(on_attention, with_kwargs=True))
-        if attention.layer_type == "compressed_sparse_attention":
-            scorer = attention.compressor.indexer.scorer
-            hooks.append(scorer.register_forward_hook(partial(on_scores, layer_idx)))
-    try:
-        with torch.no_grad():
-            model(input_ids[None], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad():  # a hook is a context that removes it
+        for layer_idx, layer in enumerate(model.model.layers):
+            attention = layer.self_attn
+            hooks.enter_context(attention.register_forward_hook(on_attention, with_kwargs=True))
+            if attention.layer_type == "compressed_sparse_attention":
+                scorer = attention.compressor.indexer.scorer
+                hooks.enter_context(scorer.register_forward_hook(partial(on_scores, layer_idx)))
+        model(input_ids[None], use_cache=False)
     return [
         RecordedLayer(*layer, scores.get(layer_idx))
         for layer_idx, layer in enumerate(zip(hidden, outputs, strict=True))

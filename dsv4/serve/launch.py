@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from contextlib import ExitStack
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,8 @@ def check_versions() -> None:
             f"dsv4 serve needs transformers {TESTED}, whose server it was tested on; got {found}"
         )
     try:
-        import fastapi  # noqa: F401
-        import openai  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
+        for name in ("fastapi", "openai", "prometheus_client", "uvicorn"):
+            import_module(name)
     except ImportError as error:
         raise ImportError(f"dsv4 serve needs {error.name}: pip install 'dsv4[serve]'") from error
 
