@@ -109,9 +109,13 @@ def _measure_steps(
 
 
 def index_case(
-    name: IndexFormatName, num_entries: int, batch: int, *, step_tokens: int = 1,
+    name: IndexFormatName,
+    num_entries: int,
+    batch: int,
+    *,
+    step_tokens: int = 1,
     device: str = "cuda",
-) -> IndexCase:  # fmt: skip
+) -> IndexCase:
     """Plan the last step_tokens of each request; the last token sees num_entries keys."""
     config = CacheConfig.v4_flash(
         compress_ratios=(RATIO,) * NUM_LAYERS, num_query_heads=1, index_format=name

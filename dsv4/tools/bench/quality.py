@@ -198,11 +198,11 @@ def plot_quality(rows: list[dict[str, Any]], path: Path) -> None:
         for (name, length), line in groupby(mine, key=itemgetter("format", "tokens")):
             points = [(row["margin"], 100 * row["right"]) for row in line]
             style = "-" if length == lengths[0] else "--"
-            axes.plot(*zip(*points, strict=True), style, color=f"C{names.index(name)}", marker=".",
-                      label=f"{name}, {length:,} tokens")  # fmt: skip
+            label, color = f"{name}, {length:,} tokens", f"C{names.index(name)}"
+            axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=label)
         axes.set_xscale("log", base=2)
         axes.invert_xaxis()
-        axes.set(xlabel="margin: share of a row that tells it from others", title=TITLES[part],
-                 ylabel="answers right, %")  # fmt: skip
+        axes.set(title=TITLES[part], ylabel="answers right, %")
+        axes.set_xlabel("margin: share of a row that tells it from others")
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)

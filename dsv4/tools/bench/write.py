@@ -128,8 +128,7 @@ def write_case(
             if tail is not None:
                 tail.normal_()
     layers = zip(handles, inputs, model_weights(config, seed=0), strict=True)
-    return [(handle, move_to(device, each), move_to(device, weights))
-            for handle, each, weights in layers]  # fmt: skip
+    return [(handle, move_to(device, each), move_to(device, own)) for handle, each, own in layers]
 
 
 def _time(case: WriteCase) -> float:
