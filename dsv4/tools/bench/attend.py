@@ -86,7 +86,7 @@ PREFILL_SHAPES = (
 )
 
 
-def bench_attend(*, compare: bool = False) -> dict[str, Any]:
+def bench_attend(*, compare: bool) -> dict[str, Any]:
     """Time steps, one layer warm and 8 layers rotating; then a prefill chunk.
 
     `compare` times FlashMLA too, on the same queries: its decode on the same bytes, its prefill

@@ -17,7 +17,7 @@ from dsv4.tools.planner.sizes import parse_tokens
 
 
 class Bench(NamedTuple):
-    """A bench `NAME`: `dsv4.tools.bench.NAME.bench_NAME`, which takes its options by name.
+    """A bench `NAME`: `dsv4.tools.bench.NAME.bench_NAME`, which takes all its options by name.
 
     Attributes:
         counts: Defaults of options `--NAME` above 0, which set a parameter `num_NAME`.

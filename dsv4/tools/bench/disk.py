@@ -23,7 +23,7 @@ from dsv4.tools.bench.trace import block_sizes
 TARGET = 0.7  # of what dd reads
 
 
-def bench_disk(folder: Path, *, num_records: int = 400, num_rounds: int = 15) -> dict[str, Any]:
+def bench_disk(*, folder: Path, num_records: int, num_rounds: int) -> dict[str, Any]:
     """Read blocks of V4-Flash from two stores below a folder, and a file of as many bytes.
 
     All are read past the page cache, one after the other in every round. The CPU's seconds are

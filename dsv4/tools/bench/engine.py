@@ -26,7 +26,7 @@ TARGET = 8.0  # times the tokens a second of generate
 
 
 def bench_engine(
-    *, num_requests: int = 64, num_shared: int = 8192, num_own: int = 1024, num_new: int = 256
+    *, num_requests: int, num_shared: int, num_own: int, num_new: int
 ) -> dict[str, Any]:
     """Serve requests of `num_shared + num_own` tokens that come at once, on a GPU."""
     require_cuda("engine")

@@ -25,7 +25,7 @@ TARGET = 0.7  # of a plain copy
 NAMES = {"plain": "one message", "handover": "hand-over", "unchecked": "hand-over without xxh3"}
 
 
-def bench_handover(*, num_tokens: int = 100_000, num_rounds: int = 10) -> dict[str, Any]:
+def bench_handover(*, num_tokens: int, num_rounds: int) -> dict[str, Any]:
     """Hand a request of V4-Flash over to a process on this machine, over each transport.
 
     A plain copy sends as many bytes as one message from memory that is sent in place. Both end

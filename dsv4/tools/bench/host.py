@@ -34,7 +34,7 @@ STUBS: dict[str, Any] = {  # kernels that do nothing
 }
 
 
-def bench_host(*, num_requests: int = 256, num_steps: int = 300) -> dict[str, Any]:
+def bench_host(*, num_requests: int, num_steps: int) -> dict[str, Any]:
     """Time the calls of an engine's step for V4-Flash with a prefix cache, drafts included.
 
     A step plans 1 + 3 tokens of each request, forgets the rejected ones, notes the accepted ids

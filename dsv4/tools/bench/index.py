@@ -53,7 +53,7 @@ class IndexCase(NamedTuple):
     num_entries: int
 
 
-def bench_index(*, compare: bool = False) -> dict[str, Any]:
+def bench_index(*, compare: bool) -> dict[str, Any]:
     """Time each step of the index, one layer warm and 4 layers rotating.
 
     `compare` times DeepGEMM's scores of FP8 keys too, and SGLang's queries for FP8 keys and its

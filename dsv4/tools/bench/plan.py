@@ -12,7 +12,7 @@ from dsv4.tools.bench.timing import summarize, time_call
 from dsv4.tools.console import working
 
 
-def bench_plan(*, num_requests: int = 256, num_steps: int = 400) -> dict[str, Any]:
+def bench_plan(*, num_requests: int, num_steps: int) -> dict[str, Any]:
     """Time decode steps of V4-Flash, with all 43 layers and with 4 of them.
 
     The two managers alternate step by step, so that both run under the same load. Requests have

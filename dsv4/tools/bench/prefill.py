@@ -58,8 +58,8 @@ class Peers(NamedTuple):
 
 
 def bench_prefill(
-    *, num_positions: int = 5, contexts: Sequence[int] | None = None, whole: int = 1 << 17,
-    compare: bool = False, plot: Path | None = None,
+    *, num_positions: int, contexts: Sequence[int] | None, whole: int, compare: bool,
+    plot: Path | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Time prompts of some contexts; those of up to `whole` tokens run whole too.
 

@@ -18,9 +18,7 @@ HASH_TARGET_US = 20.0
 
 
 @one_thread()
-def bench_prefix(
-    *, num_tokens: int = 100_000, num_rounds: int = 50, device: str = "cpu"
-) -> dict[str, Any]:
+def bench_prefix(*, num_tokens: int, num_rounds: int) -> dict[str, Any]:
     """Resume V4-Flash requests on a cached prompt, repeatedly.
 
     Plans alone make the prompt, since the content of blocks costs no host time. The device copies
@@ -31,7 +29,7 @@ def bench_prefix(
     ids = np.random.default_rng(0).integers(0, 129280, num_tokens)
     num_blocks = num_tokens // config.block_tokens + 2
     manager = KVCacheManager(
-        config, max_requests=2, num_blocks=num_blocks, device=device, num_checkpoints=1,
+        config, max_requests=2, num_blocks=num_blocks, num_checkpoints=1,
         max_forward_tokens=num_tokens, max_request_tokens=num_tokens,
     )  # fmt: skip
     # Publish the prompt, with a checkpoint at its last block boundary.

@@ -37,9 +37,8 @@ CHANCE = 0.2  # below this share no margin is tried any more
 
 
 def bench_quality(
-    *, num_questions: int = 64, lengths: Sequence[int] | None = None, device: str = "cpu",
-    plot: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    *, num_questions: int, lengths: Sequence[int] | None, device: str, plot: Path | None
+) -> dict[str, Any]:
     """Measure every format on random rows of V4-Flash's widths, and on the memory model.
 
     V4.1's rows are the values that the model attends, so others are compared with them.

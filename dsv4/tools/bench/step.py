@@ -24,9 +24,7 @@ TARGET_US = 300.0
 LONGEST_START = 256  # a block of tokens, so that in every step some request needs a block
 
 
-def bench_step(
-    *, num_requests: int = 256, num_steps: int = 400, model: str = "v4-flash"
-) -> dict[str, Any]:
+def bench_step(*, num_requests: int, num_steps: int, model: str) -> dict[str, Any]:
     """Time `prepare_forward` and `replay` of a model's writes, all layers, one token a request.
 
     The host waits for the device between steps, never inside one, so that the queue stays short.

@@ -20,9 +20,7 @@ TARGET_GB_PER_S = 40.0
 COMPARED_AT_ONCE = 256  # blocks
 
 
-def bench_swap(
-    *, num_tokens: int = 1 << 20, num_rounds: int = 10, device: str = "cuda"
-) -> dict[str, Any]:
+def bench_swap(*, num_tokens: int, num_rounds: int, device: str = "cuda") -> dict[str, Any]:
     """Time `swap_out` and `swap_in` of one request, `fp8` rows and `mxfp4` keys.
 
     Adjacent blocks are one copy, scattered blocks one copy each.

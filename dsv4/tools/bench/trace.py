@@ -73,9 +73,8 @@ PLOTTED = {
 
 
 def bench_trace(
-    *, file: Path, num_requests: int = 600, first: int = 1, num_blocks: int | None = None,
-    plot: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    *, file: Path, num_requests: int, first: int, num_blocks: int | None, plot: Path | None
+) -> dict[str, Any]:
     """Replay prompts of a trace, one after the other, with every layer written.
 
     A hash id of 512 tokens is one block. The model is narrow, but its checkpoints and halo are as

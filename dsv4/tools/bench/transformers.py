@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
 StepTimes = tuple[float, float | None]
 
 
-def bench_transformers(*, num_steps: int = 30) -> dict[str, Any]:
+def bench_transformers(*, num_steps: int) -> dict[str, Any]:
     """Time decode steps with both caches, and count the bytes of each, on a GPU."""
     require_cuda("transformers")
     with working("making the model"), torch.device("cuda"):

@@ -66,7 +66,7 @@ class Choice(NamedTuple):
     times: Mapping[AnyLaunch, float]
 
 
-def bench_tune(*, is_written: bool = False) -> dict[str, Any]:
+def bench_tune(*, is_written: bool) -> dict[str, Any]:
     """Tune every work; `is_written` updates the committed table in place."""
     require_cuda("tune")
     device = torch.device("cuda", torch.cuda.current_device())

@@ -38,7 +38,7 @@ NUM_PREFILL_LAYERS = 4  # rotating; CSA projections of 4 layers are four times t
 WriteCase = list[tuple[LayerCacheHandle, LayerProjections, LayerWeights]]  # by layer
 
 
-def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool = False) -> dict[str, Any]:
+def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool) -> dict[str, Any]:
     """Time the writes of a layer, one layer warm and 43 layers rotating.
 
     `compare` times SGLang's kernels of a decode step too, 43 layers rotating.
