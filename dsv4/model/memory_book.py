@@ -90,7 +90,7 @@ class Book:
         return chosen
 
 
-def write_book(num_tokens: int, *, seed: int = 0, num_things: int = 32) -> Book:
+def write_book(num_tokens: int, *, seed: int = 0) -> Book:
     """Write chapters of `num_tokens` tokens together, and the line being written behind them.
 
     No two records share a name, no two chapters a title. All of it follows from integers.
@@ -119,7 +119,7 @@ def write_book(num_tokens: int, *, seed: int = 0, num_things: int = 32) -> Book:
         ids += [WRITTEN, IDS["year"][_scatter(chapter, 13, seed + 1) // 32]]
         ask("chapter", *heading)
     ids.append(TODAY)
-    for number in range(num_things):
+    for number in range(len(IDS["thing"])):
         thing = IDS["thing"][_scatter(number, 5, seed)]
         ids += [thing, IDS["colour"][_scatter(number, 4, seed + 1)]]
         ask("line", thing)
