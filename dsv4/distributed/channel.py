@@ -13,6 +13,7 @@ last.
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +27,7 @@ from dsv4.errors import HandoverError, PeerLostError
 MESSAGE_BYTES = 4096
 CHECKS_PER_MESSAGE = 200
 NUM_PIECES = 4
+MOST_IN_PLACE = 16  # pieces on their way: a sender that polls goes back to its work
 Steps = Generator[Pending | None, None, Any]
 RegionKind = Literal["blocks", "slot", "token_ids", "records"]
 
@@ -81,6 +83,7 @@ class Channel:
         self._pieces = rest.split(self.piece_bytes)[:NUM_PIECES]
         self._sent: list[Pending | None] = [None] * NUM_PIECES
         self._next = 0
+        self._in_place: deque[Pending] = deque()
         self._checks: list[str] = []  # of the pieces so far
 
     def put(self, kind: str, **fields: Any) -> Steps:
@@ -120,15 +123,19 @@ class Channel:
         end = region.first + region.num_rows
         for first in range(region.first, end, per_piece):
             count = min(per_piece, end - first)
-            yield from self._until(self._sent[self._next])
             data = rows.find(first, count)
-            if data is None:
+            if data is not None:
+                if len(self._in_place) == MOST_IN_PLACE:
+                    yield from self._until(self._in_place.popleft())
+                self._in_place.append(self.transport.send(data.view(-1)))
+            else:
+                yield from self._until(self._sent[self._next])
                 data = self._piece(self._next, count, region)
                 rows.copy(first, count, data)
-            self._sent[self._next] = self.transport.send(data.view(-1))
+                self._sent[self._next] = self.transport.send(data.view(-1))
+                self._next = (self._next + 1) % NUM_PIECES
             if check is not None:
                 self._checks.append(_hash(data, check))
-            self._next = (self._next + 1) % NUM_PIECES
 
     def send_checks(self) -> Steps:
         """Send the hashes of all pieces since the last time."""
@@ -145,25 +152,22 @@ class Channel:
         starts = range(region.first, end, per_piece)
         counts = [min(per_piece, end - first) for first in starts]
         coming: list[tuple[Tensor, bool, Pending]] = []
-
-        def start() -> None:
-            if (i := len(coming)) < len(counts):
-                found = rows.find(starts[i], counts[i])
-                data = self._piece(i % NUM_PIECES, counts[i], region) if found is None else found
-                coming.append((data, found is not None, self.transport.receive(data.view(-1))))
-
-        for _ in range(NUM_PIECES):
-            start()
+        num_staged = num_copied = 0
         for i, (first, count) in enumerate(zip(starts, counts, strict=True)):
-            data, is_in_place, pending = coming[i]
+            while len(coming) < len(counts) and num_staged < num_copied + NUM_PIECES:
+                place = starts[len(coming)], counts[len(coming)]
+                data, is_staged = rows.find(*place), False
+                if data is None:
+                    data, is_staged = self._piece(num_staged % NUM_PIECES, place[1], region), True
+                    num_staged += 1
+                coming.append((data, is_staged, self.transport.receive(data.view(-1))))
+            data, is_staged, pending = coming[i]
             yield from self._until(pending)
-            if is_in_place:
-                start()
             if check is not None:
                 self._checks.append(_hash(data, check))
-            if not is_in_place:
+            if is_staged:
                 rows.copy(first, count, data)
-                start()
+                num_copied += 1
 
     def receive_checks(self) -> Steps:
         """Receive the hashes of all pieces; return whether they are as here."""

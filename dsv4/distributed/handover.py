@@ -396,10 +396,11 @@ class Receiver(_Driver):
 
         def find(first: int, count: int) -> Tensor | None:
             manager.check_incoming(incoming)
-            if not (self._is_direct and self._transport.takes_any):
+            if not self._is_direct:
                 return None
             if region.kind != "blocks":
-                return (slot if region.kind == "slot" else ids)[first : first + count]
+                rows = slot if region.kind == "slot" else ids
+                return rows[first : first + count] if self._transport.takes_any else None
             incoming.stop = self._transport.close
             return manager.blocks.view(incoming.blocks[first : first + count])
 
@@ -419,8 +420,7 @@ class Receiver(_Driver):
                 raise PeerLostError(f"The peer sent a region that is not expected: {region}")
             if region.kind == "token_ids":
                 ids = torch.cat((ids, torch.zeros(region.num_rows, 4, dtype=torch.uint8)))
-            rows = RegionRows(write, find)
-            yield from self._channel.receive_region(region, rows, check)
+            yield from self._channel.receive_region(region, RegionRows(write, find), check)
             incoming.stop = None
             num_rows[region.kind] += region.num_rows
         if not is_right:

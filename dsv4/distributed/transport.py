@@ -1,10 +1,11 @@
 """`Transport`: messages between two processes, in order, over an engine that others wrote.
 
-`TorchTransport` is torch.distributed with gloo or NCCL. `dsv4.distributed.nixl` has NIXL.
+`TorchTransport` is torch.distributed with gloo or NCCL. `dsv4.distributed.pull` has the others.
 """
 
 import threading
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +18,7 @@ from dsv4.errors import PeerLostError
 
 MEMORY_BYTES = 32 << 20
 NO_LIMIT = timedelta(days=1)  # deadlines are the caller's
+AT_ONCE = timedelta(milliseconds=1)
 
 
 class Pending(Protocol):
@@ -35,14 +37,14 @@ class Transport(Protocol):
 
     Attributes:
         memory: `[num_bytes]` uint8. Messages are views of it, which do not change on their way.
-        takes_any: Messages may be views of any memory, and none is read or written after `close`.
+        takes_any: Messages may be views of any memory.
     """
 
     memory: Tensor
     takes_any: bool
 
     def add_memory(self, memory: Tensor) -> None:
-        """Let messages that are sent be views of more memory; again does nothing more."""
+        """Let messages be views of more memory; again does nothing more."""
 
     def send(self, data: Tensor) -> Pending:
         """Start to send a message."""
@@ -51,7 +53,7 @@ class Transport(Protocol):
         """Start to receive a message of this length."""
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection; no message is written to this side's memory after it."""
 
 
 class _Waiter:
@@ -59,26 +61,35 @@ class _Waiter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._works: SimpleQueue[tuple[Any, Future[None]] | None] = SimpleQueue()
+        self._works: SimpleQueue[Any] = SimpleQueue()
+        self._open: dict[Any, Future[None]] = {}
         threading.Thread(target=self._run, daemon=True).start()
 
     def add(self, work: Any) -> "_TorchPending":
-        over: Future[None] = Future()
-        self._works.put((work, over))
+        over = self._open[work] = Future()
+        self._works.put(work)
         return _TorchPending(over)
 
     def close(self) -> None:
+        """End all works: a wait that is too long is the one thing after which gloo writes none."""
+        for work in list(self._open):
+            with suppress(RuntimeError):
+                work.wait(AT_ONCE)
         self._works.put(None)
 
     def _run(self) -> None:
-        while (item := self._works.get()) is not None:
-            work, over = item
+        while (work := self._works.get()) is not None:
+            error = None
             try:
                 work.wait(NO_LIMIT)
                 if self._device.type == "cuda":  # NCCL's works wait on the device alone
                     torch.cuda.current_stream(self._device).synchronize()
+            except Exception as raised:
+                error = raised
+            over = self._open.pop(work)
+            if error is None:
                 over.set_result(None)
-            except Exception as error:
+            else:
                 over.set_exception(error)
 
 
@@ -136,19 +147,19 @@ class TorchTransport:
     def add_memory(self, memory: Tensor) -> None:
         pass
 
-    def send(self, data: Tensor) -> Pending:
-        return self._sends.add(self._start(self._group.send, data))
+    def send(self, data: Tensor, *, tag: int = 0) -> Pending:
+        return self._sends.add(self._start(self._group.send, data, tag))
 
-    def receive(self, data: Tensor) -> Pending:
-        return self._receives.add(self._start(self._group.recv, data))
+    def receive(self, data: Tensor, *, tag: int = 0) -> Pending:
+        return self._receives.add(self._start(self._group.recv, data, tag))
 
-    def _start(self, call: Any, data: Tensor) -> Any:
+    def _start(self, call: Any, data: Tensor, tag: int) -> Any:
         try:
-            return call([data], self._peer, 0)
+            return call([data], self._peer, tag)
         except RuntimeError as error:
             raise PeerLostError(f"The peer is lost: {error}") from error
 
     def close(self) -> None:
-        self._group.abort()
-        self._sends.close()
         self._receives.close()
+        self._sends.close()
+        self._group.abort()

@@ -1,7 +1,7 @@
 """A second process for the tests of hand-over: it sends or receives, and may be killed."""
 
 import contextlib
-import importlib.util
+import importlib
 import multiprocessing
 import os
 import signal
@@ -11,37 +11,60 @@ import torch
 import torch.distributed as dist
 
 from dsv4 import CacheConfig, KVCacheManager
+from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.distributed.handover import Handover, Inbox, Receiver
+from dsv4.distributed.mooncake import MooncakeTransport
 from dsv4.distributed.nixl import NixlTransport
 from dsv4.distributed.transport import TorchTransport
 from dsv4.errors import PeerLostError
-from dsv4.testing import Row, model_projections, model_weights, run_forward
+from dsv4.model.attention import forward_layer
+from dsv4.testing import Row, model_projections, model_weights, run_forward, take_rows
 from tests.cache.live import live_bytes
 
 CONFIG = CacheConfig.tiny(
     compress_ratios=(0, 4, 128), num_query_heads=1, head_dim=80, rope_dim=16, index_num_heads=16,
-    index_head_dim=32, block_tokens=128, drafts_per_step=3,
+    index_head_dim=32, block_tokens=128, drafts_per_step=3, max_position=1 << 17,
 )  # fmt: skip
 WEIGHTS = model_weights(CONFIG, seed=0)
 MAX_TOKENS = 900
 TOKENS = model_projections(CONFIG, MAX_TOKENS, seed=10)
 LENGTH = 650
 IDS = np.arange(700)
+LONG = 100_000
+LONG_MEMORY = 1 << 20
+LONG_SIZES = {"num_blocks": 790, "max_forward_tokens": 4096}
 MEMORY_BYTES = 32 << 10  # pieces of one block, so that there are many
 DEADLINE = 60.0  # two slow cores must be in time
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([__name__])
 
-TRANSPORTS = ["gloo"] + ["nixl"] * (importlib.util.find_spec("nixl_cu13") is not None)
+PACKAGES = {
+    "nixl": ("nixl_cu13._api", "nixl-cu13"),
+    "mooncake": ("mooncake.engine", "mooncake-transfer-engine-non-cuda"),
+}
+
+
+def loads(module):
+    """Whether a module and the libraries that it needs are installed."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+MISSING = {kind: name for kind, (module, name) in PACKAGES.items() if not loads(module)}
+TRANSPORTS = ["gloo"] + [kind for kind in PACKAGES if kind not in MISSING]
 
 
 def connect(kind, folder, rank, memory_bytes=MEMORY_BYTES):
     """Connect to the other rank; the folder is where they meet."""
     store = dist.FileStore(str(folder / "store"), 2)
-    if kind == "nixl":
-        return NixlTransport(store, rank, memory_bytes=memory_bytes)
-    return TorchTransport.connect(store, rank, memory_bytes=memory_bytes)
+    classes = {
+        "gloo": TorchTransport.connect, "nixl": NixlTransport, "mooncake": MooncakeTransport,
+    }  # fmt: skip
+    return classes[kind](store, rank, memory_bytes=memory_bytes)
 
 
 def new_manager(**sizes):
@@ -59,6 +82,34 @@ def feed(manager, slot, after):
         result.output
         for result in run_forward(manager, WEIGHTS, [Row(slot, TOKENS, before, after)])
     ]
+
+
+def write_long(manager):
+    """A request of 100,000 tokens, whose layers are written and not attended."""
+    slot = manager.resume_request(IDS, salt=b"mine").slot
+    while (before := int(manager.lengths[slot])) < LONG:
+        for handle, inputs, weights in _long_layers(manager, slot, min(LONG, before + 4096)):
+            handle.write(inputs, weights)
+    return slot
+
+
+def feed_long(manager, slot, count):
+    """Decode so many tokens of a long request; return each layer's output."""
+    outputs = []
+    for after in range(LONG + 1, LONG + count + 1):
+        chosen = {}
+        for handle, inputs, weights in _long_layers(manager, slot, after):
+            outputs.append(forward_layer(handle, inputs, weights, chosen).output)
+    return outputs
+
+
+def _long_layers(manager, slot, after):
+    """Each layer of a forward with its inputs; the inputs repeat, out of step with blocks."""
+    before = int(manager.lengths[slot])
+    rows = torch.arange(before, after) % 887
+    plan = prepare_forward(manager, [slot], [before], [after])
+    for idx, weights in enumerate(WEIGHTS):
+        yield manager.acquire(idx, plan), take_rows(TOKENS[idx], rows), weights
 
 
 def grown(manager, length=LENGTH, on_chunk=lambda slot: None):
@@ -152,6 +203,39 @@ def receive(kind, folder, told, killed_at=None, sizes=None):
             told.send((arrived, held, outputs))
             told.recv()
             receiver.poll()
+
+
+def send_one(kind, folder, num_bytes, told):
+    """Send one message, and stay."""
+    transport = connect(kind, folder, 0, memory_bytes=num_bytes)
+    transport.memory.fill_(1)
+    transport.send(transport.memory)
+    told.recv()
+
+
+def receive_long(kind, folder, told):
+    """Receive a long request to blocks that lie in many places; tell its life."""
+    torch.set_num_threads(1)
+    manager = new_manager(**LONG_SIZES)
+    others = [manager.open_request() for _ in range(2)]
+    for tokens in range(128, 128 * 60, 128):
+        for slot in others:
+            manager.prepare_forward([slot], [tokens - 128], [tokens]).complete()
+    for slot in others:
+        manager.free_request(slot)
+    receiver = Receiver(
+        Inbox(manager), connect(kind, folder, 1, memory_bytes=LONG_MEMORY), deadline=DEADLINE
+    )
+    ((_, slot),) = receiver.wait()
+    told.send(life_of_long(manager, slot))
+    told.recv()
+
+
+def life_of_long(manager, slot):
+    """The bytes of a long request, those after 200 more tokens, and the outputs of these."""
+    before = [part.clone() for part in live_bytes(manager, slot)]
+    outputs = feed_long(manager, slot, 200)
+    return before, outputs, live_bytes(manager, slot)
 
 
 @contextlib.contextmanager

@@ -24,8 +24,12 @@ from tests.distributed.processes import (
     CONFIG,
     DEADLINE,
     LENGTH,
+    LONG,
+    LONG_MEMORY,
+    LONG_SIZES,
     MEMORY_BYTES,
-    TRANSPORTS,
+    MISSING,
+    PACKAGES,
     connect,
     feed,
     grown,
@@ -34,9 +38,15 @@ from tests.distributed.processes import (
 )
 from tests.marks import quick
 
-needs_nixl = pytest.mark.skipif("nixl" not in TRANSPORTS, reason="nixl-cu13 is not installed")
 SENDER_POINTS, RECEIVER_POINTS = 60, 35  # messages: before each, and after each that is sent
-KINDS = ["gloo", pytest.param("nixl", marks=needs_nixl)]
+ENGINES = [
+    pytest.param(
+        kind,
+        marks=pytest.mark.skipif(kind in MISSING, reason=f"{MISSING.get(kind)} is not installed"),
+    )
+    for kind in PACKAGES
+]
+KINDS = ["gloo", *ENGINES]
 
 
 @pytest.fixture(scope="module")
@@ -161,31 +171,75 @@ def test_another_process_goes_on_with_it(kind, tmp_path, expected, exported):
             told.send("next")
 
 
+@pytest.fixture(scope="module")
+def long_request():
+    """A manager with a request of 100,000 tokens, and its life from there on."""
+    manager = new_manager(**LONG_SIZES)
+    slot = processes.write_long(manager)
+    other = manager.fork(slot)
+    life = processes.life_of_long(manager, other)
+    manager.free_request(other)
+    return manager, slot, life
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_request_goes_on_in_another_process(kind, tmp_path, long_request):
+    manager, slot, life = long_request
+    with other_process(processes.receive_long, kind, tmp_path) as (told, _):
+        transport = connect(kind, tmp_path, 0, memory_bytes=LONG_MEMORY)
+        handover = Handover(
+            manager, manager.fork(slot), transport, "long", num_tokens=LONG, deadline=DEADLINE
+        )
+        handover.finish()
+        handover.wait()
+        assert manager.open_slots == [slot]
+        before, outputs, after = told.recv()
+        assert_same(before, life[0])
+        assert len(outputs) == 200 * CONFIG.num_layers
+        assert_same(outputs, life[1])
+        assert_same(after, life[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_written_after_the_end_of_a_connection(kind, tmp_path):
+    num_bytes = 128 << 20
+    with other_process(processes.send_one, kind, tmp_path, num_bytes):
+        transport = connect(kind, tmp_path, 1, memory_bytes=num_bytes)
+        transport.memory.zero_()
+        pending = transport.receive(transport.memory)
+        first = transport.memory[:1].numpy()
+        while not first[0]:  # the first bytes are there
+            pending.wait(0)
+        transport.close()
+        held = transport.memory.clone()
+        time.sleep(0.2)
+        assert torch.equal(transport.memory, held)
+
+
 @pytest.mark.parametrize("seed", quick(range(200), range(20)))
 def test_one_side_is_killed(seed, tmp_path, expected, exported):
-    """gloo tells at once that a process is gone."""
     is_sender = seed % 2 == 0
     killed_at = random.Random(seed).randrange(SENDER_POINTS if is_sender else RECEIVER_POINTS)
     kill(("gloo", tmp_path), killed_at, expected, exported, is_sender=is_sender)
 
 
-@needs_nixl
+@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("seed", quick(range(20), range(2)))
-def test_one_side_is_killed_under_nixl(seed, tmp_path, expected, exported):
+def test_one_side_is_killed_under_an_engine(kind, seed, tmp_path, expected, exported):
     is_sender = seed % 2 == 0
     killed_at = random.Random(seed).randrange(SENDER_POINTS if is_sender else RECEIVER_POINTS)
-    kill(("nixl", tmp_path), killed_at, expected, exported, is_sender=is_sender)
+    kill((kind, tmp_path), killed_at, expected, exported, is_sender=is_sender)
 
 
 def kill(where, killed_at, expected, exported, *, is_sender):
     """Kill the other process, the sender or the receiver, at a message; look at this one."""
     manager = new_manager()
     before = books(manager)
-    deadline = DEADLINE if where[0] == "gloo" else 5.0
     if is_sender:
         options = {"killed_at": killed_at, "saved": exported}
         with other_process(processes.send_saved, *where, **options):
-            receiver = Receiver(Inbox(manager), connect(*where, 1), deadline=deadline)
+            receiver = Receiver(Inbox(manager), connect(*where, 1), deadline=DEADLINE)
             receiver._channel.get = has_deadline(receiver._channel.get)
             try:
                 slot = receiver.wait()[0].slot
@@ -197,7 +251,7 @@ def kill(where, killed_at, expected, exported, *, is_sender):
     before = books(manager)
     with other_process(processes.receive, *where, killed_at=killed_at):
         handover = Handover(
-            manager, slot, connect(*where, 0), "one", num_tokens=LENGTH, deadline=deadline
+            manager, slot, connect(*where, 0), "one", num_tokens=LENGTH, deadline=DEADLINE
         )
         handover.finish()
         try:

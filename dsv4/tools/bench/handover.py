@@ -1,10 +1,11 @@
 """`dsv4 bench handover`: a request between two processes, beside a plain copy of its bytes."""
 
 import hashlib
-import importlib.util
+import importlib
 import multiprocessing
 import statistics
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from torch import Tensor
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config import CacheConfig
 from dsv4.distributed.handover import Handover, Inbox, Receiver
+from dsv4.distributed.mooncake import MooncakeTransport
 from dsv4.distributed.nixl import NixlTransport
 from dsv4.distributed.transport import MEMORY_BYTES, TorchTransport, Transport
 from dsv4.tools.bench.requests import manager_for, open_requests
 from dsv4.tools.bench.timing import time_call
 
+ENGINES = {"nixl": "nixl_cu13", "mooncake": "mooncake.engine"}
 TARGET = 0.7  # of a plain copy
 NAMES = {"plain": "one message", "handover": "hand-over", "unchecked": "hand-over without xxh3"}
 
@@ -31,12 +34,21 @@ def bench_handover(*, num_tokens: int, num_rounds: int) -> dict[str, Any]:
     A plain copy sends as many bytes as one message from memory that is sent in place. Both end
     with an answer of the receiver. They are run in turn.
     """
-    kinds = ["gloo"] + ["nixl"] * (importlib.util.find_spec("nixl_cu13") is not None)
-    rows = [row for kind in kinds for row in _bench_kind(kind, num_tokens, num_rounds)]
+    rows = [row for kind in _kinds() for row in _bench_kind(kind, num_tokens, num_rounds)]
     errors = [f"{row['name']} over {row['transport']} changed bytes" for row in rows
               if not row.pop("is_equal")]  # fmt: skip
     sizes = {"num_tokens": num_tokens, "num_rounds": num_rounds, "num_bytes": rows[0]["num_bytes"]}
     return {**sizes, "rows": rows, "target": TARGET, "errors": errors}
+
+
+def _kinds() -> list[str]:
+    """List gloo, and the engines that are installed."""
+    kinds = ["gloo"]
+    for kind, module in ENGINES.items():
+        with suppress(ImportError):
+            importlib.import_module(module)
+            kinds.append(kind)
+    return kinds
 
 
 def _bench_kind(kind: str, num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
@@ -46,7 +58,7 @@ def _bench_kind(kind: str, num_tokens: int, num_rounds: int) -> list[dict[str, A
     manager.state.storage.random_()
     saved = manager.export_request(slot)
     parts = (saved.blocks.reshape(-1), saved.slot)
-    num_bytes = saved.blocks.nbytes + saved.slot.nbytes
+    num_bytes, digest = saved.blocks.nbytes + saved.slot.nbytes, _digest(*parts)
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
@@ -72,7 +84,7 @@ def _bench_kind(kind: str, num_tokens: int, num_rounds: int) -> list[dict[str, A
                     elapsed = time_call(lambda each=handover: _hand_over(each))[1]  # type: ignore[misc]
                 if number >= 0:
                     seconds[name].append(elapsed / 1e6)
-                if mine.recv() != _digest(*parts):
+                if mine.recv() != digest:
                     seconds[name].append(float("nan"))
         mine.send(None)
         process.join()
@@ -121,9 +133,11 @@ def _connect(
     kind: str, folder: str, name: str, rank: int, memory_bytes: int = MEMORY_BYTES
 ) -> Transport:
     store = dist.FileStore(str(Path(folder) / name), 2)  # type: ignore[attr-defined]
-    if kind == "nixl":
-        return NixlTransport(store, rank, memory_bytes=memory_bytes)
-    return TorchTransport.connect(store, rank, memory_bytes=memory_bytes)
+    connects = {
+        "gloo": TorchTransport.connect, "nixl": NixlTransport, "mooncake": MooncakeTransport,
+    }  # fmt: skip
+    transport: Transport = connects[kind](store, rank, memory_bytes=memory_bytes)
+    return transport
 
 
 def _manager(num_tokens: int, *, max_requests: int) -> KVCacheManager:
