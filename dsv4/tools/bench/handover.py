@@ -5,6 +5,7 @@ import importlib
 import multiprocessing
 import statistics
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -133,11 +134,10 @@ def _connect(
     kind: str, folder: str, name: str, rank: int, memory_bytes: int = MEMORY_BYTES
 ) -> Transport:
     store = dist.FileStore(str(Path(folder) / name), 2)  # type: ignore[attr-defined]
-    connects = {
+    connects: dict[str, Callable[..., Transport]] = {
         "gloo": TorchTransport.connect, "nixl": NixlTransport, "mooncake": MooncakeTransport,
     }  # fmt: skip
-    transport: Transport = connects[kind](store, rank, memory_bytes=memory_bytes)
-    return transport
+    return connects[kind](store, rank, memory_bytes=memory_bytes)
 
 
 def _manager(num_tokens: int, *, max_requests: int) -> KVCacheManager:
