@@ -1,27 +1,32 @@
 """`PullTransport`: messages over an engine by which the receiver reads the sender's memory.
 
     sender                                   receiver
-    place of the message            →        starts to read it
+    place of the message            →        reads it
                                     ←        has read it
 
 Both notes go over gloo, and so do short messages. It tells at once that a peer is gone. Only the
-receiver's own engine writes to its memory, and ends with the connection.
+receiver's own engine writes to its memory, and ends with the connection. A thread reads: some
+engines copy in the call that starts a transfer.
 """
 
+import threading
 import time
 from collections import deque
+from concurrent.futures import Future
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.distributed.transport import MEMORY_BYTES, Pending, TorchTransport
+from dsv4.distributed.transport import MEMORY_BYTES, FuturePending, Pending, TorchTransport
 from dsv4.errors import PeerLostError
 
 SHORT_BYTES = 4096
 READ_TAG = 1  # of the notes that a message was read
 POLL_SECONDS = 50e-6
+NOTE_SECONDS = 1.0
 
 
 class Place(NamedTuple):
@@ -33,6 +38,15 @@ class Place(NamedTuple):
     address: int
     device: int
     version: int
+
+
+class _Pull(NamedTuple):
+    """A message that comes: its place or, if it is short, its bytes are in `note`."""
+
+    data: Tensor
+    note: Tensor
+    noted: Pending
+    over: Future[None]
 
 
 class PullTransport:
@@ -60,13 +74,19 @@ class PullTransport:
         self.memory = torch.empty(memory_bytes, dtype=torch.uint8, device=device)
         self._notes = TorchTransport.connect(store, rank, host=host, memory_bytes=0)
         self._registered: dict[int, Any] = {}
+        self._lock = threading.Lock()  # of the engine
+        self._pulls: SimpleQueue[_Pull | None] = SimpleQueue()
         self._coming: deque[_Pull] = deque()
-        self.is_closed = False
+        self._started: deque[tuple[_Pull, Any]] = deque()
+        self._is_closed = False
         self.add_memory(self.memory)
+        self._reader = threading.Thread(target=self._run, daemon=True)
+        self._reader.start()
 
     def add_memory(self, memory: Tensor) -> None:
         if memory.numel() and memory.data_ptr() not in self._registered:
-            self._registered[memory.data_ptr()] = self.register(memory)
+            with self._lock:
+                self._registered[memory.data_ptr()] = self.register(memory)
 
     def send(self, data: Tensor) -> Pending:
         if len(data) <= SHORT_BYTES:
@@ -76,26 +96,69 @@ class PullTransport:
         return self._notes.receive(torch.empty(1, dtype=torch.uint8), tag=READ_TAG)
 
     def receive(self, data: Tensor) -> Pending:
-        pull = _Pull(self, self._notes, data)
-        self._coming.append(pull)
-        return pull
-
-    def go_on(self) -> None:
-        """Go on with all that is received: messages that follow are read meanwhile."""
-        while self._coming and self._coming[0].is_over:
-            self._coming.popleft()
-        for pull in self._coming:
-            if not pull.go_on():
-                break
+        is_short = len(data) <= SHORT_BYTES
+        if is_short and data.is_cpu:
+            return self._notes.receive(data)
+        size, dtype = (len(data), data.dtype) if is_short else (len(Place._fields), torch.int64)
+        note = torch.empty(size, dtype=dtype)
+        pull = _Pull(data, note, self._notes.receive(note), Future())
+        self._pulls.put(pull)
+        return FuturePending(pull.over)
 
     def close(self) -> None:
-        if not self.is_closed:
-            self.is_closed = True
+        if not self._is_closed:
+            self._is_closed = True
+            self._pulls.put(None)
             self._notes.close()
-            for pull in self._coming:
-                pull.transfer = None  # it may keep the engine alive
+            self._reader.join()
             with suppress(Exception):  # the peer may be dead
                 self.stop()
+
+    def _run(self) -> None:
+        """Read messages until one fails; then none comes any more."""
+        try:
+            while not self._is_closed:
+                self._go_on()
+            failure = PeerLostError("the connection is over")
+        except Exception as error:
+            failure = error if isinstance(error, PeerLostError) else PeerLostError(str(error))
+        left = [pull for pull, _ in self._started] + list(self._coming)
+        self._started.clear()  # transfers may keep the engine alive
+        for pull in left:
+            pull.over.set_exception(failure)
+        while (late := self._pulls.get()) is not None:
+            late.over.set_exception(failure)
+
+    def _go_on(self) -> None:
+        """End what has been read, or start to read what was announced, or wait."""
+        is_idle = not self._started
+        while not self._pulls.empty() or (is_idle and not self._coming):
+            pull = self._pulls.get()
+            if pull is None:
+                self._pulls.put(None)
+                return
+            self._coming.append(pull)
+        if not is_idle and self._has_read(self._started[0][1]):
+            self._notes.send(torch.zeros(1, dtype=torch.uint8), tag=READ_TAG)
+            self._started.popleft()[0].over.set_result(None)
+        elif self._coming and self._coming[0].noted.wait(NOTE_SECONDS if is_idle else 0):
+            self._start(self._coming[0])
+        elif not is_idle:
+            time.sleep(POLL_SECONDS)
+
+    def _has_read(self, transfer: Any) -> bool:
+        with self._lock:
+            return self.is_read(transfer)
+
+    def _start(self, pull: _Pull) -> None:
+        if pull.note.dtype == pull.data.dtype:
+            pull.data.copy_(pull.note)
+            pull.over.set_result(None)
+        else:
+            with self._lock:
+                transfer = self.start_read(Place(*pull.note.tolist()), pull.data)
+            self._started.append((pull, transfer))
+        self._coming.popleft()
 
     def register(self, memory: Tensor) -> Any:
         """Let the peer read more memory."""
@@ -116,48 +179,3 @@ class PullTransport:
     def stop(self) -> None:
         """End the engine: nothing of it writes to this side's memory any more."""
         raise NotImplementedError
-
-
-class _Pull:
-    """A message that comes."""
-
-    def __init__(self, transport: PullTransport, notes: TorchTransport, data: Tensor) -> None:
-        self._transport, self._notes, self._data = transport, notes, data
-        self._is_short = len(data) <= SHORT_BYTES
-        if self._is_short:
-            self._note = data if data.is_cpu else torch.empty_like(data, device="cpu")
-        else:
-            self._note = torch.empty(len(Place._fields), dtype=torch.int64)
-        self._coming = notes.receive(self._note)
-        self.transfer: Any = None
-        self.is_over = False
-
-    def wait(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while not self.is_over and self._coming.wait(max(0.0, end - time.monotonic())):
-            self._transport.go_on()
-            if self.is_over or time.monotonic() >= end:
-                break
-            time.sleep(POLL_SECONDS)
-        return self.is_over
-
-    def go_on(self) -> bool:
-        """Start to read what has been announced; return whether it was."""
-        if self._transport.is_closed:
-            raise PeerLostError("The connection is over")
-        if self.is_over or not self._coming.wait(0):
-            return self.is_over
-        if self._is_short:
-            if self._note is not self._data:
-                self._data.copy_(self._note)
-            self.is_over = True
-            return True
-        try:
-            if self.transfer is None:
-                self.transfer = self._transport.start_read(Place(*self._note.tolist()), self._data)
-            elif self._transport.is_read(self.transfer):
-                self._notes.send(torch.zeros(1, dtype=torch.uint8), tag=READ_TAG)
-                self.is_over, self.transfer = True, None
-        except Exception as error:
-            raise PeerLostError(f"The peer is lost: {error}") from error
-        return True

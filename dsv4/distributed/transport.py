@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4.errors import PeerLostError
 
-MEMORY_BYTES = 32 << 20
+MEMORY_BYTES = 128 << 20
 NO_LIMIT = timedelta(days=1)  # deadlines are the caller's
 AT_ONCE = timedelta(milliseconds=1)
 
@@ -65,10 +65,10 @@ class _Waiter:
         self._open: dict[Any, Future[None]] = {}
         threading.Thread(target=self._run, daemon=True).start()
 
-    def add(self, work: Any) -> "_TorchPending":
+    def add(self, work: Any) -> "FuturePending":
         over = self._open[work] = Future()
         self._works.put(work)
-        return _TorchPending(over)
+        return FuturePending(over)
 
     def close(self) -> None:
         """End all works: a wait that is too long is the one thing after which gloo writes none."""
@@ -93,7 +93,7 @@ class _Waiter:
                 over.set_exception(error)
 
 
-class _TorchPending(NamedTuple):
+class FuturePending(NamedTuple):
     over: Future[None]
 
     def wait(self, seconds: float) -> bool:
