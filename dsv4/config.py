@@ -277,6 +277,13 @@ class CacheConfig:
             raise ValueError(f"The context is split already, over {self.num_ranks} ranks")
         if num_ranks == 1:
             return self
+        if self.candidate_source_layer_id >= 0:
+            entries = self.entries_per_block(self.compress_ratios[self.candidate_source_layer_id])
+            if entries % self.candidate_block_size:
+                raise ValueError(
+                    "A split context needs whole candidate blocks on a rank: expected a divisor of "
+                    f"{entries} entries, got candidate_block_size {self.candidate_block_size}"
+                )
         return dataclasses.replace(
             self, block_tokens=self.block_tokens * num_ranks, context=ContextShare(rank, num_ranks)
         )

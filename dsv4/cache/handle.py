@@ -328,18 +328,18 @@ class LayerCacheHandle:
         self._check_entries()
         self._check_shared(candidates)
         parts, plan = self.parts, self.plan
+        blocks = None if candidates is None else candidates.blocks
         try:
             if parts.context is not None:
                 selection = parts.context.select_entries(
-                    query, head_weights, parts.memory, plan, backend=parts.index_backend
+                    query, head_weights, parts.memory, plan, blocks, backend=parts.index_backend
                 )
             else:
                 with parts.on_device:
                     selection = ops.select_entries(
                         query, head_weights, parts.memory, plan.on_part(parts.part)[0],
                         max_entries=plan.max_entries(parts.layer.ratio),
-                        candidates=None if candidates is None else candidates.blocks,
-                        backend=parts.index_backend,
+                        candidates=blocks, backend=parts.index_backend,
                     )  # fmt: skip
         except BaseException:
             self._fail()

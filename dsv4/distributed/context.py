@@ -42,7 +42,6 @@ def rank_config(
     for has_it, what in (
         (bool(external), f"the backend {external[0]!r}" if external else ""),
         (store is not None, "a store: the ranks would find records at different times"),
-        (config.candidate_source_layer_id >= 0, "candidate blocks (candidate_source_layer_id)"),
     ):
         if has_it:
             raise ValueError(f"A split context does not support {what}")
@@ -91,37 +90,47 @@ class SplitContext:
         self._own_rows[plan] = {}
 
     def select_entries(
-        self, query: Tensor, head_weights: Tensor, memory: LayerMemory, plan: ForwardPlan, *,
-        backend: str,
+        self, query: Tensor, head_weights: Tensor, memory: LayerMemory, plan: ForwardPlan,
+        candidates: Tensor | None, *, backend: str,
     ) -> Selection:  # fmt: skip
-        """Select the entries that one rank would; rows of other ranks' entries are -1."""
+        """Select the entries that one rank would; rows of other ranks' entries are -1.
+
+        candidates are blocks as one rank has them. A source of them publishes the same on all.
+        """
         layout, tokens = memory.layout, plan.tokens
-        ratio, topk = layout.ratio, layout.index_topk
-        max_entries = plan.max_entries(ratio)
+        ratio, topk, size = layout.ratio, layout.index_topk, layout.entries_per_block
+        most_blocks, per_block = layout.candidate_blocks, layout.candidate_size
+        max_entries, most = plan.max_entries(ratio), self._most_entries(plan, ratio)
         if max_entries <= topk:  # all of them
             return ops.select_entries(
                 query, head_weights, memory, tokens, max_entries=max_entries, backend=backend
             )
-        own = self._own_tokens[plan][ratio]
-        most, scores = self._most_entries(plan, ratio), query.new_empty(len(query), topk).float()
         with torch.no_grad():
-            chosen = load_backend(backend).select_entries(
-                query, head_weights, memory, own, max_entries=most, chosen_scores=scores
-            )
-            width = min(topk, most)
-            candidates = self._gather(
-                torch.stack((self._number(chosen.entry_idx, ratio), scores.view(torch.int32)), 2)[
-                    :, :width
-                ]
-            )  # [ranks, num_tokens, width, 2]
-            entries, bits = candidates.transpose(0, 1).flatten(1, 2).unbind(2)
-            slots = addressing.token_slots(tokens)
             counts = addressing.visible_entries(tokens.positions.long(), ratio)
-            best = _merge(entries, bits.contiguous().view(torch.float32), counts, topk)
-            best = torch.where(slots[:, None] >= 0, best, -1)
-            size = self._config.entries_per_block(ratio)
-            rows = addressing.entry_rows(tokens.block_table, slots[:, None], best, size)
-        return Selection(best.int(), rows, (best >= 0).sum(dim=1).int(), chosen.blocks)
+            num_blocks = -(-counts // per_block)
+            listed, num_listed = None, counts
+            if candidates is not None:
+                listed = self._own_blocks(candidates, size // per_block)
+                num_listed = counts - (num_blocks - candidates.shape[1]).clamp(min=0) * per_block
+            scores = query.new_empty(len(query), topk, dtype=torch.float32)
+            largest = query.new_empty(len(query), most_blocks, dtype=torch.float32)
+            chosen = load_backend(backend).select_entries(
+                query, head_weights, memory, self._own_tokens[plan][ratio], max_entries=most,
+                candidates=listed, chosen_scores=scores,
+                block_scores=largest if most_blocks else None,
+            )  # fmt: skip
+            mine = [_pairs(self._number(chosen.entry_idx, size), scores)[:, :most]]
+            if most_blocks:
+                blocks = self._number(chosen.blocks, size // per_block)
+                largest = torch.where(blocks == num_blocks[:, None] - 1, torch.inf, largest)
+                mine.append(_pairs(blocks, largest)[:, : -(-most // per_block)])
+            of_all = self._gather(torch.cat(mine, 1)).split([each.shape[1] for each in mine], 2)
+            best, blocks = _merge(of_all[0], num_listed, topk), chosen.blocks
+            if most_blocks:  # the newest is infinite
+                blocks = _merge(of_all[1], num_blocks, most_blocks).int()
+            slots = addressing.token_slots(tokens)[:, None]
+            rows = addressing.entry_rows(tokens.block_table, slots, best, size)
+        return Selection(best.int(), rows, (best >= 0).sum(dim=1).int(), blocks)
 
     def attend(
         self, query: Tensor, sinks: Tensor | None, memory: LayerMemory,
@@ -160,11 +169,26 @@ class SplitContext:
         full, rest = divmod(plan.max_entries(ratio), size * self._config.num_ranks)
         return full * size + min(rest, size)
 
-    def _number(self, own: Tensor, ratio: int) -> Tensor:
-        """Number the rank's own entries as their request does; -1 stays."""
-        size, rank = self._config.entries_per_block(ratio), self._config.rank
-        in_request = (own // size * self._config.num_ranks + rank) * size + own % size
+    def _number(self, own: Tensor, size: int) -> Tensor:
+        """Number the rank's own things, `size` of them in a block, as their request does.
+
+        -1 stays.
+        """
+        in_request = (own // size * self._config.num_ranks + self._config.rank) * size + own % size
         return torch.where(own >= 0, in_request, -1)
+
+    def _own_blocks(self, candidates: Tensor, size: int) -> Tensor:
+        """List those of a request's candidate blocks that the rank stores, in its own numbers.
+
+        Args:
+            candidates: `[n, blocks]`, ascending, then -1.
+            size: Candidate blocks in a block.
+        """
+        num_ranks, rank = self._config.num_ranks, self._config.rank
+        is_own = (candidates >= 0) & (candidates // size % num_ranks == rank)
+        own = candidates // (size * num_ranks) * size + candidates % size
+        own = torch.where(is_own, own, NO_ENTRY).sort(dim=1).values
+        return torch.where(own < NO_ENTRY, own, -1).int()
 
     def _rows(self, plan: ForwardPlan, ratio: int) -> Tensor:
         """Flat rows `[num_tokens, most]` of all own entries that each token sees; then -1."""
@@ -192,16 +216,23 @@ class SplitContext:
         return parts.to(mine.device).view(mine.dtype)
 
 
-def _merge(entries: Tensor, scores: Tensor, counts: Tensor, topk: int) -> Tensor:
-    """Choose among the ranks' candidates as `select_topk` does among all entries.
+def _pairs(numbers: Tensor, scores: Tensor) -> Tensor:
+    """Candidates `[n, width, 2]` int32: a number, -1 for none, and the bits of its score."""
+    return torch.stack((numbers.int(), scores.view(torch.int32)), 2)
+
+
+def _merge(candidates: Tensor, counts: Tensor, topk: int) -> Tensor:
+    """Choose among the ranks' candidates as `select_topk` does among all.
 
     Args:
-        entries: `[n, candidates]` int32, -1 for none.
-        counts: `[n]`, the entries that a token sees on all ranks.
+        candidates: `[ranks, n, width, 2]`, see `_pairs`.
+        counts: `[n]`, those that a token sees on all ranks.
 
     Returns:
         `[n, topk]` int64, ascending, then -1.
     """
+    entries, bits = candidates.transpose(0, 1).flatten(1, 2).unbind(2)
+    scores = bits.contiguous().view(torch.float32)
     has_few = counts[:, None] <= topk
     is_candidate = (entries >= 0) & (has_few | ~torch.isnan(scores))
     scores = torch.where(has_few, 0.0, scores) + 0.0  # one zero

@@ -20,9 +20,10 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 from dsv4 import CacheConfig, KVCacheManager
 from dsv4.errors import RankLostError
 from dsv4.testing import Row, model_projections, model_weights, move_to, poison
-from tests.cache.life import BASE, Life, World, machine_in, run_layers
+from tests.cache.life import BASE, V41, Life, World, machine_in, run_layers
 from tests.cache.live import assert_same
 from tests.distributed.processes import context
+from tests.v41 import tiny_v41
 
 DEADLINE = 60.0  # two slow cores must be in time
 context.set_forkserver_preload([__name__])
@@ -117,6 +118,11 @@ def whole_config():
     return CacheConfig.tiny(**BASE, compress_ratios=(0, 4, 128), block_tokens=128)
 
 
+def shared_config():
+    """Layers of V4.1 that share entries and choices, and candidates, in blocks of four entries."""
+    return dataclasses.replace(V41.config, block_tokens=4)
+
+
 def live(rank, group, make_config, max_tokens, num_lives, num_steps):
     """Lives of the same steps on all ranks."""
     world = SplitWorld(make_config(), group, max_tokens=max_tokens, num_blocks=9)
@@ -160,17 +166,30 @@ def own_bytes(manager, one, slot):
 FORWARDS = ((420, 20), (30, 140), (3, 3), (1, 1), (20, 3), (1, 0), (0, 1))
 
 
-def compare(rank, group, device="cpu", dtype=torch.float32, forwards=FORWARDS, **choices):
+def small_config(**choices):
+    return CacheConfig.tiny(
+        **{"compress_ratios": (0, 4, 128, 4), "block_tokens": 128, "drafts_per_step": 2,
+           "index_topk": 16, **choices}
+    )  # fmt: skip
+
+
+def latent_config(**choices):
+    """Layers of V4.1; a token of 20 sees more candidate blocks than there are candidates."""
+    return tiny_v41(**{"candidate_block_size": 4, "drafts_per_step": 2, **choices})
+
+
+def compare(
+    rank, group, make_config=small_config, device="cpu", dtype=torch.float32, forwards=FORWARDS,
+    backend=None, **choices,
+):  # fmt: skip
     """Chunks, verification and decode of two requests, beside a manager that is alone.
 
     Returns the farthest output, relative to the scale, and a digest of all outputs.
     """
-    config = CacheConfig.tiny(
-        **{"compress_ratios": (0, 4, 128, 4), "block_tokens": 128, "drafts_per_step": 2,
-           "index_topk": 16, **choices}
-    )  # fmt: skip
-    sizes = {"max_requests": 3, "num_blocks": 8, "max_forward_tokens": 700, "device": device}
-    whole = dataclasses.replace(config, block_tokens=128 * group.size())
+    config = make_config(**choices)
+    sizes = {"max_requests": 3, "num_blocks": 8, "max_forward_tokens": 700, "device": device,
+             "backend": backend}  # fmt: skip
+    whole = dataclasses.replace(config, block_tokens=config.block_tokens * group.size())
     one = KVCacheManager(whole, **sizes)
     manager = KVCacheManager(config, process_group=group, **sizes)
     weights = [move_to(device, each) for each in model_weights(config, seed=0)]

@@ -13,11 +13,17 @@ from dsv4.testing import Row, model_projections, model_weights
 from dsv4.tools.planner.memory_plan import MemoryPlan
 from tests.cache.life import run_layers
 from tests.distributed import ranks
+from tests.v41 import tiny_v41
+
+SHORT_FORWARDS = ((70, 20), (9, 40), (3, 3), (1, 1), (1, 0))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_ranks_equal_one(num_ranks):
-    farthest, digests = zip(*ranks.run_ranks(num_ranks, ranks.compare), strict=True)
+@pytest.mark.parametrize(
+    ("num_ranks", "call"),
+    [(2, ()), (4, ()), (2, (ranks.latent_config, "cpu", torch.float32, SHORT_FORWARDS))],
+)
+def test_the_ranks_equal_one(num_ranks, call):
+    farthest, digests = zip(*ranks.run_ranks(num_ranks, ranks.compare, *call), strict=True)
     assert max(farthest) < 1e-5
     assert len(set(digests)) == 1  # all ranks go on with the same bits
 
@@ -54,7 +60,8 @@ def test_merge_follows_the_rule_of_one_rank():
         entries = torch.arange(num_entries).expand(50, -1)
         entries = torch.where(entries < counts[:, None], entries, -1).int()
         order = torch.randperm(num_entries, generator=generator)
-        merged = context._merge(entries[:, order], scores[:, order], counts, topk)
+        pairs = context._pairs(entries[:, order], scores[:, order])
+        merged = context._merge(pairs[None], counts, topk)
         want = select_topk(scores, counts, topk)
         assert torch.equal(merged[:, : want.shape[1]], want)
         assert (merged[:, want.shape[1] :] == -1).all()
@@ -63,7 +70,7 @@ def test_merge_follows_the_rule_of_one_rank():
 @pytest.mark.parametrize(
     ("num_ranks", "make_config", "max_tokens", "sizes"),
     [(2, ranks.short_config, 40, (6, 30)), (4, ranks.short_config, 80, (3, 25)),
-     (2, ranks.whole_config, 640, (2, 20))],
+     (2, ranks.whole_config, 640, (2, 20)), (2, ranks.shared_config, 40, (6, 30))],
 )  # fmt: skip
 def test_lives(num_ranks, make_config, max_tokens, sizes):
     steps = ranks.run_ranks(num_ranks, ranks.live, make_config, max_tokens, *sizes)
@@ -140,9 +147,10 @@ def test_graphs_are_refused():
         CapturedForward(manager, lambda handles: None, batch=1)
 
 
-def test_candidate_blocks_are_refused():
-    with pytest.raises(ValueError, match="candidate_source_layer_id"):
-        KVCacheManager(CacheConfig.v41_flash(), max_requests=1, num_blocks=1, process_group=Group())
+def test_candidate_blocks_of_two_ranks_are_refused():
+    config = tiny_v41(candidate_block_size=3)
+    with pytest.raises(ValueError, match="16 entries, got candidate_block_size 3"):
+        KVCacheManager(config, max_requests=1, num_blocks=1, process_group=Group())
 
 
 def test_a_rank_stores_its_share():

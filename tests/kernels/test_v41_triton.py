@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from dsv4 import CacheConfig, KVCacheManager, warm_up
 from dsv4.cache.prepare_forward import prepare_forward
@@ -258,6 +259,42 @@ def test_choices_and_candidates(before, after, key_scale):
         for name, got in theirs[idx]._asdict().items():
             assert torch.equal(got, getattr(expected, name)), (idx, name)
     assert mine[3].blocks.shape[1] == 4 and theirs[4].blocks.shape[1] == 0
+
+
+@pytest.mark.parametrize("kept", [[], [0, 2], [1, 2, 3]])
+def test_scores_of_choices(kept):
+    """Kernels give the scores of what they choose, also from lists that miss blocks."""
+    config = tiny_v41(**SMALL)
+    weights = moved(model_weights(config, seed=3))
+    manager = KVCacheManager(
+        config, device=DEVICE, backend="reference", max_requests=3, num_blocks=24
+    )
+    poison(manager)
+    plan, rows = fill(manager, weights, [0, 50, 61], [3, 53, 62])
+    chosen = {}
+    for idx, learned in enumerate(weights):
+        inputs = forward_inputs(rows, idx)
+        forward_layer(manager.acquire(idx, plan), inputs, learned, chosen)
+    for idx, candidates in ((3, None), (4, chosen[3].blocks)):
+        if candidates is not None:
+            candidates = pad(candidates[:, kept], (0, 4 - len(kept)), value=-1)
+        results = []
+        for backend in ("reference", "triton"):
+            handle, index = manager.acquire(idx, plan), forward_inputs(rows, idx).indexer
+            scores = torch.full((len(index.query), 8), torch.nan, device=DEVICE)
+            largest = torch.full((len(index.query), 4), torch.nan, device=DEVICE)
+            got = load_backend(backend).select_entries(
+                index.query, index.head_weights, handle.memory, plan.tokens,
+                max_entries=plan.max_entries(1), candidates=candidates, chosen_scores=scores,
+                block_scores=largest if idx == 3 else None,
+            )  # fmt: skip
+            largest = largest[:, : got.blocks.shape[1]].masked_fill(got.blocks < 0, 0.0)
+            results.append((got, scores.masked_fill(got.entry_idx < 0, 0.0), largest))
+        (mine, *ours), (theirs, *others) = results
+        for name, each in theirs._asdict().items():
+            assert torch.equal(each, getattr(mine, name)), (idx, name)
+        for each, expected in zip(others, ours, strict=True):
+            assert torch.allclose(each, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("has_room", [True, False])

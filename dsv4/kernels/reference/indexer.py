@@ -25,6 +25,7 @@ def select_entries(
     max_entries: int,
     candidates: Tensor | None = None,
     chosen_scores: Tensor | None = None,
+    block_scores: Tensor | None = None,
 ) -> Selection:
     """Select the `index_topk` best visible entries of each token.
 
@@ -33,9 +34,12 @@ def select_entries(
         head_weights: `[num_tokens, index_heads]`, as projected; the scales are applied here.
         max_entries: Upper bound of the entries that a token of this forward sees.
         candidates: `[num_tokens, blocks]` int32, the blocks that entries may come from, ascending,
-            then -1; None for all. They have all entries of a token that sees at most `index_topk`.
+            then -1; None for all. They have all entries of a token that sees at most `index_topk`,
+            unless `chosen_scores` are asked for.
         chosen_scores: `[num_tokens, index_topk]` fp32, takes the scores of what is selected, of all
-            tokens alike; not with candidates.
+            tokens alike.
+        block_scores: `[num_tokens, candidate_blocks]` fp32, takes the largest scores of the blocks
+            that are published; with `chosen_scores`.
 
     Notes:
         Of equal scores the smaller entry is chosen; a NaN score is never chosen. A token that sees
@@ -72,15 +76,17 @@ def select_entries(
                 )
             values = gather_rows(keys, rows, global_scale=global_scale)
             scores = score_entries(quantised[part], head_weights[part], values)
-            chosen = select_topk(scores, num_listed, topk)
+            chosen = select_topk(scores, num_listed, topk)[:, :width]
             if chosen_scores is not None:
-                chosen_scores[part, :width] = scores.gather(1, chosen.clamp(min=0))
+                chosen_scores[part, : chosen.shape[1]] = scores.gather(1, chosen.clamp(min=0))
             if listed is not None:
                 chosen = torch.where(chosen >= 0, listed.gather(1, chosen.clamp(min=0)), -1)
             entry_idx[part, : chosen.shape[1]] = chosen
             if layout.candidate_blocks:
                 best = select_blocks(scores, counts[part], layout.candidate_blocks, size)
                 blocks[part, : best.shape[1]] = best
+                if block_scores is not None:
+                    block_scores[part] = largest_scores(scores, blocks[part], counts[part], size)
     padded = positions.new_full((len(positions), topk), -1)
     padded[:, :width] = entry_idx
     rows = addressing.entry_rows(tokens.block_table, slots[:, None], padded, keys.rows_per_page)
@@ -95,6 +101,14 @@ def _members(blocks: Tensor, counts: Tensor, size: int) -> tuple[Tensor, Tensor]
     entries = (blocks[:, :, None] * size + torch.arange(size, device=blocks.device)).flatten(1)
     is_real = (blocks >= 0).repeat_interleave(size, dim=1) & (entries < counts[:, None])
     return torch.where(is_real, entries, -1), is_real.sum(dim=1)
+
+
+def largest_scores(scores: Tensor, blocks: Tensor, counts: Tensor, size: int) -> Tensor:
+    """Find the largest score of each listed block, `[n, blocks]`; -inf for none but NaN."""
+    entries, _ = _members(blocks, counts, size)
+    listed = scores.gather(1, entries.clamp(min=0))
+    listed = torch.where((entries >= 0) & ~torch.isnan(listed), listed, -torch.inf)
+    return listed.view(*blocks.shape, size).amax(dim=2)
 
 
 def select_blocks(scores: Tensor, counts: Tensor, num_blocks: int, size: int) -> Tensor:

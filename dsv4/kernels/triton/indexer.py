@@ -34,6 +34,7 @@ from dsv4.kernels.index_scratch import (
     padded_heads,
 )
 from dsv4.kernels.layer_memory import LayerMemory, existing
+from dsv4.kernels.reference.indexer import largest_scores
 from dsv4.kernels.triton.candidates import choose_blocks, first_blocks, score_listed
 from dsv4.kernels.triton.chunk_scores import (
     ChunkKeys,
@@ -353,6 +354,7 @@ def select_entries(
     max_entries: int,
     candidates: Tensor | None = None,
     chosen_scores: Tensor | None = None,
+    block_scores: Tensor | None = None,
 ) -> Selection:
     """See `kernels.reference.indexer`."""
     num_tokens, device = len(tokens.positions), tokens.positions.device
@@ -371,7 +373,7 @@ def select_entries(
         return chosen
     if candidates is not None:
         _select_listed(
-            query, head_weights, memory, tokens, candidates.contiguous(), chosen,
+            query, head_weights, memory, tokens, candidates.contiguous(), chosen, chosen_scores,
             max_entries=max_entries,
         )  # fmt: skip
         return chosen
@@ -397,6 +399,12 @@ def select_entries(
             chosen_scores[part.start : part.stop] = scores
         if layout.candidate_blocks:
             choose_blocks(chosen, scratch, layout, tokens, part, max_entries=max_entries)
+        if block_scores is not None:
+            span = slice(part.start, part.stop)
+            block_scores[span] = largest_scores(
+                scratch.scores[: len(part)], chosen.blocks[span].long(),
+                (tokens.positions[span].long() + 1) // layout.ratio, layout.candidate_size,
+            )  # fmt: skip
     return chosen
 
 
@@ -407,11 +415,22 @@ def _select_listed(
     tokens: TokenMap,
     candidates: Tensor,
     chosen: Selection,
+    chosen_scores: Tensor | None,
     *,
     max_entries: int,
 ) -> None:
-    """Write the selection from candidate blocks `[num_tokens, blocks]`."""
+    """Write the selection from candidate blocks `[num_tokens, blocks]`.
+
+    With chosen_scores a list may miss blocks: its length then takes the place of the position.
+    """
     size = memory.layout.candidate_size
+    if chosen_scores is not None:
+        ends = (candidates.amax(dim=1) + 1) * size
+        missing = (ends - (tokens.positions + 1) // memory.layout.ratio).clamp(min=0)
+        lengths = (candidates >= 0).sum(dim=1) * size - missing
+        tokens = tokens._replace(positions=(lengths * memory.layout.ratio - 1).int())
+        chosen_scores.zero_()  # a launch between: kernels may read positions before they wait
+    scored = memory if chosen_scores is None else memory.scoring_all
     layout = ListedLayout(memory.layout.entries_per_block, size, candidates)
     width = min(candidates.shape[1] * size, max_entries)
     scratch = index_scratch(query, memory, max_entries=width)
@@ -419,15 +438,22 @@ def _select_listed(
     listed, num_heads = tokens._replace(positions=places), query.shape[1]
     for first in range(0, len(query), scratch.num_rows):
         part = range(len(query))[first : first + scratch.num_rows]
-        prepare_queries(query, head_weights, scratch, memory, tokens, part)
+        prepare_queries(query, head_weights, scratch, scored, tokens, part)
         score_listed(
             scratch, candidates, places, memory, tokens, part,
-            _shared_arguments(scratch, memory, tokens, part, num_heads), num_heads=num_heads,
+            _shared_arguments(scratch, scored, tokens, part, num_heads), num_heads=num_heads,
             width=width,
         )  # fmt: skip
         choose_best(
             chosen, scratch.scores, scratch.group_tops, listed, layout, part, max_entries=width
         )
+        if chosen_scores is not None:
+            span = slice(part.start, part.stop)
+            entries, blocks = chosen.entry_idx[span].clamp(min=0), candidates[span]
+            blocks = torch.where(blocks >= 0, blocks, torch.iinfo(torch.int32).max)
+            at = torch.searchsorted(blocks, entries // size) * size + entries % size
+            scores = scratch.scores[: len(part)].gather(1, at.clamp(max=width - 1))
+            chosen_scores[span] = scores
 
 
 def empty_selection(

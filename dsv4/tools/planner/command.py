@@ -124,10 +124,9 @@ def build_plan(options: argparse.Namespace) -> MemoryPlan:
         raise ValueError("argument --html: expected --pp 1, the page has no stages")
     config = _config(options)
     if options.context_ranks > 1:
-        if options.html is not None or config.candidate_source_layer_id >= 0:
+        if options.html is not None:
             raise ValueError(
-                "argument --context-parallel: expected 1 for a page or a model with candidate "
-                f"blocks, got {options.context_ranks}"
+                f"argument --context-parallel: expected 1 for a page, got {options.context_ranks}"
             )
         config = config.split_context(0, options.context_ranks)  # all ranks have as many bytes
     sizes = {name: getattr(options, name) for name in LIMITS if name != "gpu_bytes"}
