@@ -308,11 +308,14 @@ class CacheConfig:
         """Count the entries of a block that the rank stores for a layer of that ratio."""
         return self.block_tokens // (ratio * self.num_ranks) if ratio else 0
 
-    def own_entries(self, num_entries: int, ratio: int) -> int:
-        """Count those among a request's first entries that the rank stores."""
-        size = self.entries_per_block(ratio)
+    def own_entries(self, num_entries: int, ratio: int, *, rank: int | None = None) -> int:
+        """Count those among a request's first entries that a rank stores, this one or another.
+
+        Rank 0 has the most.
+        """
+        size, rank = self.entries_per_block(ratio), self.rank if rank is None else rank
         full, rest = divmod(num_entries, size * self.num_ranks)
-        return full * size + min(max(rest - self.rank * size, 0), size)
+        return full * size + min(max(rest - rank * size, 0), size)
 
     def _cut_sources(self, first: int, last: int) -> dict[str, Any]:
         """Return the sources among layers `first` to `last - 1`, as they are numbered there."""

@@ -207,7 +207,7 @@ class KVCacheManager(NotCopyable):
         self.context: SplitContext | None = None
         if process_group is not None and config.num_ranks > 1:
             self.check_one_device("split context")
-            self.context = SplitContext(self.capacity, self.block_table, process_group)
+            self.context = SplitContext(self.capacity, self.device_memory, process_group)
         self._layers = [self._layer_parts(idx) for idx in range(len(self.schedule))]
         self.transfers: WeakSet[Transfer] = WeakSet()
 

@@ -8,12 +8,12 @@ keys, and attends its own share of the entries. The ranks exchange candidates an
 import hashlib
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.memory.capacity import Capacity
+from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prefix.store import PrefixStore
 from dsv4.config import CacheConfig
@@ -25,6 +25,7 @@ from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.reference import addressing
 
 NO_ENTRY = torch.iinfo(torch.int32).max  # behind all entries
+LISTED_AT_ONCE = 1 << 22  # rows, to bound the temporaries
 NO_KEY = torch.iinfo(torch.int64).min  # behind all candidates
 
 
@@ -55,18 +56,19 @@ class SplitContext:
 
     Args:
         capacity: Sizes of the manager, the same on all ranks.
-        block_table: `[max_requests, max_blocks]` int32 on the device.
+        memory: The manager's tensors.
         group: The ranks.
     """
 
-    def __init__(self, capacity: Capacity, block_table: Tensor, group: Any) -> None:
-        self._config, self._block_table, self._group = capacity.config, block_table, group
+    def __init__(self, capacity: Capacity, memory: DeviceMemory, group: Any) -> None:
+        block_table = memory.block_table
+        self._config, self._memory, self._group = capacity.config, memory, group
         find = getattr(group, "_get_backend", lambda device: group)  # a group has some by device
         self._is_staged = block_table.is_cuda and find(block_table.device).name() == "gloo"
         self._is_lost = False
-        # By plan and ratio: the tokens as they see the rank's own entries, the rows of these.
-        self._own_tokens: WeakKeyDictionary[ForwardPlan, dict[int, TokenMap]] = WeakKeyDictionary()
-        self._own_rows: WeakKeyDictionary[ForwardPlan, dict[int, Tensor]] = WeakKeyDictionary()
+        # The current plan's tokens as they see the rank's own entries, by ratio.
+        self._own_tokens: dict[int, TokenMap] = {}
+        self._has_rows = False
         sizes = repr(replace(capacity, config=capacity.config.whole))
         digest = torch.frombuffer(
             bytearray(hashlib.sha256(sizes.encode()).digest()), dtype=torch.uint8
@@ -79,15 +81,15 @@ class SplitContext:
     def start(self, plan: ForwardPlan) -> None:
         """Find the rank's own entries that each token of a forward sees."""
         tokens = plan.tokens
-        self._own_tokens[plan] = {
+        self._own_tokens = {
             ratio: tokens._replace(
-                block_table=self._block_table,
+                block_table=self._memory.block_table,
                 positions=self._own_entries((tokens.positions + 1) // ratio, ratio) * ratio - 1,
                 positions_after=self._own_entries(tokens.positions_after // ratio, ratio) * ratio,
             )
             for ratio in {layer.ratio for layer in self._config.schedule if layer.ratio}
         }
-        self._own_rows[plan] = {}
+        self._has_rows = False
 
     def select_entries(
         self, query: Tensor, head_weights: Tensor, memory: LayerMemory, plan: ForwardPlan,
@@ -115,7 +117,7 @@ class SplitContext:
             scores = query.new_empty(len(query), topk, dtype=torch.float32)
             largest = query.new_empty(len(query), most_blocks, dtype=torch.float32)
             chosen = load_backend(backend).select_entries(
-                query, head_weights, memory, self._own_tokens[plan][ratio], max_entries=most,
+                query, head_weights, memory, self._own_tokens[ratio], max_entries=most,
                 candidates=listed, chosen_scores=scores,
                 block_scores=largest if most_blocks else None,
             )  # fmt: skip
@@ -164,10 +166,8 @@ class SplitContext:
         return counts // group * size + rest
 
     def _most_entries(self, plan: ForwardPlan, ratio: int) -> int:
-        """Return the most entries of one rank that a token sees: those of rank 0."""
-        size = self._config.entries_per_block(ratio)
-        full, rest = divmod(plan.max_entries(ratio), size * self._config.num_ranks)
-        return full * size + min(rest, size)
+        """Return the most entries of one rank that a token sees."""
+        return self._config.own_entries(plan.max_entries(ratio), ratio, rank=0)
 
     def _number(self, own: Tensor, size: int) -> Tensor:
         """Number the rank's own things, `size` of them in a block, as their request does.
@@ -191,16 +191,23 @@ class SplitContext:
         return torch.where(own < NO_ENTRY, own, -1).int()
 
     def _rows(self, plan: ForwardPlan, ratio: int) -> Tensor:
-        """Flat rows `[num_tokens, most]` of all own entries that each token sees; then -1."""
-        rows = self._own_rows[plan]
-        if ratio not in rows:
-            own, size = self._own_tokens[plan][ratio], self._config.entries_per_block(ratio)
-            entry = torch.arange(self._most_entries(plan, ratio), device=own.positions.device)
-            counts = addressing.visible_entries(own.positions, ratio)
-            entry = torch.where(entry < counts[:, None], entry, -1)
+        """Flat rows `[num_tokens, most]` of all own entries that each token sees; then -1.
+
+        The first layer that attends them lists them.
+        """
+        own, most = self._own_tokens[ratio], self._most_entries(plan, ratio)
+        rows = self._memory.context_rows[: len(own.positions) * most].view(-1, most)
+        if not self._has_rows:
+            entry = torch.arange(most, device=rows.device)
+            counts = addressing.visible_entries(own.positions, ratio)[:, None]
             slots = addressing.token_slots(own)[:, None]
-            rows[ratio] = addressing.entry_rows(own.block_table, slots, entry, size)
-        return rows[ratio]
+            size, step = self._config.entries_per_block(ratio), max(1, LISTED_AT_ONCE // most)
+            for first in range(0, len(rows), step):
+                token = slice(first, first + step)
+                listed = torch.where(entry < counts[token], entry, -1)
+                rows[token] = addressing.entry_rows(own.block_table, slots[token], listed, size)
+            self._has_rows = True
+        return rows
 
     def _gather(self, mine: Tensor) -> Tensor:
         """Exchange tensors of one shape: `[ranks, ..]`, in the order of the ranks."""

@@ -108,13 +108,10 @@ def test_a_lost_rank(tmp_path, num_ranks, number, sign, seconds):
 
 
 class Group:
-    """A group of two ranks that exchanges nothing."""
+    """A group of ranks that exchanges nothing."""
 
-    def rank(self):
-        return 0
-
-    def size(self):
-        return 2
+    def __init__(self, rank=0, size=2):
+        self.rank, self.size = (lambda: rank), (lambda: size)
 
     def name(self):
         return "none"
@@ -153,6 +150,31 @@ def test_candidate_blocks_of_two_ranks_are_refused():
         KVCacheManager(config, max_requests=1, num_blocks=1, process_group=Group())
 
 
+@pytest.mark.parametrize(
+    ("make_config", "num_ranks", "num_stages", "num_tokens"),
+    [(CacheConfig.tiny, 2, 1, 3 * 512), (CacheConfig.tiny, 3, 2, 1000),
+     (ranks.latent_config, 4, 1, 130), (ranks.short_config, 5, 2, 64),
+     (lambda: CacheConfig.v4_flash(include_mtp=True), 2, 4, 3000)],
+)  # fmt: skip
+def test_a_plan_has_the_bytes_of_every_rank(make_config, num_ranks, num_stages, num_tokens):
+    config, totals = make_config(), set()
+    for rank in range(num_ranks):
+        plan = MemoryPlan(
+            config.split_context(rank, num_ranks), 2, num_tokens, gpu_bytes=10**12, num_ranks=3,
+            num_stages=num_stages, max_forward_tokens=300, num_checkpoints=1,
+        )  # fmt: skip
+        for layers, num_bytes in plan.stages.items():
+            manager = KVCacheManager(
+                config.cut_layers(*layers) if num_stages > 1 else config, max_requests=2,
+                num_blocks=plan.capacity.num_blocks, max_request_tokens=num_tokens,
+                max_forward_tokens=300, num_checkpoints=1, process_group=Group(rank, num_ranks),
+            )  # fmt: skip
+            assert num_bytes == sum(tensor.nbytes for tensor in manager.tensors().values())
+            assert manager.memory() == manager.capacity.memory()
+        totals.add(tuple(plan.stages.items()))
+    assert len(totals) == 1
+
+
 def test_a_rank_stores_its_share():
     config = CacheConfig.tiny()
     sizes = {"max_requests": 2, "num_blocks": 6}
@@ -162,10 +184,6 @@ def test_a_rank_stores_its_share():
     assert manager.capacity.longest_request == 2 * one.capacity.longest_request
     allocated = sum(size.allocated for size in manager.memory().values())
     assert allocated == sum(tensor.nbytes for tensor in manager.tensors().values())
-    plan = MemoryPlan(config.split_context(1, 2), 2, 3 * 512, gpu_bytes=10**9)
-    assert plan.blocks_per_request == 3
-    planned = KVCacheManager(config, **sizes, max_request_tokens=3 * 512, process_group=Group())
-    assert plan.cache_bytes == sum(tensor.nbytes for tensor in planned.tensors().values())
     assert manager.config.format_fingerprint != one.config.format_fingerprint
     stored = CacheConfig.from_stored_fields(manager.config.stored_fields)
     assert stored.format_fingerprint == manager.config.format_fingerprint

@@ -24,6 +24,7 @@ from dsv4.layer_schedule import AttentionType
 from dsv4.rope import ROW_STEPS
 
 INT32_BYTES = 4
+INT64_BYTES = 8
 FP32_BYTES = 4
 # The room for split attention is the same on every GPU, whatever its launches: parts of 256
 # programs with at most 64 heads each, about twice what an H200 runs at once.
@@ -113,6 +114,16 @@ class Capacity:
         """Columns of the block table, and of the one by rank where the context is split."""
         num_ranks = self.config.num_ranks
         return self.max_request_blocks * (1 if num_ranks == 1 else 1 + num_ranks)
+
+    @property
+    def context_rows(self) -> int:
+        """Rows of HCA entries that a forward lists where the context is split."""
+        config = self.config
+        if config.num_ranks == 1 or AttentionType.HCA.ratio not in config.compress_ratios:
+            return 0
+        num_entries = self.max_request_tokens // AttentionType.HCA.ratio
+        own = config.own_entries(num_entries, AttentionType.HCA.ratio, rank=0)
+        return self.max_forward_tokens * own
 
     @property
     def max_step_tokens(self) -> int:
@@ -255,6 +266,7 @@ class Capacity:
         pooled = config.head_dim * FP32_BYTES + INT32_BYTES
         rope_row, num_tokens = config.rope_dim * FP32_BYTES, self.max_forward_tokens
         partials = self.attention_partials * self.partial_elements * FP32_BYTES
+        rows = {"context_rows": exact(self.context_rows, [INT64_BYTES])}
         return {
             "csa_entries": entries(owners),
             "index_keys": _times(num_blocks, keys),
@@ -275,6 +287,7 @@ class Capacity:
             "rope_rows": exact(len(ROW_STEPS), [num_tokens * rope_row, rope_row // 2]),
             "index_global_scale": exact(1, [FP32_BYTES]),
             "checkpoints": self._checkpoints(schemas),
+            **(rows if config.num_ranks > 1 else {}),
         }
 
     def host_memory(self) -> dict[str, ComponentBytes]:

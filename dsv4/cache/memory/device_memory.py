@@ -36,6 +36,7 @@ class DeviceMemory:
         block_table: `[max_requests, max_blocks]` int32, -1 where there is none.
         rank_table: `[max_requests, max_blocks × ranks]` int32: each block is one of every rank of a
             split context, -1 where it is another's. With one rank it is the block table.
+        context_rows: `[rows]` int64, HCA rows that the current plan's tokens list on a rank.
         plan_buffers: The arrays of the current plan.
         workspace: `[1, bytes]` uint8, window rows of chunks.
         pooled, arrivals, index_scratch, partials: Scratch of kernels, see `LayerStorages`.
@@ -87,6 +88,7 @@ class DeviceMemory:
         if config.num_ranks > 1:
             columns = self.block_table.shape[1] * config.num_ranks
             self.rank_table = self.block_table.new_full((capacity.max_requests, columns), -1)
+        self.context_rows = torch.empty(capacity.context_rows, dtype=torch.int64, device=device)
         self.plan_buffers: PlanBuffers = PlanBuffers(
             max_requests=capacity.max_requests, max_tokens=capacity.max_forward_tokens,
             max_table_updates=capacity.max_table_updates,
@@ -135,7 +137,7 @@ class DeviceMemory:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""
-        rank_table = {} if self.rank_table is self.block_table else {"rank_table": self.rank_table}
+        of_rank = {"rank_table": self.rank_table, "context_rows": self.context_rows}
         return {
             "blocks": self.paged.storage,
             "slots": self.state.storage,
@@ -151,5 +153,5 @@ class DeviceMemory:
             "checkpoints": self.checkpoints,
             "frequencies": self.frequencies,
             "rope_rows": self.rope_rows,
-            **rank_table,
+            **({} if self.rank_table is self.block_table else of_rank),
         }

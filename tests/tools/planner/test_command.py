@@ -102,11 +102,14 @@ def test_a_split_context(tmp_path, capsys):
     assert "argument --context-parallel" in capsys.readouterr().err
 
 
-def test_candidates_are_not_split(capsys):
+def test_ranks_have_whole_candidate_blocks(capsys):
+    model = ("plan", "--model", "v41-flash", "--context", "1M", "--gpu", "H200")
+    one, two = (run_json(capsys, *model, "--context-parallel", n) for n in ("1", "2"))
+    half = {name: size["payload"] / 2 for name, size in one["bytes_per_token"].items()}
+    assert half == {name: size["payload"] for name, size in two["bytes_per_token"].items()}
     with pytest.raises(SystemExit):
-        main(["plan", "--model", "v41-flash", "--context", "1M", "--gpu", "H200",
-              "--context-parallel", "2"])  # fmt: skip
-    assert "candidate" in capsys.readouterr().err
+        main([*model, "--context-parallel", "2", "--block-tokens", "4"])
+    assert "candidate_block_size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
