@@ -134,6 +134,12 @@ class CurrentForward:
         with self._journal:
             self.undo(plan)
 
+    def lose(self, plan: ForwardPlan) -> None:
+        """Undo a plan whose results are lost, unless its end is in the books."""
+        if not plan.is_complete or not self._is_settled:
+            plan.forget_writes()
+            self.cancel(plan)
+
     def undo(self, plan: ForwardPlan) -> None:
         """Undo a plan, as part of a change."""
         self._journal.set_attribute(plan, "is_cancelled", True)

@@ -16,6 +16,7 @@ from dsv4.cache.memory.state_cache import LayerState
 from dsv4.cache.plan import ForwardPlan, LayerProgress
 from dsv4.config import CacheConfig
 from dsv4.distributed.context import SplitContext
+from dsv4.errors import RankLostError
 from dsv4.kernels import ops
 from dsv4.kernels.contracts import (
     AttentionResult,
@@ -341,8 +342,8 @@ class LayerCacheHandle:
                         max_entries=plan.max_entries(parts.layer.ratio),
                         candidates=blocks, backend=parts.index_backend,
                     )  # fmt: skip
-        except BaseException:
-            self._fail()
+        except BaseException as error:
+            self._fail(error)
             raise
         self.progress.selected.append(weakref.ref(selection.rows))
         return selection
@@ -401,13 +402,18 @@ class LayerCacheHandle:
             tokens = plan.on_part(parts.part)[0]
             with parts.on_device:
                 return ops.attend(query, sinks, parts.memory, selected_rows, tokens, **options)
-        except BaseException:
-            self._fail()
+        except BaseException as error:
+            self._fail(error)
             raise
 
-    def _fail(self) -> None:
-        """Cancel a plan that a read has failed in, unless all layers are written."""
-        if not self.plan.is_complete:
+    def _fail(self, error: BaseException) -> None:
+        """Cancel a plan that a read has failed in, unless all layers are written.
+
+        The ranks of a split context lose it even then, since some may not have got so far.
+        """
+        if isinstance(error, RankLostError):
+            self.plan.lose()
+        elif not self.plan.is_complete:
             self.plan.cancel()
 
     def gather_compressed_kv(self, rows: Tensor) -> Gathered:

@@ -35,6 +35,9 @@ class PlanOwner(Protocol):
     def cancel(self, plan: "ForwardPlan") -> None:
         """Undo a plan that is not complete."""
 
+    def lose(self, plan: "ForwardPlan") -> None:
+        """Undo a plan whose results are lost."""
+
     def commit(self, plan: "ForwardPlan", accepted: Tensor) -> None:
         """Keep the accepted tokens of a complete step."""
 
@@ -172,6 +175,16 @@ class ForwardPlan:
         owner = self.owner()
         if owner is not None:
             owner.cancel(self)
+
+    def lose(self) -> None:
+        """Undo this forward, also if every layer is written: its results are lost with a rank."""
+        owner = self.owner()
+        if owner is not None:
+            owner.lose(self)
+
+    def forget_writes(self) -> None:
+        """Be as before the first write, but not to be used."""
+        self._num_written, self._is_declared_complete = 0, False
 
     def __enter__(self) -> "ForwardPlan":
         return self

@@ -92,17 +92,18 @@ def alone():
     return [layer.output for layer in layers]
 
 
-# Exchanges: one of sizes, then two of each CSA layer: candidates and results.
+# Exchanges: one of sizes, then two of each CSA layer in each forward: candidates and results.
 @pytest.mark.parametrize(
     ("num_ranks", "number", "sign", "seconds"),
-    [(2, 5, signal.SIGKILL, 30.0), (3, 6, signal.SIGKILL, 4.0), (2, 8, signal.SIGKILL, 30.0),
-     (2, 5, signal.SIGSTOP, 4.0)],
+    [*((2, number, signal.SIGKILL, 30.0) for number in range(9)), (3, 6, signal.SIGKILL, 4.0),
+     (3, 8, signal.SIGKILL, 4.0), (2, 5, signal.SIGSTOP, 2.0)],
 )  # fmt: skip
 def test_a_lost_rank(tmp_path, num_ranks, number, sign, seconds):
     call = (tmp_path, 1, number, sign, seconds)
     survivors = ranks.run_ranks(num_ranks, ranks.lose_a_rank, *call, killed={1})
-    for waited, outputs in survivors:
+    for waited, length, outputs in survivors:
         assert waited < seconds + 5.0
+        assert length == (-1 if number == 0 else 0 if number < 5 else 40)
         for mine, theirs in zip(outputs, alone(), strict=True):
             assert torch.allclose(mine, theirs, atol=1e-5 * float(theirs.abs().max()))
 
