@@ -4,9 +4,11 @@ import dataclasses
 import hashlib
 import multiprocessing
 import os
+import random
 import tempfile
 import time
 import traceback
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 from dsv4 import CacheConfig, KVCacheManager
 from dsv4.errors import RankLostError
 from dsv4.testing import Row, model_projections, model_weights, move_to, poison
-from tests.cache.life import BASE, V41, Life, World, machine_in, run_layers
+from tests.cache.life import BASE, DRAFTS, V41, Life, World, machine_in, run_layers
 from tests.cache.live import assert_same
 from tests.distributed.processes import context
 from tests.v41 import tiny_v41
@@ -133,6 +135,86 @@ def live(rank, group, make_config, max_tokens, num_lives, num_steps):
     )  # fmt: skip
     run_state_machine_as_test(machine, settings=chosen)
     return machine.num_steps
+
+
+COUNTED = ("truncate", "fork", "swap_out", "swap_in", "load_request", "import_request",
+           "resume_request")  # fmt: skip
+# Upper ends of each step's random numbers.
+STEPS = {
+    "open": (), "resume": (10, 41, 10, 4), "prefill": (4, 10, 4, 2), "free": (4,), "fork": (4,),
+    "prefill_to_a_boundary": (4, 6, 4), "verify": (4, DRAFTS + 2, 4), "swap_out": (4,),
+    "truncate": (4, 7, 2), "truncate_to_a_boundary": (4, 4), "swap_in": (4, 2), "save": (4,),
+    "export": (4,), "load": (4,), "cancel": (4, 10, 2, 4, 4, 2), "interrupt": (4, 5, 400),
+    "fork_and_go_back_into_a_shared_block": (4, 3, 2), "decode_all": (4,),
+    "verify_on_the_device": (4,),
+}  # fmt: skip
+
+
+class CountedLife(SplitLife):
+    """A life that counts its events, those of requests whose tokens see entries of all ranks."""
+
+    def begin(self):
+        super().begin()
+        for name in COUNTED:
+            self.count_calls(name)
+
+    def count_calls(self, name):
+        call = getattr(self.manager, name)
+
+        def counted(*args):
+            lengths = self.manager.lengths
+            result = call(*args)
+            if name == "resume_request":
+                kind = "replay" if result.num_replayed else "checkpoint"
+                self.counts[kind] += result.num_tokens + result.num_replayed > 0
+            elif name in ("truncate", "swap_out"):
+                self.counts[name] += self.is_long(lengths[args[0]])
+            else:
+                self.counts[name] += self.is_long(self.manager.lengths[result])
+            return result
+
+        setattr(self.manager, name, counted)
+
+    def is_long(self, length):
+        return length > self.world.config.block_tokens
+
+    def check_results(self, results, rows, grown):
+        super().check_results(results, rows, grown)
+        for row in rows:
+            count = row.after - row.before
+            if self.is_long(row.after) and count:
+                kind = "decode" if count == 1 else "verify" if count <= DRAFTS + 1 else "chunk"
+                self.counts[kind] += 1
+
+
+def schedule(rank, group, make_config, max_tokens, num_lives, num_steps):
+    """Lives of random steps, the same on all ranks; return how often each event was."""
+    world = SplitWorld(make_config(), group, max_tokens=max_tokens, num_blocks=14)
+    counts = Counter()
+    for seed in range(num_lives):
+        draw, life = random.Random(seed), machine_in(world, CountedLife)()
+        life.counts = counts
+        life.start(every_blocks=seed % 2, num_checkpoints=1 + seed % 4, host_blocks=12)
+        for _ in range(num_steps):
+            run_step(life, draw)
+        life.teardown()
+    return {name: int(count) for name, count in counts.items()}
+
+
+def run_step(life, draw):
+    """One of the steps that there is something for, with random numbers."""
+    has_none, is_full = not life.tokens, len(life.saved) > 2
+    lacks = {"swap_in": not life.waiting, "load": not life.saved, "open": False, "resume": False,
+             "save": has_none or is_full, "export": has_none or is_full}  # fmt: skip
+    names = [*STEPS, *["resume", "prefill", "decode_all"] * 4, *["free", "load", "swap_in"] * 2]
+    name = draw.choice([each for each in names if not lacks.get(each, has_none)])
+    args = [draw.randrange(end) for end in STEPS[name]]
+    if name == "resume":
+        args[1] = 40 - draw.randrange(12)  # most of a sequence
+    if name in ("decode_all", "verify_on_the_device"):
+        args.append([draw.randrange(DRAFTS + 1) for _ in range(8)])
+    getattr(life, name)(*args)
+    life.every_request_is_right()
 
 
 def make_ties(layers):

@@ -78,6 +78,17 @@ def test_lives(num_ranks, make_config, max_tokens, sizes):
     assert steps[0] >= sizes[0]
 
 
+EVENTS = {"decode", "verify", "chunk", "checkpoint", "replay", *ranks.COUNTED[:-1]}
+
+
+@pytest.mark.parametrize("make_config", [ranks.short_config, ranks.shared_config])
+def test_schedules(make_config):
+    """Everything happens to requests that no rank has alone."""
+    counts = ranks.run_ranks(2, ranks.schedule, make_config, 40, 4, 70)
+    assert all(each == counts[0] for each in counts)
+    assert set(counts[0]) == EVENTS and min(counts[0].values()) > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_many_lives(num_ranks):
