@@ -1,10 +1,13 @@
 """Ranks of a split context in processes of their own."""
 
 import dataclasses
+import faulthandler
 import hashlib
 import multiprocessing
 import os
 import random
+import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -28,11 +31,16 @@ from tests.distributed.processes import context
 from tests.v41 import tiny_v41
 
 DEADLINE = 60.0  # two slow cores must be in time
+COMPILE_DEADLINE = 180.0  # of an exchange on a GPU: one rank may compile longer than another
+LIMIT = 300.0  # of all ranks, before they say where they are
 context.set_forkserver_preload([__name__])
 
 
 def run_ranks(num_ranks, function, *args, killed=(), **options):
-    """Call a function with rank and group on each rank; return the results of those that live."""
+    """Call a function with rank and group on each rank; return the results of those that live.
+
+    Ranks that take longer than LIMIT are asked for their stacks, which are in the error.
+    """
     # A process that was forked may not have the GPU.
     start = multiprocessing.get_context("spawn") if options.get("device") == "cuda" else context
     with tempfile.TemporaryDirectory() as folder:
@@ -44,10 +52,11 @@ def run_ranks(num_ranks, function, *args, killed=(), **options):
             process.start()
             theirs.close()
             ranks.append((mine, process))
-        results = []
+        results, end = [], time.monotonic() + LIMIT
         try:
             for rank, (mine, _) in enumerate(ranks):
                 if rank not in killed:
+                    assert mine.poll(max(0.0, end - time.monotonic())), stacks(ranks, folder)
                     results.append(mine.recv())
         finally:
             for _, process in ranks:
@@ -58,11 +67,29 @@ def run_ranks(num_ranks, function, *args, killed=(), **options):
     return [result for _, result in results]
 
 
+def stacks(ranks, folder):
+    """What each rank has noted, and what it is doing."""
+    logs = [Path(folder) / f"log{rank}" for rank in range(len(ranks))]
+    begun = [(log, process) for log, (_, process) in zip(logs, ranks, strict=True) if log.exists()]
+    for _, process in begun:
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1.0)
+    return "\n".join(log.read_text() for log, _ in begun)
+
+
+def note(text):
+    """Note how far a rank has come, for `stacks`."""
+    print(f"{time.monotonic():.1f} s: {text}", file=sys.stderr, flush=True)
+
+
 def _run_rank(rank, num_ranks, folder, told, function, args, options):
     torch.set_num_threads(1)
+    sys.stderr = (folder / f"log{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     try:
         store = dist.FileStore(str(folder / "store"), num_ranks)
-        timeout = timedelta(seconds=DEADLINE)
+        is_compiled = options.get("device") == "cuda"
+        timeout = timedelta(seconds=COMPILE_DEADLINE if is_compiled else DEADLINE)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
         )
@@ -288,6 +315,7 @@ def compare(
         ]
         places = [place + count for place, count in zip(places, counts, strict=True)]
         mine, alone = (run_layers(each, weights, rows) for each in (manager, one))
+        note(f"{counts} tokens")
         for got, want in zip(mine, alone, strict=True):
             assert (got.chosen is None) == (want.chosen is None)
             if got.chosen is not None:

@@ -35,19 +35,22 @@ def test_an_engine_serves_from_two_ranks():
 
 
 V4_ROWS = {"head_dim": 512, "rope_dim": 64, "num_query_heads": 64, "index_num_heads": 64,
-           "index_head_dim": 128}  # fmt: skip
+           "index_head_dim": 128, "compress_ratios": (4, 128)}  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "choices", "limit"), [(torch.float32, {}, 1e-5), (torch.bfloat16, V4_ROWS, 2.0**-7)]
-)
-def test_the_ranks_equal_one_on_a_gpu(dtype, choices, limit):
+    ("make_config", "dtype", "choices", "limit"),
+    [(ranks.small_config, torch.float32, {}, 1e-5),
+     (ranks.latent_config, torch.float32, {}, 1e-5),
+     (ranks.small_config, torch.bfloat16, V4_ROWS, 2.0**-7)],
+)  # fmt: skip
+def test_the_ranks_equal_one_on_a_gpu(make_config, dtype, choices, limit):
     """BF16 parts are rounded before they are joined."""
+    forwards = ((420, 20), (3, 3)) if make_config is ranks.small_config else ((70, 20), (3, 3))
     parts = ranks.run_ranks(
-        2, ranks.compare, device="cuda", dtype=dtype, forwards=((420, 20), (3, 3), (1, 0)),
-        **choices,
-    )  # fmt: skip
+        2, ranks.compare, make_config, device="cuda", dtype=dtype, forwards=forwards, **choices
+    )
     assert max(farthest for farthest, _ in parts) < limit
 
 
@@ -81,7 +84,9 @@ def test_lives(num_ranks, make_config, max_tokens, sizes):
 EVENTS = {"decode", "verify", "chunk", "checkpoint", "replay", *ranks.COUNTED[:-1]}
 
 
-@pytest.mark.parametrize("make_config", [ranks.short_config, ranks.shared_config])
+@pytest.mark.parametrize(
+    "make_config", [ranks.short_config, pytest.param(ranks.shared_config, marks=pytest.mark.slow)]
+)
 def test_schedules(make_config):
     """Everything happens to requests that no rank has alone."""
     counts = ranks.run_ranks(2, ranks.schedule, make_config, 40, 4, 70)
