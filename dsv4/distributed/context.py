@@ -66,6 +66,7 @@ class SplitContext:
         find = getattr(group, "_get_backend", lambda device: group)  # a group has some by device
         self._is_staged = block_table.is_cuda and find(block_table.device).name() == "gloo"
         self._is_lost = False
+        self._place = [0, 0]  # forwards, and exchanges of the last one
         # The current plan's tokens as they see the rank's own entries, by ratio.
         self._own_tokens: dict[int, TokenMap] = {}
         self._has_rows = False
@@ -89,7 +90,7 @@ class SplitContext:
             )
             for ratio in {layer.ratio for layer in self._config.schedule if layer.ratio}
         }
-        self._has_rows = False
+        self._has_rows, self._place = False, [self._place[0] + 1, 0]
 
     def select_entries(
         self, query: Tensor, head_weights: Tensor, memory: LayerMemory, plan: ForwardPlan,
@@ -210,17 +211,29 @@ class SplitContext:
         return rows
 
     def _gather(self, mine: Tensor) -> Tensor:
-        """Exchange tensors of one shape: `[ranks, ..]`, in the order of the ranks."""
+        """Exchange tensors of one shape: `[ranks, ..]`, in the order of the ranks.
+
+        gloo ends the process if sizes differ. So its ranks first compare where they are.
+        """
         if self._is_lost:
             raise RankLostError("A rank of the split context was lost before: free its requests")
         staged = (mine.cpu() if self._is_staged else mine).contiguous().view(torch.uint8)
-        parts = staged.new_empty((self._config.num_ranks, *staged.shape))
+        self._place[1] += 1
+        if not staged.is_cuda:
+            place = torch.tensor([*self._place, staged.nbytes])
+            if (self._allgather(place.view(torch.uint8)).view(place.dtype) != place).any():
+                self._is_lost = True
+                raise RankLostError("A rank of the split context failed alone: it is elsewhere")
+        return self._allgather(staged).to(mine.device).view(mine.dtype)
+
+    def _allgather(self, mine: Tensor) -> Tensor:
+        parts = mine.new_empty((self._config.num_ranks, *mine.shape))
         try:
-            self._group.allgather([list(parts)], [staged]).wait()
+            self._group.allgather([list(parts)], [mine]).wait()
         except RuntimeError as error:
             self._is_lost = True
             raise RankLostError(f"A rank of the split context is lost: {error}") from error
-        return parts.to(mine.device).view(mine.dtype)
+        return parts
 
 
 def _pairs(numbers: Tensor, scores: Tensor) -> Tensor:

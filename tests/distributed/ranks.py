@@ -14,6 +14,7 @@ import traceback
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from dsv4 import CacheConfig, KVCacheManager
 from dsv4.errors import RankLostError
+from dsv4.kernels.backends import load_backend
 from dsv4.testing import Row, model_projections, model_weights, move_to, poison
 from tests.cache.life import BASE, DRAFTS, V41, Life, World, machine_in, run_layers
 from tests.cache.live import assert_same
@@ -363,6 +365,25 @@ class Dying:
         if self._left < 0:
             os.kill(os.getpid(), self._signal)
         return self._group.allgather(*args)
+
+
+def fail_alone(rank, group):
+    """A forward that fails on rank 1 alone, and then another."""
+    config, weights = deep_config(), model_weights(deep_config(), seed=0)
+    tokens = model_projections(config, 60, seed=1)
+    sizes = {"max_requests": 2, "num_blocks": 16, "max_forward_tokens": 64}
+    manager = KVCacheManager(config, process_group=group, **sizes)
+    slot = manager.open_request()
+    run_layers(manager, weights, [Row(slot, tokens, 0, 4)])
+    rows = [Row(slot, tokens, 4, 40)]
+    if rank == 1:
+        kernels = load_backend(manager.backend)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(kernels, "attend", Mock(side_effect=MemoryError))
+            run_layers(manager, weights, rows)
+    with pytest.raises(RankLostError, match="failed alone"):
+        run_layers(manager, weights, rows)
+    return int(manager.lengths[slot])
 
 
 def lose_a_rank(rank, group, folder, dying, number, sign, seconds):

@@ -108,20 +108,26 @@ def alone():
     return [layer.output for layer in layers]
 
 
-# Exchanges: one of sizes, then two of each CSA layer in each forward: candidates and results.
+# Two messages in each exchange. There is one of sizes, then there are two of each CSA layer in each
+# forward: candidates and results.
 @pytest.mark.parametrize(
     ("num_ranks", "number", "sign", "seconds"),
-    [*((2, number, signal.SIGKILL, 30.0) for number in range(9)), (3, 6, signal.SIGKILL, 4.0),
-     (3, 8, signal.SIGKILL, 4.0), (2, 5, signal.SIGSTOP, 2.0)],
+    [*((2, number, signal.SIGKILL, 30.0) for number in range(18)), (3, 13, signal.SIGKILL, 4.0),
+     (3, 17, signal.SIGKILL, 4.0), (2, 11, signal.SIGSTOP, 2.0)],
 )  # fmt: skip
 def test_a_lost_rank(tmp_path, num_ranks, number, sign, seconds):
     call = (tmp_path, 1, number, sign, seconds)
     survivors = ranks.run_ranks(num_ranks, ranks.lose_a_rank, *call, killed={1})
     for waited, length, outputs in survivors:
         assert waited < seconds + 5.0
-        assert length == (-1 if number == 0 else 0 if number < 5 else 40)
+        assert length == (-1 if number < 2 else 0 if number < 10 else 40)
         for mine, theirs in zip(outputs, alone(), strict=True):
             assert torch.allclose(mine, theirs, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_a_rank_that_fails_alone():
+    """Its next forward meets the others in the one that it has left."""
+    assert ranks.run_ranks(2, ranks.fail_alone) == [4, 4]
 
 
 class Group:
