@@ -25,6 +25,7 @@ from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.kernels.reference import addressing
 
 NO_ENTRY = torch.iinfo(torch.int32).max  # behind all entries
+JOINED_AT_ONCE = 1024  # tokens
 LISTED_AT_ONCE = 1 << 22  # rows, to bound the temporaries
 NO_KEY = torch.iinfo(torch.int64).min  # behind all candidates
 
@@ -154,10 +155,16 @@ class SplitContext:
         )  # fmt: skip
         if is_alone:
             return part
-        dim, lse = query.shape[2], part.lse[:, :, None].view(query.dtype)
-        parts = self._gather(torch.cat((part.output, lse), dim=2))
-        lses = parts[..., dim:].contiguous().view(torch.float32).squeeze(-1)
-        return _join(parts[..., :dim], lses, sinks)
+        for first in range(0, len(query), JOINED_AT_ONCE):
+            output, lse = (each[first : first + JOINED_AT_ONCE] for each in part)
+            bits = lse[:, :, None].view(query.dtype)
+            parts = self._gather(torch.cat((output, bits), dim=2))
+            outputs, of_all = parts.split([query.shape[2], bits.shape[2]], dim=3)
+            lses = of_all.contiguous().view(torch.float32).squeeze(-1)
+            joined = _join(outputs, lses, sinks)
+            output.copy_(joined.output)
+            lse.copy_(joined.lse)
+        return part
 
     def _own_entries(self, counts: Tensor, ratio: int) -> Tensor:
         """`CacheConfig.own_entries` of many counts."""

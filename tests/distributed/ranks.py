@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from dsv4 import CacheConfig, KVCacheManager
+from dsv4.distributed import context as split
 from dsv4.errors import RankLostError
 from dsv4.kernels.backends import load_backend
 from dsv4.testing import Row, model_projections, model_weights, move_to, poison
@@ -297,6 +298,7 @@ def compare(
 
     Returns the farthest output, relative to the scale, and a digest of all outputs.
     """
+    split.JOINED_AT_ONCE, split.LISTED_AT_ONCE = 100, 50  # several times in a chunk
     config = make_config(**choices)
     sizes = {"max_requests": 3, "num_blocks": 8, "max_forward_tokens": 700, "device": device,
              "backend": backend}  # fmt: skip
