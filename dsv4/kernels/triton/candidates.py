@@ -159,6 +159,22 @@ def choose_blocks(
     )  # fmt: skip
 
 
+def store_largest(
+    block_scores: Tensor, chosen: Selection, scratch: IndexScratch, layout: LayerLayout,
+    tokens: TokenMap, part: range,
+) -> None:  # fmt: skip
+    """Store the largest scores of the chosen blocks of the tokens `part`, also of the newest."""
+    span, size = slice(part.start, part.stop), layout.candidate_size
+    blocks = chosen.blocks[span, :, None].long()
+    entries = blocks * size + torch.arange(size, device=blocks.device)  # [tokens, blocks, size]
+    counts = (tokens.positions[span, None, None] + 1) // layout.ratio
+    is_seen = (blocks >= 0) & (entries < counts)
+    places = torch.where(is_seen, entries, 0).flatten(1)
+    scores = scratch.scores[: len(part)].gather(1, places).view_as(entries)
+    is_number = is_seen & (scores == scores)
+    block_scores[span] = torch.where(is_number, scores, -torch.inf).amax(dim=2)
+
+
 def score_listed(
     scratch: IndexScratch, candidates: Tensor, places: Tensor, memory: LayerMemory,
     tokens: TokenMap, part: range, shared: dict[str, Any], *, num_heads: int, width: int,

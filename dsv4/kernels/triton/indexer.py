@@ -34,8 +34,12 @@ from dsv4.kernels.index_scratch import (
     padded_heads,
 )
 from dsv4.kernels.layer_memory import LayerMemory, existing
-from dsv4.kernels.reference.indexer import largest_scores
-from dsv4.kernels.triton.candidates import choose_blocks, first_blocks, score_listed
+from dsv4.kernels.triton.candidates import (
+    choose_blocks,
+    first_blocks,
+    score_listed,
+    store_largest,
+)
 from dsv4.kernels.triton.chunk_scores import (
     ChunkKeys,
     are_pairs_scored,
@@ -400,11 +404,7 @@ def select_entries(
         if layout.candidate_blocks:
             choose_blocks(chosen, scratch, layout, tokens, part, max_entries=max_entries)
         if block_scores is not None:
-            span = slice(part.start, part.stop)
-            block_scores[span] = largest_scores(
-                scratch.scores[: len(part)], chosen.blocks[span].long(),
-                (tokens.positions[span].long() + 1) // layout.ratio, layout.candidate_size,
-            )  # fmt: skip
+            store_largest(block_scores, chosen, scratch, layout, tokens, part)
     return chosen
 
 
