@@ -27,7 +27,7 @@ the same rules build the rows of smaller models. Values are turned into these by
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ ScaleRule = Literal[
 PageArrangement = Literal["split", "joined"]
 ScaleFloor = Literal["amax", "scale"]
 
+KV_FORMATS: tuple[KVFormatName, ...] = ("fp8", "fp8_entry_scale", "bf16", "fp32")
+V41_FORMATS: tuple[KVFormatName, ...] = ("fp8_32", "nvfp4_16")
+INDEX_FORMATS: tuple[IndexFormatName, ...] = ("mxfp4", "nvfp4", "fp8", "bf16", "fp32")
+ARRANGEMENTS: tuple[PageArrangement, ...] = ("split", "joined")
+SCALE_FLOORS: tuple[ScaleFloor, ...] = ("amax", "scale")
 BYTE_ALIGN = 16  # every page, ring and tail starts on a 16-byte boundary
 
 
@@ -194,6 +199,46 @@ def sum_ring(sum_rows: int) -> int:
     return max(sum_rows, HCA_GROUPS)
 
 
+class _Encoding(NamedTuple):
+    """The way a format stores channels.
+
+    Attributes:
+        codes: dtype of the channels; uint8 holds two of them.
+        value_dtype: The dtype that holds every decoded value.
+        rope: dtype of the rotated channels where they are a field of their own.
+        scale: dtype of a group's scale; None where there is none.
+        group: Channels that share a scale; 0 for all of them.
+        scale_align: The scale record is rounded up to it.
+    """
+
+    codes: torch.dtype
+    value_dtype: torch.dtype
+    rope: torch.dtype | None = None
+    scale: torch.dtype | None = None
+    scale_rule: ScaleRule = "none"
+    group: int = 0
+    scale_align: int = 1
+
+
+_UINT8, _BF16, _FP32 = torch.uint8, torch.bfloat16, torch.float32
+_E4M3, _UE8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+_KV_ENCODINGS: dict[str, _Encoding] = {
+    "fp8": _Encoding(_E4M3, _BF16, _BF16, _UE8M0, "ue8m0", 64, scale_align=8),
+    "fp8_entry_scale": _Encoding(_E4M3, _BF16, _BF16, _FP32, "amax_fp32"),
+    "bf16": _Encoding(_BF16, _BF16, _BF16),
+    "fp32": _Encoding(_FP32, _FP32, _FP32),
+    "fp8_32": _Encoding(_E4M3, _BF16, None, _UE8M0, "ue8m0", 32),
+    "nvfp4_16": _Encoding(_UINT8, _BF16, None, _E4M3, "e4m3_poison", 16),
+}
+_INDEX_ENCODINGS: dict[str, _Encoding] = {
+    "mxfp4": _Encoding(_UINT8, _FP32, None, _UE8M0, "ue8m0", 32),
+    "nvfp4": _Encoding(_UINT8, _FP32, None, _E4M3, "e4m3", 16),
+    "fp8": _Encoding(_E4M3, _FP32, None, _FP32, "pow2_fp32"),
+    "bf16": _Encoding(_BF16, _BF16),
+    "fp32": _Encoding(_FP32, _FP32),
+}
+
+
 def kv_row(
     name: KVFormatName,
     *,
@@ -207,116 +252,48 @@ def kv_row(
     Args:
         scale_floor: Whether `fp8_32` bounds amax or the scale, amax / 448, to at least 1e-4.
     """
-    if arrangement not in ARRANGEMENTS:
-        known = ", ".join(ARRANGEMENTS)
-        raise ValueError(f"Unknown page_arrangement: expected one of {known}, got {arrangement!r}")
-    if scale_floor not in SCALE_FLOORS:
-        known = ", ".join(SCALE_FLOORS)
-        raise ValueError(f"Unknown scale_floor: expected one of {known}, got {scale_floor!r}")
-    row = _kv_row(name, head_dim, rope_dim, scale_floor)
-    return replace(row, is_joined=arrangement == "joined" and row.scale_bytes > 0)
-
-
-def _kv_row(name: KVFormatName, head_dim: int, rope_dim: int, scale_floor: ScaleFloor) -> RowFormat:
-    nope_dim = head_dim - rope_dim
-    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
-    if name in ("bf16", "fp32"):
-        dtype = bf16 if name == "bf16" else torch.float32
-        return _row(
-            name, head_dim, rope_dim, dtype, [("nope", dtype, nope_dim), ("rope", dtype, rope_dim)]
-        )
-    data = [("nope", fp8, nope_dim), ("rope", bf16, rope_dim)]
-    if name == "fp8":
-        _check_groups(name, "head_dim - rope_dim", nope_dim, 64)
-        scale = (torch.float8_e8m0fnu, nope_dim // 64)
-        return _row(
-            name, head_dim, rope_dim, bf16, data,
-            group=64, scale_rule="ue8m0", scale=scale, scale_align=8,
-        )  # fmt: skip
-    if name == "fp8_entry_scale":
-        return _row(
-            name, head_dim, rope_dim, bf16, data,
-            group=nope_dim, scale_rule="amax_fp32", scale=(torch.float32, 1),
-        )  # fmt: skip
-    if name == "fp8_32":
-        _check_groups(name, "head_dim", head_dim, 32)
-        return _row(
-            name, head_dim, 0, bf16, [("kv", fp8, head_dim)], group=32, rounds_first=False,
-            scale_rule="ue8m0" if scale_floor == "amax" else "ue8m0_scale_floor",
-            scale=(torch.float8_e8m0fnu, head_dim // 32),
-        )  # fmt: skip
-    if name == "nvfp4_16":
-        _check_groups(name, "head_dim", head_dim, 16)
-        return _row(
-            name, head_dim, 0, bf16, [("kv", torch.uint8, head_dim // 2)], group=16,
-            rounds_first=False, scale_rule="e4m3_poison", scale=(fp8, head_dim // 16),
-        )  # fmt: skip
-    known = ", ".join((*KV_FORMATS, *V41_FORMATS))
-    raise ValueError(f"Unknown KV format: expected one of {known}, got {name!r}")
+    _check_known("page_arrangement", arrangement, ARRANGEMENTS)
+    _check_known("scale_floor", scale_floor, SCALE_FLOORS)
+    _check_known("KV format", name, (*KV_FORMATS, *V41_FORMATS))
+    encoding = _KV_ENCODINGS[name]
+    if name == "fp8_32" and scale_floor == "scale":
+        encoding = encoding._replace(scale_rule="ue8m0_scale_floor")
+    width, field = ("head_dim", "kv") if encoding.rope is None else ("head_dim - rope_dim", "nope")
+    row = _row(name, encoding, head_dim, rope_dim, width=width, field=field)
+    is_joined = arrangement == "joined" and row.scale_bytes > 0
+    return replace(row, is_joined=is_joined, rounds_first=name not in V41_FORMATS)
 
 
 def index_row(name: IndexFormatName, *, head_dim: int, rounds_first: bool = True) -> RowFormat:
     """Build the row of one index key of `head_dim` channels; rotation does not split it."""
-    row = _index_row(name, head_dim)
+    _check_known("index format", name, INDEX_FORMATS)
+    row = _row(name, _INDEX_ENCODINGS[name], head_dim, 0, width="index_head_dim", field="key")
     return replace(row, rounds_first=rounds_first or row.scale_rule == "none")
 
 
-def _index_row(name: IndexFormatName, head_dim: int) -> RowFormat:
-    fp32 = torch.float32
-    if name in ("bf16", "fp32"):
-        dtype = torch.bfloat16 if name == "bf16" else fp32
-        return _row(name, head_dim, 0, dtype, [("key", dtype, head_dim)])
-    if name == "fp8":
-        return _row(
-            name, head_dim, 0, fp32, [("key", torch.float8_e4m3fn, head_dim)],
-            group=head_dim, scale_rule="pow2_fp32", scale=(fp32, 1),
-        )  # fmt: skip
-    if name in ("mxfp4", "nvfp4"):
-        group = 32 if name == "mxfp4" else 16
-        rule: ScaleRule = "ue8m0" if name == "mxfp4" else "e4m3"
-        scale_dtype = torch.float8_e8m0fnu if name == "mxfp4" else torch.float8_e4m3fn
-        _check_groups(name, "index_head_dim", head_dim, group)
-        return _row(
-            name, head_dim, 0, fp32, [("key", torch.uint8, head_dim // 2)],
-            group=group, scale_rule=rule, scale=(scale_dtype, head_dim // group),
-        )  # fmt: skip
-    known = ", ".join(INDEX_FORMATS)
-    raise ValueError(f"Unknown index format: expected one of {known}, got {name!r}")
-
-
-KV_FORMATS: tuple[KVFormatName, ...] = ("fp8", "fp8_entry_scale", "bf16", "fp32")
-V41_FORMATS: tuple[KVFormatName, ...] = ("fp8_32", "nvfp4_16")
-ARRANGEMENTS: tuple[PageArrangement, ...] = ("split", "joined")
-SCALE_FLOORS: tuple[ScaleFloor, ...] = ("amax", "scale")
-INDEX_FORMATS: tuple[IndexFormatName, ...] = ("mxfp4", "nvfp4", "fp8", "bf16", "fp32")
-
-
 def _row(
-    name: str,
-    dim: int,
-    rope_dim: int,
-    value_dtype: torch.dtype,
-    data: list[tuple[str, torch.dtype, int]],
-    *,
-    group: int = 0,
-    scale_rule: ScaleRule = "none",
-    scale: tuple[torch.dtype, int] | None = None,
-    scale_align: int = 1,
-    rounds_first: bool = True,
+    name: str, encoding: _Encoding, dim: int, rope_dim: int, *, width: str, field: str
 ) -> RowFormat:
-    fields, offset, scale_bytes = [], 0, 0
-    for field_name, dtype, count in data:
-        fields.append(Field(field_name, "data", offset, dtype, count))
-        offset += count * dtype.itemsize
+    """Build a row whose channels before the rotated ones, `width` many, are the field `field`."""
+    codes, value_dtype, rope, scale, scale_rule, group, scale_align = encoding
+    rope_dim = 0 if rope is None else rope_dim
+    coded = dim - rope_dim
+    if group and coded % group:
+        raise ValueError(f"Format {name} needs {width} divisible by {group}, got {coded}")
+    fields = [Field(field, "data", 0, codes, coded // 2 if codes == _UINT8 else coded)]
+    data_bytes, scale_bytes = fields[0].count * codes.itemsize, 0
+    if rope is not None:
+        fields.append(Field("rope", "data", data_bytes, rope, rope_dim))
+        data_bytes += rope_dim * rope.itemsize
     if scale is not None:
-        fields.append(Field("scale", "scale", 0, *scale))
-        scale_bytes = round_up(scale[0].itemsize * scale[1], scale_align)
+        group = group or coded
+        fields.append(Field("scale", "scale", 0, scale, coded // group))
+        scale_bytes = round_up(scale.itemsize * (coded // group), scale_align)
     return RowFormat(
-        name, dim, rope_dim, group, scale_rule, value_dtype, tuple(fields), offset, scale_bytes,
-        rounds_first=rounds_first,
-    )  # fmt: skip
+        name, dim, rope_dim, group, scale_rule, value_dtype, tuple(fields), data_bytes, scale_bytes
+    )
 
 
-def _check_groups(name: str, what: str, dim: int, group: int) -> None:
-    if dim % group:
-        raise ValueError(f"Format {name} needs {what} divisible by {group}, got {dim}")
+def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"Unknown {what}: expected one of {', '.join(known)}, got {value!r}")
