@@ -241,10 +241,14 @@ class LayerCacheHandle:
         """Refuse a selection of any but the layer whose choice or candidates are used."""
         layer = self.layer
         source = layer.candidates_of if layer.owns_choice else layer.choice_of
-        self.parts.checks.check_selection(selection, self.plan.num_tokens, needs_one=source >= 0)
-        if selection is not None:
-            self._check_entries_of_owner()
-            self.parts.checks.check_own(selection, self.plan.layer(source).selected, source)
+        if selection is not None and source >= 0 and not layer.owns_entries:
+            self._check_entries()
+        self._check_selection(selection, source)
+
+    def _check_selection(self, selection: Selection | None, source: int) -> None:
+        """Refuse a selection of any layer but the source, which is -1 for none."""
+        own = self.plan.layer(source).selected if source >= 0 else None
+        self.parts.checks.check_selection(selection, self.plan.num_tokens, own, source)
 
     def write(self, inputs: LayerProjections, weights: LayerWeights) -> None:
         """Store everything that the layer stores: `write_swa` and `flush_compression` in one."""
@@ -279,10 +283,10 @@ class LayerCacheHandle:
             index_kv, index_gate: `[num_tokens, 2 × index_head_dim]`; for CSA, and only there.
             index_weights: For CSA; of V4.1 `KeyWeights`, without index_kv and index_gate.
         """
-        entries, index_keys = self.parts.checks.check_compression(
+        writes = self.parts.checks.check_compression(
             kv, gate, weights, index_kv, index_gate, index_weights, self.plan.num_tokens
         )
-        self._write(LayerWrites(entries=entries, index_keys=index_keys))
+        self._write(writes)
 
     def _write(self, writes: LayerWrites) -> None:
         """Run the only write of these parts; a failure in it cancels the forward."""
@@ -369,15 +373,11 @@ class LayerCacheHandle:
         Returns:
             Output rotated back, in the query's dtype (0 for padding), and the log-sum-exp.
         """
-        checks, num_tokens = self.parts.checks, self.plan.num_tokens
-        checks.check_selection(selection, num_tokens, needs_one=self.layer.choice_of >= 0)
-        checks.check_query(query, sinks, num_tokens)
+        self.parts.checks.check_query(query, sinks, self.plan.num_tokens)
         self._check_window()
         if self.paged is not None:
             self._check_entries()
-        if selection is not None:
-            source = self.layer.choice_of
-            checks.check_own(selection, self.plan.layer(source).selected, source)
+        self._check_selection(selection, self.layer.choice_of)
         rows = None if selection is None else selection.rows
         return self._attend(query, sinks, rows, is_query_raw=is_query_raw)
 
@@ -509,10 +509,6 @@ class LayerCacheHandle:
                 f"Layer {self.layer.layer_idx} reads the entries of layer {owner.layer_idx} before "
                 "they are written: run that layer first"
             )
-
-    def _check_entries_of_owner(self) -> None:
-        if not self.layer.owns_entries:
-            self._check_entries()
 
     def _check_written(self, step: str, *, is_written: bool) -> None:
         self.plan.check_current()

@@ -15,6 +15,7 @@ from dsv4.kernels.contracts import (
     KeyWeights,
     LayerProjections,
     LayerWeights,
+    LayerWrites,
     Selection,
 )
 from dsv4.layer_schedule import AttentionType, LayerSpec
@@ -58,7 +59,7 @@ class LayerChecks:
     ) -> None:
         self.config, self.layer, self.schema, self.device = config, layer, schema, device
         self._query_dtypes = QUERY_DTYPES.get(attention_backend, INPUT_DTYPES)
-        self._is_csa = layer.attention_type is AttentionType.CSA
+        self._num_index_parts = 3 * (layer.attention_type is AttentionType.CSA)
         self._width = max(schema.num_series, 1) * config.head_dim if layer.owns_entries else 0
         self._index_width = schema.num_series * config.index_head_dim
         self._accepted: LayerWeights | None = None
@@ -70,32 +71,24 @@ class LayerChecks:
 
         Weights are checked once: a model gives the same ones in every forward.
         """
-        config, check = self.config, self.check_tensor
-        has_entries, is_csa = self._width > 0, self._is_csa
-        check("kv", inputs.kv, (num_tokens, config.head_dim))
-        check(
-            "query", inputs.query, (num_tokens, config.num_query_heads, config.head_dim),
-            self._query_dtypes,
-        )  # fmt: skip
+        check, index = self.check_tensor, inputs.indexer
+        has_entries, is_latent = self._width > 0, self.layer.has_latent_keys
+        check("kv", inputs.kv, (num_tokens, self.config.head_dim))
+        self.check_query(inputs.query, None, num_tokens)
         has_parts = inputs.compressor is not None, weights.compressor is not None
         if has_parts != (has_entries, has_entries):
             expected = "compressor projections and weights" if has_entries else "none"
             raise ValueError(f"Invalid inputs of {self._layer_name}: expected {expected}")
-        index = inputs.indexer
-        if self.layer.has_latent_keys:
+        num_given = 2 * (index is not None) + (weights.indexer is not None)
+        if is_latent:
             self._check_latent(inputs, weights)
-        elif has_entries and (
-            (index is not None) != is_csa or (weights.indexer is not None) != is_csa
-        ):
-            num_given = 2 * (index is not None) + (weights.indexer is not None)
-            self._refuse_index(is_csa=is_csa, num_given=num_given)
+        elif has_entries and num_given != self._num_index_parts:
+            self._refuse_index(num_given)
         if inputs.compressor is not None:
-            check("kv", inputs.compressor.kv, (num_tokens, self._width))
-            self._check_gate(inputs.compressor.gate, num_tokens)
+            self._check_projections("", *inputs.compressor, num_tokens)
         if index is not None:
-            if not self.layer.has_latent_keys:
-                check("index_kv", index.kv, (num_tokens, self._index_width))
-                check("index_gate", index.gate, (num_tokens, self._index_width))
+            if not is_latent:
+                self._check_projections("index_", index.kv, index.gate, num_tokens)
             self.check_index_query(index.query, index.head_weights, num_tokens)
         if is_compiling() or weights is not self._accepted:
             self._check_weights(weights)
@@ -117,30 +110,36 @@ class LayerChecks:
             expected = "KeyWeights as" if owns else "no"
             raise ValueError(f"Invalid weights of {self._layer_name}: expected {expected} indexer")
 
-    def _check_gate(self, gate: Tensor | None, num_tokens: int) -> None:
+    def _check_projections(
+        self, prefix: str, kv: Tensor | None, gate: Tensor | None, num_tokens: int
+    ) -> None:
+        shape = (num_tokens, self._index_width if prefix else self._width)
+        self.check_tensor(f"{prefix}kv", kv, shape)
         if self.schema.num_series:
-            self.check_tensor("gate", gate, (num_tokens, self._width))
+            self.check_tensor(f"{prefix}gate", gate, shape)
         elif gate is not None:
             raise ValueError(
                 f"Invalid gate of {self._layer_name}: expected None, an entry has one token"
             )
 
     def _check_weights(self, weights: LayerWeights) -> None:
-        config = self.config
-        self.check_tensor("norm_weight", weights.kv_norm, (config.head_dim,))
+        self.check_tensor("norm_weight", weights.kv_norm, (self.config.head_dim,))
         if weights.sinks is not None:
-            self.check_tensor("sinks", weights.sinks, (config.num_query_heads,))
-        if weights.compressor is not None:
-            self._check_compressor_weights("", weights.compressor, config.head_dim)
-        if isinstance(weights.indexer, KeyWeights):
-            self._check_key_weights(weights.indexer)
-        elif weights.indexer is not None:
-            self._check_compressor_weights("index_", weights.indexer, config.index_head_dim)
+            self.check_tensor("sinks", weights.sinks, (self.config.num_query_heads,))
+        self._check_compressors(weights.compressor, weights.indexer)
 
-    def _check_key_weights(self, weights: KeyWeights) -> None:
+    def _check_compressors(
+        self, main: CompressorWeights | None, indexer: CompressorWeights | KeyWeights | None
+    ) -> None:
+        """Check the weights that make entries and index keys."""
         dim, index_dim = self.config.head_dim, self.config.index_head_dim
-        self.check_tensor("index_projection", weights.projection, (index_dim, dim))
-        self.check_tensor("index_norm_weight", weights.norm_weight, (index_dim,))
+        if main is not None:
+            self._check_compressor_weights("", main, dim)
+        if isinstance(indexer, KeyWeights):
+            self.check_tensor("index_projection", indexer.projection, (index_dim, dim))
+            self.check_tensor("index_norm_weight", indexer.norm_weight, (index_dim,))
+        elif indexer is not None:
+            self._check_compressor_weights("index_", indexer, index_dim)
 
     def check_kv(self, kv: Tensor, norm_weight: Tensor, num_tokens: int) -> None:
         """Check the inputs of `write_swa`."""
@@ -157,35 +156,29 @@ class LayerChecks:
         index_gate: Tensor | None,
         index_weights: CompressorWeights | KeyWeights | None,
         num_tokens: int,
-    ) -> tuple[EntryInputs, EntryInputs | KeyWeights | None]:
-        """Check the inputs of `flush_compression`; return those of entries and of index keys."""
-        if not self.layer.ratio:
-            raise ValueError(f"Layer {self.layer.layer_idx} is SWA: it has nothing to compress")
-        if not self.layer.owns_entries:
+    ) -> LayerWrites:
+        """Check the inputs of `flush_compression`, and return them as one write."""
+        layer, index_keys = self.layer, None
+        if not layer.owns_entries:
+            why = f"reads the entries of layer {layer.entries_of}" if layer.ratio else "is SWA"
+            raise ValueError(f"Layer {layer.layer_idx} {why}: it has nothing to compress")
+        num_given = sum(part is not None for part in (index_kv, index_gate, index_weights))
+        if not layer.has_latent_keys and num_given != self._num_index_parts:
+            self._refuse_index(num_given)
+        if layer.has_latent_keys and (
+            not isinstance(index_weights, KeyWeights) or index_kv is not None
+        ):
             raise ValueError(
-                f"Layer {self.layer.layer_idx} reads the entries of layer {self.layer.entries_of}: "
-                "it has nothing to compress"
+                f"Invalid inputs of {self._layer_name}: expected KeyWeights as index_weights "
+                "and no index_kv, index keys are made of its entries"
             )
-        if self.layer.has_latent_keys:
-            if not isinstance(index_weights, KeyWeights) or index_kv is not None:
-                raise ValueError(
-                    f"Invalid inputs of {self._layer_name}: expected KeyWeights as index_weights "
-                    "and no index_kv, index keys are made of its entries"
-                )
-            main = EntryInputs(kv, gate, weights)
-            self._check_compressor("", main, self.config.head_dim, num_tokens)
-            self._check_key_weights(index_weights)
-            return main, index_weights
-        is_csa = self._is_csa
-        has_keys = index_kv is not None, index_gate is not None, index_weights is not None
-        if has_keys != (is_csa, is_csa, is_csa):
-            self._refuse_index(is_csa=is_csa, num_given=sum(has_keys))
-        entries, index_keys = EntryInputs(kv, gate, weights), None
-        self._check_compressor("", entries, self.config.head_dim, num_tokens)
+        self._check_projections("", kv, gate, num_tokens)
         if index_kv is not None and isinstance(index_weights, CompressorWeights):
+            self._check_projections("index_", index_kv, index_gate, num_tokens)
             index_keys = EntryInputs(index_kv, index_gate, index_weights)
-            self._check_compressor("index_", index_keys, self.config.index_head_dim, num_tokens)
-        return entries, index_keys
+        self._check_compressors(weights, index_weights)
+        keys = index_weights if isinstance(index_weights, KeyWeights) else index_keys
+        return LayerWrites(entries=EntryInputs(kv, gate, weights), index_keys=keys)
 
     def check_index_query(self, query: Tensor, head_weights: Tensor, num_tokens: int) -> None:
         """Check the inputs of `select_entries`."""
@@ -202,25 +195,26 @@ class LayerChecks:
             self.check_tensor("sinks", sinks, (heads,))
 
     def check_selection(
-        self, selection: Selection | None, num_tokens: int, *, needs_one: bool
+        self,
+        selection: Selection | None,
+        num_tokens: int,
+        own: Iterable[Callable[[], Tensor | None]] | None,
+        source: int,
     ) -> None:
-        """Check that a selection is given where one is needed, and nowhere else."""
-        if needs_one != (selection is not None):
-            expected = "a selection" if needs_one else "no selection"
-            raise ValueError(f"Invalid attend of {self._layer_name}: expected {expected}")
-        if selection is not None:
-            shape = (num_tokens, self.config.index_topk)
-            self.check_tensor("selection.rows", selection.rows, shape, (torch.int64,))
-
-    def check_own(
-        self, selection: Selection, own: Iterable[Callable[[], Tensor | None]], source: int
-    ) -> None:
-        """Check that a selection is of a layer and of this forward.
+        """Check that a selection is given where one is needed, of a layer and of this forward.
 
         Args:
-            own: Return the rows that its `select_entries` chose, as far as they are alive.
+            own: Return the rows that the layer's `select_entries` chose, as far as they are alive;
+                None where no selection is needed.
             source: The layer.
         """
+        if (own is None) != (selection is None):
+            expected = "no selection" if own is None else "a selection"
+            raise ValueError(f"Invalid attend of {self._layer_name}: expected {expected}")
+        if selection is None or own is None:
+            return
+        shape = (num_tokens, self.config.index_topk)
+        self.check_tensor("selection.rows", selection.rows, shape, (torch.int64,))
         if not any(selection.rows is rows() for rows in own):
             whose = "its own" if source == self.layer.layer_idx else f"layer {source}'s"
             raise ValueError(
@@ -242,17 +236,6 @@ class LayerChecks:
     def _layer_name(self) -> str:
         return f"layer {self.layer.layer_idx} ({self.layer.attention_type.name})"
 
-    def _check_compressor(
-        self, prefix: str, inputs: EntryInputs, dim: int, num_tokens: int
-    ) -> None:
-        width = max(self.schema.num_series, 1) * dim
-        self.check_tensor(f"{prefix}kv", inputs.kv, (num_tokens, width))
-        if self.layer.has_latent_keys:
-            self._check_gate(inputs.gate, num_tokens)
-        else:
-            self.check_tensor(f"{prefix}gate", inputs.gate, (num_tokens, width))
-        self._check_compressor_weights(prefix, inputs.weights, dim)
-
     def _check_compressor_weights(self, prefix: str, weights: CompressorWeights, dim: int) -> None:
         width = self.schema.num_series * dim
         bias, norm_weight = weights
@@ -262,8 +245,9 @@ class LayerChecks:
             raise ValueError(f"Invalid position_bias of {self._layer_name}: expected None")
         self.check_tensor(f"{prefix}norm_weight", norm_weight, (dim,))
 
-    def _refuse_index(self, *, is_csa: bool, num_given: int) -> NoReturn:
-        expected = "index_kv, index_gate and index_weights" if is_csa else "no index inputs"
+    def _refuse_index(self, num_given: int) -> NoReturn:
+        is_needed = self._num_index_parts > 0
+        expected = "index_kv, index_gate and index_weights" if is_needed else "no index inputs"
         raise ValueError(
             f"Invalid inputs of {self._layer_name}: expected {expected}, got {num_given} of 3"
         )
