@@ -54,6 +54,13 @@ _SHARED_KEYS = (
     "kv_source_layer_ids", "index_source_layer_ids", "candidate_source_layer_id",
     "candidate_topk_blocks", "candidate_block_size",
 )  # fmt: skip
+# Fields by the name that a model config has for them.
+_HF_KEYS = {
+    "num_query_heads": "num_attention_heads", "head_dim": "head_dim",
+    "sliding_window": "sliding_window", "index_num_heads": "index_n_heads",
+    "index_head_dim": "index_head_dim", "index_topk": "index_topk",
+    "rms_norm_eps": "rms_norm_eps", "max_position": "max_position_embeddings",
+}  # fmt: skip
 _LEGACY_RATE_KEYS = {4: "compress_rate_csa", 128: "compress_rate_hca"}
 LAYER_TYPE_NAMES = {
     "sliding_attention": 0,
@@ -418,24 +425,18 @@ class CacheConfig:
             **choices: Any other field of `CacheConfig`.
         """
         raw = _as_mapping(config)
-        ratios, num_mtp = _ratios(raw, include_mtp=include_mtp)
-        head_dim = _required(raw, "head_dim")
+        main, mtp = _listed_ratios(raw)
+        if include_mtp and not mtp:
+            raise ValueError("include_mtp was asked for, but the model config has no MTP layer")
         theta, compress_theta, yarn = _rope(raw)
         geometry: dict[str, Any] = {
-            "compress_ratios": ratios,
-            "num_mtp_layers": num_mtp,
-            "num_query_heads": _required(raw, "num_attention_heads"),
-            "head_dim": head_dim,
-            "rope_dim": _rope_dim(raw, head_dim),
-            "sliding_window": _required(raw, "sliding_window"),
-            "index_num_heads": _required(raw, "index_n_heads"),
-            "index_head_dim": _required(raw, "index_head_dim"),
-            "index_topk": _required(raw, "index_topk"),
-            "rms_norm_eps": _required(raw, "rms_norm_eps"),
+            **{name: _required(raw, key) for name, key in _HF_KEYS.items()},
+            "compress_ratios": main + mtp if include_mtp else main,
+            "num_mtp_layers": len(mtp) if include_mtp else 0,
+            "rope_dim": _rope_dim(raw),
             "rope_theta": theta,
             "compress_rope_theta": compress_theta,
             "yarn": yarn,
-            "max_position": _required(raw, "max_position_embeddings"),
         }
         if raw.get("kv_source_layer_ids"):
             geometry |= {name: raw[name] for name in _SHARED_KEYS if raw.get(name) is not None}
@@ -446,61 +447,41 @@ class CacheConfig:
     def v4_flash(cls, *, include_mtp: bool = False, **choices: Any) -> "CacheConfig":
         """DeepSeek-V4-Flash: 2 SWA, 21 CSA and 20 HCA layers, 64 heads."""
         ratios = [0, 0] + [4, 128] * 20 + [4]
-        return cls._preset(ratios, {"num_query_heads": 64}, include_mtp, choices)
+        return cls._preset(ratios, include_mtp, choices)
 
     @classmethod
     def v4_pro(cls, *, include_mtp: bool = False, **choices: Any) -> "CacheConfig":
         """DeepSeek-V4-Pro: 30 CSA and 31 HCA layers, 128 heads, top-k 1024."""
         ratios = [128, 128] + [4, 128] * 29 + [4]
-        geometry = {"num_query_heads": 128, "index_topk": 1024}
-        return cls._preset(ratios, geometry, include_mtp, choices)
+        return cls._preset(ratios, include_mtp, choices, num_query_heads=128, index_topk=1024)
 
     @classmethod
     def v41_flash(cls, *, include_mtp: bool = False, **choices: Any) -> "CacheConfig":
         """DeepSeek-V4.1-Flash: 2 SWA layers, 38 in four groups that share entries, 64 heads."""
-        geometry = {
-            "index_num_heads": 32,
-            "rms_norm_eps": 1e-20,
-            "kv_source_layer_ids": (2, 8, 14, 20),
-            "index_source_layer_ids": (2, 8, 14, 20, 24, 28, 32, 36),
-            "candidate_source_layer_id": 20,
+        return cls._preset(
+            [0, 0] + [2] * 18 + [1] * 20, include_mtp, choices, num_mtp=3,
+            index_num_heads=32, rms_norm_eps=1e-20, kv_source_layer_ids=(2, 8, 14, 20),
+            index_source_layer_ids=(2, 8, 14, 20, 24, 28, 32, 36), candidate_source_layer_id=20,
             **_v41_choices(choices),
-        }
-        ratios = [0, 0] + [2] * 18 + [1] * 20
-        return cls._preset(ratios, geometry, include_mtp, choices, num_mtp=3)
+        )  # fmt: skip
 
     @classmethod
     def tiny(cls, *, include_mtp: bool = False, **choices: Any) -> "CacheConfig":
         """A small model of all three types, for tests: 4 layers, head_dim 96, top-k 8."""
-        geometry = {
-            "num_query_heads": 4,
-            "head_dim": 96,
-            "rope_dim": 32,
-            "index_num_heads": 16,
-            "index_head_dim": 64,
-            "index_topk": 8,
-            "max_position": 65536,
-            "yarn": YarnScaling(original_max_position=4096),
-        }
-        return cls._preset([0, 4, 128, 4], geometry, include_mtp, choices)
+        return cls._preset(
+            [0, 4, 128, 4], include_mtp, choices, num_query_heads=4, head_dim=96, rope_dim=32,
+            index_num_heads=16, index_head_dim=64, index_topk=8, max_position=65536,
+            yarn=YarnScaling(original_max_position=4096),
+        )  # fmt: skip
 
     @classmethod
     def _preset(
-        cls,
-        ratios: list[int],
-        geometry: dict[str, Any],
-        include_mtp: bool,
-        choices: dict[str, Any],
-        num_mtp: int = 1,
-    ) -> "CacheConfig":
+        cls, ratios: list[int], include_mtp: bool, choices: dict[str, Any], num_mtp: int = 1,
+        **geometry: Any,
+    ) -> "CacheConfig":  # fmt: skip
         mtp = [0] * num_mtp if include_mtp else []
-        fields = {
-            "compress_ratios": tuple(ratios + mtp),
-            "num_mtp_layers": len(mtp),
-            **geometry,
-            **choices,
-        }
-        return cls(**fields)
+        fields = {"compress_ratios": ratios + mtp, "num_mtp_layers": len(mtp)}
+        return cls(**{**fields, **geometry, **choices})
 
 
 def _known_ratios(name: str, given: Any) -> tuple[int, ...]:
@@ -678,16 +659,6 @@ def has_mtp_layers(config: Any) -> bool:
     return bool(_listed_ratios(_as_mapping(config))[1])
 
 
-def _ratios(raw: Mapping[str, Any], *, include_mtp: bool) -> tuple[tuple[int, ...], int]:
-    """Return the ratios of the schedule, and the number of its trailing MTP layers."""
-    main, mtp = _listed_ratios(raw)
-    if not include_mtp:
-        return tuple(main), 0
-    if not mtp:
-        raise ValueError("include_mtp was asked for, but the model config has no MTP layer")
-    return tuple(main + mtp), len(mtp)
-
-
 def _listed_ratios(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Return the ratios of the main layers, and those of the MTP layers."""
     num_hidden = check_int(
@@ -726,7 +697,7 @@ def _layer_type_ratio(name: str, raw: Mapping[str, Any]) -> int:
     return ratio
 
 
-def _rope_dim(raw: Mapping[str, Any], head_dim: Any) -> Any:
+def _rope_dim(raw: Mapping[str, Any]) -> Any:
     if raw.get("qk_rope_head_dim") is not None:
         return raw["qk_rope_head_dim"]
     factor = _required(raw, "partial_rotary_factor")
@@ -734,7 +705,8 @@ def _rope_dim(raw: Mapping[str, Any], head_dim: Any) -> Any:
         raise ValueError(
             f"Invalid partial_rotary_factor: expected a number above 0 and up to 1, got {factor!r}"
         )
-    return int(check_int("head_dim", head_dim, at_least=1, at_most=MAX_WIDTH) * factor)
+    head_dim = check_int("head_dim", raw["head_dim"], at_least=1, at_most=MAX_WIDTH)
+    return int(head_dim * factor)
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, float, YarnScaling | None]:

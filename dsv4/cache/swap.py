@@ -129,8 +129,8 @@ class SwappedRequests:
         kept, targets = np.where(is_shared, rest, -1), np.full(len(rest), -1, dtype=np.int32)
         host_slot = int(host.slot_owners.acquire(1)[0])
         targets[~is_shared] = host.block_owners.acquire(int(np.count_nonzero(~is_shared)))
-        host.copy_blocks_out(rest[~is_shared], targets[~is_shared])
-        host.copy_slot_out(slot, host_slot)
+        host.copy_out("blocks", rest[~is_shared], targets[~is_shared])
+        host.copy_out("slots", np.array([slot]), np.array([host_slot]))
         self._allocator.share(rest[is_shared])
         swapped = SwappedRequest(extent, HostPlace(host_slot, targets, kept))
         if prefix is not None:
@@ -152,8 +152,8 @@ class SwappedRequests:
             published = self._prefix.take(swapped.nodes, new_blocks[:num_published])
         rest, is_mine = place.kept.astype(np.int32), place.blocks >= 0
         rest[is_mine] = new_blocks[num_published:]
-        host.copy_blocks_in(place.blocks[is_mine], rest[is_mine])
-        host.copy_slot_in(place.slot, slot)
+        host.copy_in("blocks", place.blocks[is_mine], rest[is_mine])
+        host.copy_in("slots", np.array([place.slot]), np.array([slot]))
         self._allocator.share(place.kept[~is_mine])  # `drop` gives up the one it had
         self.drop(swapped)
         return np.concatenate((published, rest))

@@ -73,18 +73,15 @@ class BlockAllocator:
                 f"Invalid share: block {ids[owners == 0][0]} has no owner to share it with"
             )
         self._journal.set_attribute(self, "_num_shares", self._num_shares + ids.size)
-        self._journal.note_rows(self._num_owners, ids)
-        np.add.at(self._num_owners, ids, 1)
+        unique, times = np.unique(ids, return_counts=True)
+        self._journal.set_rows(self._num_owners, unique, self._num_owners[unique] + times)
 
     def release(self, ids: NDArray[np.integer]) -> None:
         """Give up one ownership of each block; refused whole if any is not owned."""
-        ids = np.sort(self._checked(ids))
+        ids = self._checked(ids)
         if ids.size == 0:
             return
-        is_first = np.ones(ids.size, dtype=np.bool_)
-        np.not_equal(ids[1:], ids[:-1], out=is_first[1:])
-        unique = ids[is_first]
-        times = np.diff(np.append(np.flatnonzero(is_first), ids.size)).astype(np.int32)
+        unique, times = np.unique(ids, return_counts=True)
         left = self._num_owners[unique] - times
         if left.min() < 0:
             raise ValueError(

@@ -8,6 +8,7 @@ waits.
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.device_rows import DeviceRows
 from dsv4.cache.memory.journal import Journal
+
+Kind = Literal["blocks", "slots"]
 
 
 class HostMemory:
@@ -47,7 +50,7 @@ class HostMemory:
         self.block_owners = BlockAllocator(num_blocks, journal, wipe and partial(wipe, "blocks"))
         self.slot_owners = BlockAllocator(num_slots, journal, wipe and partial(wipe, "slots"))
         self.num_bytes_out = self.num_bytes_in = 0
-        self._device_blocks, self._device_slots = blocks, slots
+        self._device = {"blocks": blocks, "slots": slots}
         self.blocks = _rows_like(blocks, num_blocks)
         self.slots = _rows_like(slots, num_slots)
         devices = [piece.storage.device for piece in blocks.pieces if num_blocks + num_slots > 0]
@@ -56,29 +59,32 @@ class HostMemory:
         }
         self._is_copying = False
 
-    def copy_blocks_out(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy blocks of the device to blocks of the host."""
-        self.num_bytes_out += self._copy_out(self._device_blocks, sources, self.blocks, targets)
+    def copy_out(
+        self, kind: Kind, sources: NDArray[np.integer], targets: NDArray[np.integer]
+    ) -> None:
+        """Copy blocks or slots of the device to those of the host, consecutive ones at once."""
+        rows = self._device[kind]
+        for piece in rows.pieces:
+            with self._copying(piece.storage.device):
+                for mine, theirs in rows.pairs(piece, sources, getattr(self, kind), targets):
+                    theirs.copy_(mine, non_blocking=True)
+        self.num_bytes_out += len(sources) * rows.num_bytes
 
-    def copy_blocks_in(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy blocks of the host to blocks of the device, before any work queued next."""
-        self.num_bytes_in += self._copy_in(self.blocks, sources, self._device_blocks, targets)
-
-    def copy_slot_out(self, source: int, target: int) -> None:
-        """Copy a slot of the device to one of the host."""
-        rows = np.array([source]), np.array([target])
-        self.num_bytes_out += self._copy_out(self._device_slots, rows[0], self.slots, rows[1])
-
-    def copy_slot_in(self, source: int, target: int) -> None:
-        """Copy a slot of the host to one of the device, before any work queued next."""
-        rows = np.array([source]), np.array([target])
-        self.num_bytes_in += self._copy_in(self.slots, rows[0], self._device_slots, rows[1])
+    def copy_in(
+        self, kind: Kind, sources: NDArray[np.integer], targets: NDArray[np.integer]
+    ) -> None:
+        """Copy blocks or slots of the host to the device, before any work queued next."""
+        rows = self._device[kind]
+        for piece in rows.pieces:
+            with self._copying(piece.storage.device):
+                for mine, theirs in rows.pairs(piece, targets, getattr(self, kind), sources):
+                    mine.copy_(theirs, non_blocking=True)
+        self.num_bytes_in += len(sources) * rows.num_bytes
+        self.finish()
 
     def copy_row_out(self, rows: DeviceRows, row: int, targets: IntArray) -> None:
         """Copy a row of the device of any length to some blocks of the host."""
-        for mine, theirs in self._beside(rows, row, targets):
-            with self._copying(mine.device):
-                theirs.copy_(mine, non_blocking=True)
+        self.copy_away(self._beside(rows, row, targets))
         self.num_bytes_out += rows.num_bytes
 
     def copy_row_in(self, sources: IntArray, rows: DeviceRows, row: int) -> None:
@@ -91,11 +97,11 @@ class HostMemory:
 
     def new_rows(self, num_rows: int) -> Tensor:
         """Allocate more memory on the host for blocks, pinned on a GPU."""
-        return _rows_like(self._device_blocks, num_rows)
+        return _rows_like(self._device["blocks"], num_rows)
 
     def device_block(self, block: int) -> list[tuple[int, Tensor]]:
         """Return place and bytes of each part of a block of the device."""
-        return self._device_blocks.cut(block, self._device_blocks.num_bytes)[0]
+        return self._device["blocks"].cut(block, self._device["blocks"].num_bytes)[0]
 
     def copy_away(self, copies: Iterable[tuple[Tensor, Tensor]]) -> list[torch.cuda.Event]:
         """Copy rows of the device to other memory of the host; return the events at their end."""
@@ -120,10 +126,10 @@ class HostMemory:
                 torch.cuda.current_stream(device).wait_stream(stream)
         self._is_copying = False
 
-    def _wipe(self, name: str, ids: IntArray) -> None:
-        """Overwrite rows of `blocks` or `slots` with zeros."""
+    def _wipe(self, kind: Kind, ids: IntArray) -> None:
+        """Overwrite blocks or slots of the host with zeros."""
         self._wait()
-        getattr(self, name)[torch.from_numpy(ids.astype(np.int64))] = 0
+        getattr(self, kind)[torch.from_numpy(ids.astype(np.int64))] = 0
 
     def _wait(self) -> None:
         """Wait on the host for all copies: it writes the memory itself."""
@@ -146,27 +152,6 @@ class HostMemory:
         for parts, block in zip(rows.cut(row, self.blocks.shape[1]), blocks, strict=True):
             for place, part in parts:
                 yield part, self.blocks[block, place : place + len(part)]
-
-    def _copy_out(
-        self, source: DeviceRows, rows: NDArray[np.integer], target: Tensor, to: NDArray[np.integer]
-    ) -> int:
-        """Copy rows to the host, consecutive ones at once, and return their bytes."""
-        for piece in source.pieces:
-            with self._copying(piece.storage.device):
-                for mine, theirs in source.pairs(piece, rows, target, to):
-                    theirs.copy_(mine, non_blocking=True)
-        return len(rows) * source.num_bytes
-
-    def _copy_in(
-        self, source: Tensor, rows: NDArray[np.integer], target: DeviceRows, to: NDArray[np.integer]
-    ) -> int:
-        """Copy rows from the host, before any work queued next, and return their bytes."""
-        for piece in target.pieces:
-            with self._copying(piece.storage.device):
-                for mine, theirs in target.pairs(piece, to, source, rows):
-                    mine.copy_(theirs, non_blocking=True)
-        self.finish()
-        return len(rows) * target.num_bytes
 
 
 def _rows_like(rows: DeviceRows, num_rows: int) -> Tensor:

@@ -90,21 +90,11 @@ class Journal:
         if self._change is not None:
             self._change.undo.append((undo, args))
 
-    def note_rows(self, array: NDArray[Any], index: Any) -> None:
-        """Note the elements of an array that change next."""
-        if self._change is not None:
-            self._change.undo.append((array.__setitem__, (index, np.array(array[index]))))
-
     def set_rows(self, array: NDArray[Any], index: Any, values: Any) -> None:
         """Note elements of an array, then change them."""
-        if self._change is not None:  # as `note_rows` does, without its call
+        if self._change is not None:
             self._change.undo.append((array.__setitem__, (index, np.array(array[index]))))
         array[index] = values
-
-    def note_attribute(self, owner: object, name: str) -> None:
-        """Note an attribute that changes next."""
-        if self._change is not None:
-            self._change.undo.append((setattr, (owner, name, getattr(owner, name))))
 
     def set_attribute(self, owner: object, name: str, value: Any) -> None:
         """Note an attribute, then change it."""

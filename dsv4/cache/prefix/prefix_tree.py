@@ -397,7 +397,7 @@ class PrefixTree:
         if not nodes:
             return
         sources = np.array([node.host_block for node in nodes], dtype=np.int32)
-        self.host.copy_blocks_in(sources, blocks)
+        self.host.copy_in("blocks", sources, blocks)
         self._note_stored(nodes, DEVICE)
         for node, block in zip(nodes, blocks.tolist(), strict=True):
             self._put_on_device(node, block)
@@ -562,7 +562,7 @@ class PrefixTree:
             self._enqueue(node)
         self._note_stored(nodes[::-1], HOST)
         order = np.argsort(blocks)
-        self.host.copy_blocks_out(blocks[order], targets[order])
+        self.host.copy_out("blocks", blocks[order], targets[order])
 
     def _remove(self, nodes: Sequence[PrefixNode]) -> None:
         """Forget nodes that are not on the device, children first; their hashes stay as ghosts."""
@@ -613,7 +613,7 @@ class PrefixTree:
 
     def _note_counts(self) -> None:
         for name in ("num_host_blocks", "_num_kept", "_num_reserved"):
-            self._journal.note_attribute(self, name)
+            self._journal.set_attribute(self, name, getattr(self, name))
 
 
 def _chain(

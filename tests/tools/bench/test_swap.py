@@ -22,13 +22,14 @@ def on_the_cpu(monkeypatch):
 def orders(monkeypatch):
     """Record the device's blocks of each swap-out."""
     seen = []
-    copy = HostMemory.copy_blocks_out
+    copy = HostMemory.copy_out
 
-    def copy_blocks_out(self, sources, targets):
-        seen.append(sources.tolist())
-        copy(self, sources, targets)
+    def copy_out(self, kind, sources, targets):
+        if kind == "blocks":
+            seen.append(sources.tolist())
+        copy(self, kind, sources, targets)
 
-    monkeypatch.setattr(HostMemory, "copy_blocks_out", copy_blocks_out)
+    monkeypatch.setattr(HostMemory, "copy_out", copy_out)
     return seen
 
 
