@@ -39,10 +39,10 @@ class Row(NamedTuple):
 
 def poison(manager: KVCacheManager) -> None:
     """Fill pools and workspaces with NaN, so that a read of unwritten memory shows."""
-    for memory in manager.memory_parts:
-        memory.paged.storage.fill_(POISON_BYTE)
-        memory.state.storage.fill_(POISON_BYTE)
-        memory.workspace.fill_(POISON_BYTE)
+    for part in manager.memory_parts:
+        memory = part.memories[0]
+        for storage in (memory.blocks, memory.slots, memory.workspace):
+            storage.fill_(POISON_BYTE)
         memory.partials.fill_(torch.nan)
         memory.rope_rows.fill_(torch.nan)
 

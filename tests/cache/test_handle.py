@@ -40,7 +40,7 @@ def make_manager(config=CONFIG, **sizes):
 
 
 def pools_of(manager):
-    return manager.paged.storage, manager.state.storage, manager.device_memory.workspace
+    return manager.paged.storage, manager.state.storage, manager.device_memory.memories[0].workspace
 
 
 def pool_bytes(manager):

@@ -1,6 +1,7 @@
 """`DeviceMemory`: allocates a manager's tensors on a device, and tells layers where rows lie."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -14,6 +15,8 @@ from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.formats import BYTE_ALIGN
 from dsv4.kernels.layer_memory import LayerMemory
 from dsv4.rope import ROW_STEPS, row_frequencies
+
+SCRATCH = ("pooled", "arrivals", "index_scratch", "partials", "frequencies", "rope_rows")
 
 
 class DeviceMemory:
@@ -38,10 +41,7 @@ class DeviceMemory:
             split context, -1 where it is another's. With one rank it is the block table.
         context_rows: `[rows]` int64, HCA rows that the current plan's tokens list on a rank.
         plan_buffers: The arrays of the current plan.
-        workspace: `[1, bytes]` uint8, window rows of chunks.
-        pooled, arrivals, index_scratch, partials: Scratch of kernels, see `LayerStorages`.
-        frequencies, rope_rows: RoPE of the current plan's tokens, see `LayerStorages`.
-        memories: One `LayerMemory` per layer.
+        memories: One `LayerMemory` per layer, with workspaces and RoPE rows that all of them share.
     """
 
     def __init__(
@@ -62,24 +62,21 @@ class DeviceMemory:
                 "Invalid storage: expected some of blocks, slots, checkpoints and undo_slots, "
                 f"got {sorted(unknown)}"
             )
-        self._given, self.device = frozenset(given), device
-        config, rows = capacity.config, capacity.workspace_rows
-        self.layout = layout
+        self._given, self.device, self.layout = frozenset(given), device, layout
+        config = capacity.config
         self.paged = PagedKVPool(
-            self.layout, num_blocks=capacity.num_blocks,
-            index_global_scale=config.index_global_scale, device=device,
-            storage=given.get("blocks"),
+            layout, num_blocks=capacity.num_blocks, device=device, storage=given.get("blocks"),
+            index_global_scale=config.index_global_scale,
         )  # fmt: skip
         self.state = StateCachePool(
-            self.layout, max_requests=capacity.max_requests, device=device,
-            storage=given.get("slots"),
+            layout, max_requests=capacity.max_requests, device=device, storage=given.get("slots"),
         )  # fmt: skip
         self.checkpoints = byte_rows(
             "checkpoints", capacity.num_checkpoints, checkpoint_bytes, device,
             given.get("checkpoints"),
         )  # fmt: skip
         self.undo = byte_rows(
-            "undo_slots", capacity.num_undo_slots, self.layout.slots.num_bytes, device,
+            "undo_slots", capacity.num_undo_slots, layout.slots.num_bytes, device,
             given.get("undo_slots"),
         )  # fmt: skip
         staging, table = staging_for(device), torch.from_numpy(host_block_table)
@@ -90,32 +87,29 @@ class DeviceMemory:
             self.rank_table = self.block_table.new_full((capacity.max_requests, columns), -1)
         self.context_rows = torch.empty(capacity.context_rows, dtype=torch.int64, device=device)
         self.plan_buffers: PlanBuffers = PlanBuffers(
-            max_requests=capacity.max_requests, max_tokens=capacity.max_forward_tokens,
-            max_table_updates=capacity.max_table_updates,
-            max_checkpoints=capacity.max_forward_checkpoints,
-            block_table=self.block_table, rank_table=self.rank_table, rank=config.rank,
-            blocks=self.paged.storage, staging=staging,
+            capacity, self.block_table, self.rank_table, self.paged.storage, staging,
             first=None if first is None else first.plan_buffers,
         )  # fmt: skip
-        workspace_bytes = config.kv_row.page_bytes(rows, align=BYTE_ALIGN)
-        self.workspace = torch.zeros(1, workspace_bytes, dtype=torch.uint8, device=device)
-        self.pooled = torch.zeros(capacity.pooling_windows, config.head_dim, device=device)
-        self.arrivals = torch.zeros(capacity.pooling_windows, dtype=torch.int32, device=device)
-        scratch_bytes = capacity.index_scratch_bytes
-        self.index_scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
-        partials_shape = (capacity.attention_partials, capacity.partial_elements)
-        self.partials = torch.zeros(partials_shape, device=device)
-        self.frequencies = row_frequencies(config).to(device)
+        zeros, windows = partial(torch.zeros, device=device), capacity.pooling_windows
+        workspace_bytes = config.kv_row.page_bytes(capacity.workspace_rows, align=BYTE_ALIGN)
         rope_shape = (len(ROW_STEPS), 2, capacity.max_forward_tokens, config.rope_dim // 2)
-        self.rope_rows = torch.zeros(rope_shape, device=device)
         has_scale = config.index_global_scale is not None
-        storages = (
-            self.state.storage, self.paged.storage, self.workspace, self.pooled,
-            self.arrivals, self.index_scratch, self.partials,
-            self.paged.indexer_global_scale if has_scale else None, self.frequencies,
-            self.rope_rows,
-        )  # fmt: skip
-        self.memories = tuple(LayerMemory(*storages, layer) for layer in layout.layers)
+        memory = LayerMemory(
+            slots=self.state.storage,
+            blocks=self.paged.storage,
+            workspace=zeros(1, workspace_bytes, dtype=torch.uint8),
+            pooled=zeros(windows, config.head_dim),
+            arrivals=zeros(windows, dtype=torch.int32),
+            index_scratch=torch.empty(
+                capacity.index_scratch_bytes, dtype=torch.uint8, device=device
+            ),
+            partials=zeros(capacity.attention_partials, capacity.partial_elements),
+            global_scale=self.paged.indexer_global_scale if has_scale else None,
+            frequencies=row_frequencies(config).to(device),
+            rope_rows=zeros(rope_shape),
+            layout=layout.layers[0],
+        )
+        self.memories = tuple(LayerMemory(*memory[:-1], layer) for layer in layout.layers)
 
     @property
     def _pools(self) -> dict[str, torch.Tensor]:
@@ -137,6 +131,7 @@ class DeviceMemory:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""
+        memory = self.memories[0]
         of_rank = {"rank_table": self.rank_table, "context_rows": self.context_rows}
         return {
             "blocks": self.paged.storage,
@@ -145,13 +140,8 @@ class DeviceMemory:
             "index_global_scale": self.paged.indexer_global_scale,
             "block_table": self.block_table,
             "plan_buffers": self.plan_buffers.packed,
-            "pooled": self.pooled,
-            "arrivals": self.arrivals,
-            "index_scratch": self.index_scratch,
-            "partials": self.partials,
-            "window_workspace": self.workspace,
+            "window_workspace": memory.workspace,
             "checkpoints": self.checkpoints,
-            "frequencies": self.frequencies,
-            "rope_rows": self.rope_rows,
+            **{name: getattr(memory, name) for name in SCRATCH},
             **({} if self.rank_table is self.block_table else of_rank),
         }

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from dsv4.cache.memory.arrays import Int64Array, IntArray
+from dsv4.cache.memory.capacity import Capacity
 from dsv4.cache.memory.staging import Staging
 from dsv4.kernels.contracts import Acceptance, TokenMap
 
@@ -21,12 +22,8 @@ class PlanBuffers:
     table travel with the plan, as pairs of flat index and value.
 
     Args:
-        max_requests, max_tokens: The most rows and tokens of a plan.
-        max_table_updates: The most elements of the block table that one upload brings.
-        max_checkpoints: The most block boundaries that one forward checkpoints.
         block_table: The block table on the device.
         rank_table: The same by rank, see `DeviceMemory`; plans read it.
-        rank: The rank whose blocks these are.
         blocks: The blocks `[num_blocks, block_bytes]`; a plan may copy some.
         staging: Carries the buffers to the device; None if that is the same memory.
         first: The buffers of a manager's first device, whose host arrays those of the others share.
@@ -34,18 +31,17 @@ class PlanBuffers:
 
     def __init__(
         self,
-        *,
-        max_requests: int,
-        max_tokens: int,
-        max_table_updates: int,
-        max_checkpoints: int,
+        capacity: Capacity,
         block_table: torch.Tensor,
         rank_table: torch.Tensor,
-        rank: int,
         blocks: torch.Tensor,
         staging: type[Staging] | None,
+        *,
         first: "PlanBuffers | None" = None,
     ) -> None:
+        max_requests, max_tokens = capacity.max_requests, capacity.max_forward_tokens
+        max_table_updates = capacity.max_table_updates
+        max_checkpoints = capacity.max_forward_checkpoints
         sizes = {  # int64 arrays first, because of their alignment
             "table_index": 2 * max_table_updates,
             "copy_rows": 4 * max_requests,
@@ -66,9 +62,8 @@ class PlanBuffers:
         num_sent = sum(sizes.values())
         new: IntArray = np.zeros(num_sent + max_requests, dtype=np.int32)
         self._run: IntArray = new if first is None else first._run
-        packed = self._run
-        self._packed: IntArray = packed[:num_sent]
-        host = torch.from_numpy(packed)
+        self._packed: IntArray = self._run[:num_sent]
+        host = torch.from_numpy(self._run)
         self.packed = host if staging is None else torch.zeros_like(host, device=block_table.device)
         self._staging = None if staging is None else staging(self.packed[:num_sent])
         self.accepted = self.packed[num_sent:]  # the device's alone
@@ -81,8 +76,8 @@ class PlanBuffers:
             start += size
         self._block_table, self._flat_table = block_table, block_table.view(-1)
         self._rank_table = rank_table
-        self._num_ranks = rank_table.shape[1] // max(1, block_table.shape[1]) or 1
-        self._own_columns = rank_table[:, rank :: self._num_ranks]
+        self._num_ranks = capacity.config.num_ranks
+        self._own_columns = rank_table[:, capacity.config.rank :: self._num_ranks]
         self._max_updates = max_table_updates
         self._host_index = self.host.pop("table_index").view(np.int64)
         self._index = self.device.pop("table_index").view(torch.int64)
