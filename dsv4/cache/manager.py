@@ -650,7 +650,7 @@ class KVCacheManager(NotCopyable):
             ValueError: The file is damaged, or of a cache whose bytes mean something else.
             NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
         """
-        saved = read_saved(path, self.config, self.layout)
+        saved = read_saved(path, self.config)
         self._check_fits(saved.length, f" in {os.fspath(path)}")
         return self.import_request(saved)
 
@@ -992,23 +992,9 @@ class KVCacheManager(NotCopyable):
             self._books.prefix.track(slot, TrackedRequest(root), ids)
 
     def _copy_request(self, slot: int, floor: int, first_block: int = 0) -> SavedRequest:
-        requests, prefix = self._requests, self._books.prefix
-        length = int(requests.lengths[slot])
-        end = int(requests.num_read_only[slot]) * self.config.block_tokens
-        if length < end:
-            raise ValueError(
-                f"Cannot save slot {slot}: expected a request that has replayed its {end} known "
-                f"tokens, got one at {length}"
-            )
-        root, ids = "", None
-        if prefix is not None and slot in prefix.requests:
-            root = prefix.requests[slot].root.hex()
-            ids = torch.from_numpy(prefix.ids.read(slot).copy())
         return copy_request(
-            self.config, self._memory, slot=slot,
-            blocks=torch.from_numpy(requests.blocks_of(slot)).long(), length=length, floor=floor,
-            first_block=first_block, prefix_root=root, token_ids=ids,
-        )  # fmt: skip
+            self.config, self._memory, self._books, slot, floor=floor, first_block=first_block
+        )
 
     def _layer_parts(self, layer_idx: int) -> LayerParts:
         layer, schema = self.schedule[layer_idx], self.schemas[layer_idx]

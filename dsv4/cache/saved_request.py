@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.cache.books import CacheBooks
 from dsv4.cache.memory.cache_memory import CacheMemory
 from dsv4.cache.memory.capacity import blocks_for
 from dsv4.cache.memory.device_rows import copy_bytes
@@ -24,7 +25,7 @@ from dsv4.cache.prefix.prefix_tree import DIGEST_BYTES
 from dsv4.cache.tensor_file import FilePath, TensorFile
 from dsv4.config import MAX_POSITION, CacheConfig
 from dsv4.formats import sum_ring
-from dsv4.kernels.layer_memory import LayerLayout
+from dsv4.kernels.layer_memory import LayerLayout, existing
 from dsv4.layer_schedule import GROUP_ROWS, HCA_GROUPS
 
 REQUEST_FILE = TensorFile("saved request", key="request", version="dsv4-request-4")
@@ -75,24 +76,26 @@ class SavedRequest:
 def copy_request(
     config: CacheConfig,
     memory: CacheMemory,
-    *,
+    books: CacheBooks,
     slot: int,
-    blocks: Tensor,
-    length: int,
+    *,
     floor: int,
     first_block: int = 0,
-    prefix_root: str = "",
-    token_ids: Tensor | None = None,
 ) -> SavedRequest:
-    """Copy the rows that lengths from `floor` to `length` need, and none of an earlier request.
+    """Copy the rows that lengths from `floor` on need, and none of an earlier request.
 
     Args:
-        blocks: `[num_blocks]` int64, the request's blocks in order.
         floor: The shortest length, beside 0, that the copy can be cut to.
         first_block: Blocks before it are left out.
-        prefix_root, token_ids: As in `SavedRequest`.
     """
-    layout, device, blocks = memory.layout, memory.parts[0].device, blocks[first_block:]
+    length, _, num_read_only = books.requests.extent_of(slot)
+    if length < (end := num_read_only * config.block_tokens):
+        raise ValueError(
+            f"Cannot save slot {slot}: expected a request that has replayed its {end} known "
+            f"tokens, got one at {length}"
+        )
+    layout, device = memory.layout, memory.parts[0].device
+    blocks = torch.from_numpy(books.requests.blocks_of(slot)).long()[first_block:]
     entries_from = first_block * config.block_tokens
     new_state = StateCachePool(
         layout, max_requests=1, device=device, storage=_zeros(1, layout.slots.num_bytes, device)
@@ -105,14 +108,17 @@ def copy_request(
         part = memory.parts[memory.part_of[layer_idx]]
         source, target = part.state.layer(layer_idx), new_state.layer(layer_idx)
         _copy_state(layer, source, slot, target, floor, length)
-        pages, new_pages = part.paged.layer(layer_idx), new_paged.layer(layer_idx)
-        if layer.ratio:
+        if layer.owns_entries:
             num_entries = config.own_entries((length - entries_from) // layer.ratio, layer.ratio)
-            _copy_entries(layer, pages, blocks, new_pages, num_entries)
+            pages, new_pages = part.paged.layer(layer_idx), new_paged.layer(layer_idx)
+            _copy_entries(layer, existing(pages), blocks, existing(new_pages), num_entries)
+    root, ids = "", _no_ids()
+    if books.prefix is not None and slot in books.prefix.requests:
+        root = books.prefix.requests[slot].root.hex()
+        ids = torch.from_numpy(books.prefix.ids.read(slot).copy())
     return SavedRequest(
-        length, floor, new_state.storage[0], new_paged.storage, prefix_root,
-        _no_ids() if token_ids is None else token_ids, config.format_fingerprint,
-    )  # fmt: skip
+        length, floor, new_state.storage[0], new_paged.storage, root, ids, config.format_fingerprint
+    )
 
 
 def _zeros(num_rows: int, row_bytes: int, device: torch.device) -> Tensor:
@@ -186,14 +192,8 @@ def _ring_slices(first: int, end: int, num_rows: int) -> list[slice]:
 
 
 def _copy_entries(
-    layer: LayerLayout,
-    source: LayerPages | None,
-    blocks: Tensor,
-    target: LayerPages | None,
-    num_entries: int,
+    layer: LayerLayout, source: LayerPages, blocks: Tensor, target: LayerPages, num_entries: int
 ) -> None:
-    if source is None or target is None or not layer.owns_entries:
-        return
     full, rest = divmod(num_entries, layer.entries_per_block)
     for from_rows, to_rows in (
         (source.entries, target.entries),
@@ -220,21 +220,30 @@ def write_saved(path: FilePath, saved: SavedRequest, config: CacheConfig) -> Non
     REQUEST_FILE.write(path, description, tensors)
 
 
-def read_saved(path: FilePath, config: CacheConfig, layout: CacheLayout) -> SavedRequest:
+def read_saved(path: FilePath, config: CacheConfig) -> SavedRequest:
     """Read a request of a cache with the same meaning; refuse anything else."""
-    description, tensors = REQUEST_FILE.read(path)
-    _check_meaning(path, description, config)
-    _check_meaning(path, description, _read_config(path, description))
-    return _read_request(path, description, tensors, config, layout)
+    return _read(path, config)[1]
 
 
 def read_any(path: FilePath) -> tuple[CacheConfig, SavedRequest]:
     """Read a request of any cache, with a config that gives its bytes their meaning."""
+    return _read(path, None)
+
+
+def _read(path: FilePath, expected: CacheConfig | None) -> tuple[CacheConfig, SavedRequest]:
     description, tensors = REQUEST_FILE.read(path)
+    if expected is not None:
+        _check_meaning(path, description, expected)
     config = _read_config(path, description)
     _check_meaning(path, description, config)
     layout = cache_layout(config, build_schemas(config))
-    return config, _read_request(path, description, tensors, config, layout)
+    for problem in _problems(description, tensors, config, layout):
+        raise REQUEST_FILE.refusal(path, problem)
+    return config, SavedRequest(
+        int(description["length"]), int(description["rollback_floor"]),
+        tensors["slot"], tensors["blocks"], description["prefix_root"], tensors["token_ids"],
+        config.format_fingerprint,
+    )  # fmt: skip
 
 
 def _meaning(config: CacheConfig) -> dict[str, str]:
@@ -270,22 +279,6 @@ def _check_meaning(path: FilePath, description: Mapping[str, str], config: Cache
         if description[name] != value:
             text = f"expected {name} {value}, as this cache has, got {description[name]}"
             raise REQUEST_FILE.refusal(path, text)
-
-
-def _read_request(
-    path: FilePath,
-    description: Mapping[str, str],
-    tensors: dict[str, Tensor],
-    config: CacheConfig,
-    layout: CacheLayout,
-) -> SavedRequest:
-    for problem in _problems(description, tensors, config, layout):
-        raise REQUEST_FILE.refusal(path, problem)
-    return SavedRequest(
-        int(description["length"]), int(description["rollback_floor"]),
-        tensors["slot"], tensors["blocks"], description["prefix_root"], tensors["token_ids"],
-        config.format_fingerprint,
-    )  # fmt: skip
 
 
 def _problems(

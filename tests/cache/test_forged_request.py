@@ -192,7 +192,7 @@ def test_a_header_of_other_types(manager, path):
 def test_what_was_checked_is_what_is_loaded(manager, path):
     """The file changes in place, after its checksum was compared."""
     manager.save_request(0, path)
-    saved = read_saved(path, CONFIG, manager.device_memory.layout)
+    saved = read_saved(path, CONFIG)
     before = {name: tensor.clone() for name, tensor in saved.tensors.items()}
     size = path.stat().st_size
     with path.open("r+b") as file:
@@ -239,7 +239,7 @@ def test_root_and_ids_are_kept(manager, path, root, ids):
     token_ids = torch.tensor(ids, dtype=torch.int32)
     saved = dataclasses.replace(read_of(manager), prefix_root=root, token_ids=token_ids)
     write_saved(path, saved, CONFIG)
-    for read in (read_saved(path, CONFIG, manager.device_memory.layout), read_any(path)[1]):
+    for read in (read_saved(path, CONFIG), read_any(path)[1]):
         assert read.prefix_root == root and torch.equal(read.token_ids, token_ids)
         assert read.token_ids.dtype == torch.int32
 
