@@ -55,7 +55,7 @@ def test_the_python_of_a_guide_runs(guide, monkeypatch):
     assert code
     if not torch.cuda.is_available():
         code = code.replace('device = "cuda"', 'device = "cpu"')
-        monkeypatch.setattr(captured_forward, "new_graph", EagerGraph)
+        monkeypatch.setattr(captured_forward, "CudaGraph", EagerGraph)
     exec(compile(code, f"docs/{guide}.md", "exec"), {"__name__": "__main__"})
 
 

@@ -145,7 +145,8 @@ class ForwardPlanner:
             for buffers in self._buffers:
                 buffers.upload(requests.changed_blocks, sources, targets, (batch, num_tokens))
             requests.forget_changes()
-            tokens = self._cut_buffers(batch, num_tokens, num_chunks, max_step)
+            sizes = (batch, num_tokens, num_chunks, max_step)
+            tokens = [buffers.token_map(*sizes) for buffers in self._buffers]
             if rows.uncertain is not None:
                 self._apply_accepted(tokens, batch)
             plan = ForwardPlan(
@@ -357,10 +358,6 @@ class ForwardPlanner:
             self._books.checkpoints.share(held)
         for row in np.flatnonzero(survival.undo_slots >= 0).tolist():
             self._memory.save_undo(int(survival.undo_slots[row]), int(slots[row]))
-
-    def _cut_buffers(self, *sizes: int) -> list[TokenMap]:
-        """Cut the buffers of each device to a forward's size."""
-        return [buffers.token_map(*sizes) for buffers in self._buffers]
 
     def _apply_accepted(self, tokens: list[TokenMap], batch: int) -> None:
         """Let each device find the lengths after the step before."""

@@ -26,7 +26,3 @@ class IncomingRequest(NotCopyable):
     blocks: IntArray
     is_accepted: bool = False
     stop: Callable[[], None] | None = None
-
-    def end_writes(self) -> None:
-        if self.stop is not None:
-            self.stop()

@@ -84,7 +84,8 @@ class RequestTable:
         self._journal.set_rows(self.is_closing, slots, False)
         self._journal.set_rows(self.is_hidden, slots, False)
         for slot in self.incoming.keys() & set(slots.tolist()):
-            self.incoming[slot].end_writes()
+            if (stop := self.incoming[slot].stop) is not None:
+                stop()
             self._journal.drop_item(self.incoming, slot)
         self._free_slots += slots[::-1].tolist()
 
@@ -213,10 +214,10 @@ class RequestTable:
         """Note that the device's block table is up to date."""
         self._journal.set_attribute(self, "_changed", [])
 
-    def check_all_open(self, slots: object, name: str = "slot") -> Int64Array:
+    def check_all_open(self, slots: object) -> Int64Array:
         """Return one open slot, or several, named once each, as an array; refuse any others."""
-        array = check_one_or_more(name, slots, at_least=0, at_most=len(self.is_open) - 1)
-        self.check_open(array, name)
+        array = check_one_or_more("slot", slots, at_least=0, at_most=len(self.is_open) - 1)
+        self.check_open(array, "slot")
         return array
 
     def check_open(self, slots: Int64Array, name: str) -> None:

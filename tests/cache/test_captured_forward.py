@@ -40,7 +40,7 @@ class EagerGraph:
 
 @pytest.fixture
 def eager_graph(monkeypatch):
-    monkeypatch.setattr(captured_forward, "new_graph", EagerGraph)
+    monkeypatch.setattr(captured_forward, "CudaGraph", EagerGraph)
 
 
 def make_manager(config, **sizes):

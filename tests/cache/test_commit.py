@@ -597,7 +597,7 @@ def draw_accepted(num_steps, device):
 
 
 def test_captured_steps_are_planned_without_lengths(monkeypatch):
-    monkeypatch.setattr(captured_forward, "new_graph", EagerGraph)
+    monkeypatch.setattr(captured_forward, "CudaGraph", EagerGraph)
     mine, other = (Verification("cpu", max_length=300) for _ in range(2))
     for accepted in draw_accepted(30, "cpu"):
         mine.step_on_the_device(accepted)

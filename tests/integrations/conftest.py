@@ -29,7 +29,7 @@ def device(request, monkeypatch):
     if request.param == "cpu":
         attaching = importlib.import_module("dsv4.integrations.transformers.attach")
         monkeypatch.setattr(attaching, "check_graph_device", lambda device: None)
-        graphs = lambda device, count: [RepeatedRun(device) for _ in range(count)]  # noqa: E731
-        monkeypatch.setattr(captured_layers, "new_graphs", graphs)
-        monkeypatch.setattr(captured_forward, "new_graph", RepeatedRun)
+        monkeypatch.setattr(captured_layers, "GraphPool", lambda device: None)
+        for module in (captured_layers, captured_forward):
+            monkeypatch.setattr(module, "CudaGraph", RepeatedRun)
     return torch.device(request.param)

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_snippets_run(folder, monkeypatch):
-    monkeypatch.setattr(captured_forward, "new_graph", RepeatedRun)  # the model is on the CPU
+    monkeypatch.setattr(captured_forward, "CudaGraph", RepeatedRun)  # the model is on the CPU
     names = {"path": str(folder), "torch": torch}
     snippets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(snippets) == 4

@@ -49,7 +49,7 @@ class Stack:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_layers_in_a_capture_are_the_eager_ones(device, monkeypatch):
     if device == "cpu":
-        monkeypatch.setattr(captured_forward, "new_graph", EagerGraph)
+        monkeypatch.setattr(captured_forward, "CudaGraph", EagerGraph)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = random_hf_model(seed=0).to(device, dtype)
     captured, eager = Stack(model, device), Stack(model, device)

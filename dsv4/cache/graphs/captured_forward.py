@@ -131,7 +131,7 @@ class CapturedForward:
         is_even = self.num_tokens == self.batch and self.tokens_per_request == 1
         self._is_decode = is_even and not max_chunks
         self.num_rows = self.batch + (not self._is_decode)
-        self._graph = new_graph(manager.device, pool)
+        self._graph = CudaGraph(manager.device, pool)
         check_complete(manager, "capture")
         fill_with_padding(manager, self.num_tokens)
         self.outputs = self._graph.capture(partial(self._run, step))
@@ -163,7 +163,11 @@ class CapturedForward:
         A plan that does not fit is refused with nothing changed; its layers can still be run
         one by one.
         """
-        self._check_plan(plan)
+        self.manager.check_plan(plan)
+        if plan.has_started:
+            raise RuntimeError("Invalid plan: expected one not yet written, got one begun or run")
+        if (misfit := self._find_misfit(plan)) is not None:
+            raise ValueError(f"Invalid plan: expected {misfit}")
         plan.begin()
         try:
             self._graph.replay()
@@ -190,14 +194,6 @@ class CapturedForward:
         finally:
             plan.is_retired = True
         return outputs
-
-    def _check_plan(self, plan: ForwardPlan) -> None:
-        self.manager.check_plan(plan)
-        if plan.has_started:
-            raise RuntimeError("Invalid plan: expected one not yet written, got one begun or run")
-        misfit = self._find_misfit(plan)
-        if misfit is not None:
-            raise ValueError(f"Invalid plan: expected {misfit}")
 
     def _find_misfit(self, plan: ForwardPlan) -> str | None:
         """Return what of a plan was not captured: as expected, and as it is."""
@@ -231,8 +227,8 @@ class CudaGraph:
     """A recorded run that can be repeated; with a pool it shares its memory."""
 
     def __init__(self, device: torch.device, pool: GraphPool | None = None) -> None:
-        self._device = device
-        self._pool = pool
+        check_graph_device(device)
+        self._device, self._pool = device, pool
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, run: Callable[[], Any]) -> Any:
@@ -253,18 +249,6 @@ class CudaGraph:
     def replay(self) -> None:
         """Repeat the recorded run on the current stream."""
         self._graph.replay()
-
-
-def new_graph(device: torch.device, pool: GraphPool | None = None) -> CudaGraph:
-    """Return an empty graph for that device."""
-    check_graph_device(device)
-    return CudaGraph(device, pool)
-
-
-def new_graphs(device: torch.device, count: int) -> list[CudaGraph]:
-    """Return graphs that share their memory; they must be replayed in the order of capture."""
-    pool = GraphPool(device)
-    return [CudaGraph(device, pool) for _ in range(count)]
 
 
 def check_graph_device(device: torch.device) -> None:

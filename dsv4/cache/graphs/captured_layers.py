@@ -8,7 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dsv4.cache.graphs.captured_forward import check_complete, fill_with_padding, new_graphs
+from dsv4.cache.graphs.captured_forward import (
+    CudaGraph,
+    GraphPool,
+    check_complete,
+    fill_with_padding,
+)
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.plan import ForwardPlan
@@ -38,7 +43,8 @@ class CapturedLayers:
             raise ValueError("Cannot capture layers one by one: some use the choices of others")
         check_complete(manager, "capture")
         fill_with_padding(manager, batch)
-        self._graphs = new_graphs(manager.device, len(manager.schedule))
+        pool = GraphPool(manager.device)  # they are replayed in the order of capture
+        self._graphs = [CudaGraph(manager.device, pool) for _ in manager.schedule]
         self._outputs = [
             graph.capture(partial(self._run, step, idx)) for idx, graph in enumerate(self._graphs)
         ]

@@ -207,11 +207,9 @@ class DiskTier:
     def num_damaged(self) -> int:
         return self._store.num_damaged
 
-    def note(self, nodes: Iterable[PrefixNode]) -> None:
-        self._waiting.extend((node, False) for node in nodes)
-
-    def note_checkpoint(self, node: PrefixNode) -> None:
-        self._waiting.append((node, True))
+    def note(self, nodes: Iterable[PrefixNode], is_checkpoint: bool = False) -> None:
+        """Queue the blocks of nodes, or their checkpoints, to be written."""
+        self._waiting.extend((node, is_checkpoint) for node in nodes)
 
     def start_writes(self) -> None:
         """Start to copy what waits to staging rows, as far as some are free."""

@@ -533,7 +533,7 @@ class PrefixCache:
         node = request.nodes[num_blocks - 1]
         self.tree.give_checkpoint(node, checkpoint, uses)
         if self.tier is not None and uses:
-            self._journal.after_commit(self.tier.note_checkpoint, node)
+            self._journal.after_commit(self.tier.note, [node], True)
         resumed = request.resumed
         if uses and resumed is not None and num_blocks > resumed.depth:
             request.resumed = None

@@ -27,7 +27,7 @@ def small(monkeypatch):
         "FIRST_LENGTH": 120, "GraphPool": NoPool, "is_same": partial(torch.allclose, atol=1e-4),
     }.items():  # fmt: skip
         monkeypatch.setattr(mixed, name, value)
-    monkeypatch.setattr(captured_forward, "new_graph", EagerGraph)
+    monkeypatch.setattr(captured_forward, "CudaGraph", EagerGraph)
 
 
 def test_replays_are_checked(small, monkeypatch):
