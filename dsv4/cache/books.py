@@ -23,7 +23,6 @@ from dsv4.cache.prefix.retention import PrefixNode
 from dsv4.cache.prefix.store import PrefixStore
 from dsv4.cache.request_table import RequestTable
 from dsv4.cache.swap import SwappedRequests
-from dsv4.errors import OutOfBlocksError
 
 
 class CacheBooks:
@@ -35,7 +34,7 @@ class CacheBooks:
         allocator: Owners of the blocks.
         checkpoints: The checkpoints on device and host, with their owners.
         host: Blocks and slots in host memory, with their owners.
-        prefix: Known tokens of requests and published blocks; None without checkpoints.
+        prefix: Known tokens of requests and published blocks; none of either without checkpoints.
         swapped: Requests that wait in host memory.
     """
 
@@ -75,21 +74,17 @@ class CacheBooks:
         policy: CheckpointPolicy,
         on_events: OnEvents | None,
         store: PrefixStore | None,
-    ) -> PrefixCache | None:
+    ) -> PrefixCache:
         if store is not None and not (capacity.num_checkpoints and self.host.blocks.numel()):
             raise ValueError(
                 "Invalid store: expected a manager with a prefix cache that has blocks on the "
                 "host (prefix_bytes, or num_checkpoints and host_blocks), got none"
             )
-        if not capacity.num_checkpoints:
-            return None
         tree = PrefixTree(
             self.allocator, self.checkpoints, self.host, self.journal,
             EventLog(self.journal, on_events, capacity.config.block_tokens),
         )  # fmt: skip
-        tier = None
-        if store is not None:
-            tier = DiskTier(store, capacity.config, tree, self.journal)
+        tier = None if store is None else DiskTier(store, capacity.config, tree, self.journal)
         return PrefixCache(
             capacity.config, policy, tree, self.journal,
             block_table=self.requests.block_table, set_blocks=self.requests.set_blocks, tier=tier,
@@ -103,24 +98,15 @@ class CacheBooks:
         Raises:
             OutOfBlocksError: There would not be so many. Nothing was changed.
         """
-        allocator = self.allocator
-        missing = num_blocks - allocator.num_free
-        if missing <= 0:
-            return
-        evictable = None if self.prefix is None else self.prefix.tree.count_evictable(kept)
-        if self.prefix is None or evictable is None or missing > evictable:
-            raise OutOfBlocksError(
-                num_blocks, allocator.num_free, evictable, total=allocator.num_blocks, note=note
-            )
-        self.prefix.tree.evict(missing, kept)
+        missing = num_blocks - self.allocator.num_free
+        if missing > 0:
+            self.prefix.tree.evict(missing, kept, note=note)
 
     def count_fitting(self, path: Sequence[PrefixNode]) -> int:
         """Count the first blocks of a path for which there is room on the device.
 
         Those on the device come before those on the host.
         """
-        if self.prefix is None:
-            return 0
         num_host = sum(node.block < 0 for node in path)
         room = self.allocator.num_free + self.prefix.tree.count_evictable(path) if num_host else 0
         return len(path) - max(0, num_host - room)
@@ -147,11 +133,11 @@ class CacheBooks:
     def find_checkpoint(self, slot: int, length: int) -> int:
         """Return the checkpoint of a length below the floor; refuse a length without one."""
         prefix, requests = self.prefix, self.requests
-        checkpoint = None if prefix is None else prefix.checkpoint_at(slot, length)
+        checkpoint = prefix.checkpoint_at(slot, length)
         if checkpoint is not None:
             return checkpoint
         floor = int(requests.rollback_floor[slot])
-        known = [] if prefix is None else prefix.checkpointed_lengths(slot)
+        known = prefix.checkpointed_lengths(slot)
         below = max([0, *(each for each in known if each < length)])
         above = min([floor, *(each for each in known if each > length)])
         exact = ", ".join(map(str, [0, *known]))
@@ -167,8 +153,7 @@ class CacheBooks:
             self.requests.num_read_only[slots], lengths // self._block_tokens
         )
         self.drop_blocks(slots, lengths, num_read_only)
-        if self.prefix is not None:
-            self.prefix.cut(slots, lengths)
+        self.prefix.cut(slots, lengths)
 
     def drop_blocks(
         self, slots: Int64Array, lengths: Int64Array, num_read_only: Int64Array
@@ -180,8 +165,7 @@ class CacheBooks:
 
     def close_slots(self, slots: Int64Array) -> None:
         """Release the blocks of slots and close these."""
-        if self.prefix is not None:
-            self.prefix.forget(slots)
+        self.prefix.forget(slots)
         nothing = np.zeros(len(slots), dtype=np.int64)
         self.drop_blocks(slots, nothing, nothing)
         self.requests.close_slots(slots)

@@ -101,9 +101,8 @@ class StepCommit:
         rejected[step.slots] = counts - accepted
         lengths = requests.lengths[step.slots] - rejected[step.slots]
         self._books.drop_blocks(step.slots, lengths, requests.num_read_only[step.slots])
-        if self._books.prefix is not None:
-            self._books.prefix.cut(step.slots, step.plan.positions_before[rows] + accepted)
-            self._books.prefix.has_news = True
+        self._books.prefix.cut(step.slots, step.plan.positions_before[rows] + accepted)
+        self._books.prefix.has_news = True
         if current is not None and current is not step.plan:
             self._settle_plan(step, current, rejected)
         self._journal.set_attribute(self, "step", None)

@@ -68,8 +68,7 @@ class CurrentForward:
             ("_plan", plan),
         ):  # fmt: skip
             self._journal.set_attribute(self, name, value)
-        if self._books.prefix is not None:
-            self._books.prefix.has_news = True
+        self._books.prefix.has_news = True
 
     def settle(self) -> None:
         """Record what a complete forward has made final: checkpoints and freed requests."""
@@ -158,12 +157,11 @@ class CurrentForward:
         )
         books.drop_blocks(slots, lengths, num_read_only)
         books.requests.set_floors(slots, survival.floors[rows])
-        if books.prefix is not None:
-            for row in rows[is_cut].tolist():
-                num_blocks = int(survival.lengths[row]) // self._block_tokens
-                books.prefix.give_up(
-                    int(plan.request_slots[row]), max(num_blocks, int(survival.num_read_only[row]))
-                )
+        for row in rows[is_cut].tolist():
+            num_blocks = int(survival.lengths[row]) // self._block_tokens
+            books.prefix.give_up(
+                int(plan.request_slots[row]), max(num_blocks, int(survival.num_read_only[row]))
+            )
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             if survival.undo_slots[row] >= 0:
                 self._journal.after_commit(memory.load_undo, int(survival.undo_slots[row]), slot)
@@ -175,11 +173,10 @@ class CurrentForward:
     def _end(self, plan: ForwardPlan, *, is_written: bool) -> None:
         """Give up what was held for a live plan."""
         books, requests = self._books, self._books.requests
-        if books.prefix is not None:
-            books.prefix.end_checkpoints(is_done=is_written)
-            held = self.held_checkpoints
-            if held.size:
-                books.checkpoints.release(held)
+        books.prefix.end_checkpoints(is_done=is_written)
+        held = self.held_checkpoints
+        if held.size:
+            books.checkpoints.release(held)
         if requests.is_closing.any():
             # Another request may get the slots.
             self._journal.set_attribute(plan, "is_retired", True)
@@ -200,9 +197,10 @@ class CurrentForward:
 
     def publish(self) -> None:
         """Publish the full blocks that no forward can change."""
-        prefix, live = self._books.prefix, self.live_slots
-        if prefix is None or not prefix.has_news:
+        prefix = self._books.prefix
+        if not (prefix.requests and prefix.has_news):
             return
+        live = self.live_slots
         lengths, step = self._books.requests.lengths, self.committed.step
         if step is not None:  # the shortest that they can be
             lengths = lengths - step.counts[:-1]
@@ -217,7 +215,7 @@ class CurrentForward:
     ) -> list[tuple[int, int, int]]:
         """Choose the boundaries to checkpoint; a replay's fixed state is right at its end."""
         prefix = self._books.prefix
-        if prefix is None:
+        if not prefix.requests:
             return []
         start = np.maximum(before, self._books.requests.written_from(slots) - 1)
         return prefix.choose_boundaries(slots, start, after, is_chunk)
@@ -225,9 +223,7 @@ class CurrentForward:
     def save_checkpoint(self, slot: int, boundary: int) -> None:
         """Checkpoint a tracked request, unless it has one there or none is left."""
         prefix, owners = self._books.prefix, self._books.checkpoints
-        if prefix is None or slot not in prefix.requests:
-            return
-        if prefix.checkpoint_at(slot, boundary) is not None:
+        if slot not in prefix.requests or prefix.checkpoint_at(slot, boundary) is not None:
             return
         prefix.tree.make_checkpoint_room(1, uses=prefix.has_uses(slot, boundary))
         if not owners.num_free:
@@ -246,9 +242,7 @@ class CurrentForward:
         prefix, requests = self._books.prefix, self._books.requests
         boundary = int(requests.lengths[slot]) // self._block_tokens * self._block_tokens
         is_held = boundary >= requests.rollback_floor[slot]  # rejected tokens overwrite rows too
-        if prefix is None or not (prefix.policy.at_forks and boundary and is_held):
-            return
-        if slot in prefix.requests:
+        if slot in prefix.requests and prefix.policy.at_forks and boundary and is_held:
             prefix.requests[slot].uses.setdefault(boundary // self._block_tokens, 1)
             self.save_checkpoint(slot, boundary)
 

@@ -303,8 +303,6 @@ class ForwardPlanner:
     def _held_checkpoint(self, slot: int, length: int) -> tuple[int, int]:
         """Return the longest length up to `length` with a checkpoint, and that; 0, -1 for none."""
         prefix = self._books.prefix
-        if prefix is None:
-            return 0, -1
         known = [each for each in prefix.checkpointed_lengths(slot) if each <= length]
         checkpoint = prefix.checkpoint_at(slot, known[-1]) if known else None
         return (0, -1) if checkpoint is None else (known[-1], checkpoint)
@@ -323,7 +321,7 @@ class ForwardPlanner:
                 note=f"; in this forward {len(needs.grows)} of {num_requests} requests grow into "
                 f"new blocks, {len(needs.copies)} copy one that they share",
             )
-        if in_chunks and self._books.prefix is not None:
+        if in_chunks:
             prefix, most = self._books.prefix, self._capacity.max_forward_checkpoints
             with_uses = sum(prefix.has_uses(slot, boundary) for _, slot, boundary in in_chunks)
             for count, uses in ((with_uses, True), (len(in_chunks), False)):
@@ -370,9 +368,9 @@ class ForwardPlanner:
     ) -> list[CheckpointPoints] | list[None]:
         """Take checkpoints for the boundaries inside chunks, as far as there are any."""
         prefix, parts = self._books.prefix, self._memory.parts
-        points: list[tuple[int, int, int]] = []
-        if prefix is not None and in_chunks:
-            points = prefix.plan_checkpoints(in_chunks, self._capacity.max_forward_checkpoints)
+        if not in_chunks:
+            return [None] * len(parts)
+        points = prefix.plan_checkpoints(in_chunks, self._capacity.max_forward_checkpoints)
         if not points:
             return [None] * len(parts)
         return [

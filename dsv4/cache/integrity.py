@@ -29,8 +29,7 @@ def check_integrity(
         raise IntegrityError(
             f"The block table names block {requests.block_table.max()}; there are {num_blocks}"
         )
-    if books.prefix is not None:
-        books.prefix.tree.check_integrity()
+    books.prefix.tree.check_integrity()
     problems = [
         *_block_problems(config, requests, num_blocks=num_blocks),
         *_device_problems(requests, memory),
@@ -100,30 +99,28 @@ def _device_problems(requests: RequestTable, memory: CacheMemory) -> Iterator[st
 def _owner_problems(books: CacheBooks, forward: CurrentForward) -> Iterator[str]:
     table, prefix, allocator = books.requests.block_table, books.prefix, books.allocator
     owners = np.bincount(table[table >= 0], minlength=allocator.num_blocks)
-    checkpoints: list[int] = []
     places = books.swapped.places
-    host_blocks = [block for place in places for block in place.blocks.tolist() if block >= 0]
     for place in places:
         owners += np.bincount(place.kept[place.kept >= 0], minlength=allocator.num_blocks)
-    if prefix is not None:
-        owners[prefix.tree.owned_blocks()] += 1
-        checkpoints = [
-            *prefix.tree.owned_checkpoints(), *prefix.pending_checkpoints(),
-            *forward.held_checkpoints.tolist(),
-        ]  # fmt: skip
-        host_blocks += prefix.tree.owned_host_blocks() + books.checkpoints.host_blocks()
-        host_blocks += [] if prefix.tier is None else prefix.tier.owned_host_blocks()
-        for slot, request in prefix.requests.items():
-            if type(slot) is not int or not books.requests.is_open[slot]:
-                yield f"the prefix cache tracks {slot!r}, which is not an open slot"
-            blocks = [node.block for node in request.nodes]
-            if blocks != table[slot, : len(blocks)].tolist():
-                yield f"the blocks of slot {slot} are not those that it has published"
+    owners[prefix.tree.owned_blocks()] += 1
+    checkpoints = [
+        *prefix.tree.owned_checkpoints(), *prefix.pending_checkpoints(),
+        *forward.held_checkpoints.tolist(),
+    ]  # fmt: skip
+    host_blocks = [block for place in places for block in place.blocks.tolist() if block >= 0]
+    host_blocks += prefix.tree.owned_host_blocks() + books.checkpoints.host_blocks()
+    host_blocks += [] if prefix.tier is None else prefix.tier.owned_host_blocks()
+    for slot, request in prefix.requests.items():
+        if type(slot) is not int or not books.requests.is_open[slot]:
+            yield f"the prefix cache tracks {slot!r}, which is not an open slot"
+        blocks = [node.block for node in request.nodes]
+        if blocks != table[slot, : len(blocks)].tolist():
+            yield f"the blocks of slot {slot} are not those that it has published"
     if (owners != allocator.num_owners).any():
         block = int(np.flatnonzero(owners != allocator.num_owners)[0])
         yield (
             f"block {block} is in {owners[block]} rows of the block table"
-            f"{' and the prefix cache' if prefix is not None else ''} but has "
+            f"{' and the prefix cache' if prefix.tree.is_on else ''} but has "
             f"{allocator.num_owners[block]} owners"
         )
     for name, counted, ids in (

@@ -453,8 +453,7 @@ class KVCacheManager(NotCopyable):
             self.slots.copy(self.slots, slot, fork)
             for source, target in zip(copied.tolist(), copies.tolist(), strict=True):
                 self.blocks.copy(self.blocks, source, target)
-            if books.prefix is not None:
-                books.prefix.copy(slot, fork)
+            books.prefix.copy(slot, fork)
             return fork
 
     def swap_out(self, slot: int) -> SwappedRequest:
@@ -496,7 +495,7 @@ class KVCacheManager(NotCopyable):
             slot = books.open_slots(1)[0]
             blocks = books.swapped.copy_in(swapped, slot, books.acquire_blocks(num_blocks))
             self._requests.fill_slot(slot, blocks, swapped.extent)
-            if books.prefix is not None and swapped.tracked is not None:
+            if swapped.tracked is not None:
                 assert swapped.token_ids is not None
                 books.prefix.track(slot, swapped.tracked, swapped.token_ids)
             return slot
@@ -772,8 +771,7 @@ class KVCacheManager(NotCopyable):
         table, prefix = self._requests.block_table[self._open_rows(slots)], self._books.prefix
         times = np.bincount(table[table >= 0], minlength=self.capacity.num_blocks)
         others = self._books.allocator.num_owners - times
-        if prefix is not None:
-            others[prefix.tree.owned_blocks()] -= 1
+        others[prefix.tree.owned_blocks()] -= 1
         return int(((times > 0) & (others == 0)).sum())
 
     def prepare_forward(
@@ -904,7 +902,7 @@ class KVCacheManager(NotCopyable):
         """
         self._begin()
         allocator, prefix = self._books.allocator, self._books.prefix
-        evictable = 0 if prefix is None else prefix.tree.num_evictable
+        evictable = prefix.tree.num_evictable
         used = allocator.num_blocks - allocator.num_free - evictable
         in_use = np.flatnonzero(self._requests.is_open).tolist()
         if in_use or used:
@@ -912,11 +910,10 @@ class KVCacheManager(NotCopyable):
                 f"Cannot sleep: expected no open request and no block in use, got slots "
                 f"{in_use} and {used} blocks; free, save or swap out the requests"
             )
-        if prefix is not None:
-            if prefix.tier is not None:
-                prefix.tier.finish_writes()
-            prefix.tree.evict(evictable)
-            prefix.tree.make_checkpoint_room(self.capacity.num_checkpoints, uses=True)
+        if prefix.tier is not None:
+            prefix.tier.finish_writes()
+        prefix.tree.evict(evictable)
+        prefix.tree.make_checkpoint_room(self.capacity.num_checkpoints, uses=True)
         self._forward.retire()
         self._books.host.finish()
         self._problem = "asleep: call wake() first"
@@ -933,8 +930,7 @@ class KVCacheManager(NotCopyable):
 
         Published blocks that wait are given to the store first.
         """
-        tier = None if self._books.prefix is None else self._books.prefix.tier
-        if tier is not None:
+        if (tier := self._books.prefix.tier) is not None:
             is_usable = not self._problem and not self._journal.is_lost
             if is_usable:
                 self._journal.finish()
@@ -960,10 +956,9 @@ class KVCacheManager(NotCopyable):
         self._journal.finish()
         self._forward.settle()
         prefix = self._books.prefix
-        if prefix is not None:
-            if prefix.tier is not None:
-                prefix.tier.advance()
-            prefix.tree.events.send()
+        if prefix.tier is not None:
+            prefix.tier.advance()
+        prefix.tree.events.send()
 
     def _open_rows(self, slots: int | Ints) -> Int64Array:
         """Check open slots, and wait until their lengths are known."""
@@ -987,7 +982,7 @@ class KVCacheManager(NotCopyable):
 
     def _track(self, slot: int, saved: SavedRequest) -> None:
         """Tell the prefix cache the ids and the salt of a request that has come."""
-        if self._books.prefix is not None and saved.prefix_root:
+        if self._books.prefix.tree.is_on and saved.prefix_root:
             root, ids = bytes.fromhex(saved.prefix_root), saved.token_ids.cpu().numpy()
             self._books.prefix.track(slot, TrackedRequest(root), ids)
 
@@ -1019,7 +1014,7 @@ class KVCacheManager(NotCopyable):
         )
 
     def _prefix(self) -> PrefixCache:
-        if self._books.prefix is None:
+        if not self._books.prefix.tree.is_on:
             raise ValueError(
                 "This manager has no prefix cache: expected prefix_bytes, or num_checkpoints >= 1"
             )

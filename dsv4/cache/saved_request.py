@@ -113,7 +113,7 @@ def copy_request(
             pages, new_pages = part.paged.layer(layer_idx), new_paged.layer(layer_idx)
             _copy_entries(layer, existing(pages), blocks, existing(new_pages), num_entries)
     root, ids = "", _no_ids()
-    if books.prefix is not None and slot in books.prefix.requests:
+    if slot in books.prefix.requests:
         root = books.prefix.requests[slot].root.hex()
         ids = torch.from_numpy(books.prefix.ids.read(slot).copy())
     return SavedRequest(

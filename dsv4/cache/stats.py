@@ -69,8 +69,7 @@ class CacheStats:
 def collect_stats(books: CacheBooks, memory: CacheMemory) -> CacheStats:
     """Collect the counts of the books as they are now."""
     prefix, num_free = books.prefix, books.allocator.num_free
-    num_evictable = 0 if prefix is None else prefix.tree.num_evictable
-    num_swapped = books.swapped.num_kept_blocks
+    num_evictable, num_swapped = prefix.tree.num_evictable, books.swapped.num_kept_blocks
     common = {
         "num_free_blocks": num_free,
         "num_evictable_blocks": num_evictable,
@@ -80,8 +79,6 @@ def collect_stats(books: CacheBooks, memory: CacheMemory) -> CacheStats:
         "bytes_to_host": books.host.num_bytes_out,
         "bytes_from_host": books.host.num_bytes_in,
     }
-    if prefix is None:
-        return CacheStats(**common)
     if (tier := prefix.tier) is not None:
         common["num_disk_tokens"] = tier.num_loaded_tokens
         common["num_disk_given"] = tier.counts.num_given

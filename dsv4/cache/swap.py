@@ -13,7 +13,7 @@ from dsv4.cache.prefix.prefix_cache import PrefixCache, TrackedRequest
 from dsv4.cache.prefix.retention import PrefixNode
 from dsv4.cache.request_table import Extent
 from dsv4.checks import NotCopyable
-from dsv4.errors import NoFreeSlotError, OutOfBlocksError
+from dsv4.errors import NoFreeSlotError
 
 
 class HostPlace(NamedTuple):
@@ -72,7 +72,7 @@ class SwappedRequests:
         self,
         host: HostMemory,
         allocator: BlockAllocator,
-        prefix: PrefixCache | None,
+        prefix: PrefixCache,
         journal: Journal,
     ) -> None:
         self._host, self._allocator, self._journal = host, allocator, journal
@@ -98,8 +98,7 @@ class SwappedRequests:
         kept = np.concatenate([place.kept[place.kept >= 0] for place in self.places])
         blocks, times = np.unique(kept, return_counts=True)
         others = self._allocator.num_owners[blocks] - times
-        if self._prefix is not None:
-            others -= np.isin(blocks, self._prefix.tree.owned_blocks())
+        others -= np.isin(blocks, self._prefix.tree.owned_blocks())
         return int(np.count_nonzero(others == 0))
 
     def make_room(self, slot: int, blocks: IntArray) -> None:
@@ -112,14 +111,8 @@ class SwappedRequests:
         if not host.slot_owners.num_free:
             raise NoFreeSlotError(1, 0, total=host.slot_owners.num_blocks, where=" on the host")
         needed = int(np.count_nonzero(~self._is_shared(blocks[len(nodes) :])))
-        if self._prefix is not None:
-            needed += sum(node.num_swapped == 0 for node in nodes)
-            self._prefix.make_host_room(needed)
-        elif needed > host.block_owners.num_free:
-            raise OutOfBlocksError(
-                needed, host.block_owners.num_free,
-                total=host.block_owners.num_blocks, kind="host blocks",
-            )  # fmt: skip
+        needed += sum(node.num_swapped == 0 for node in nodes)
+        self._prefix.make_host_room(needed)
 
     def copy_out(self, slot: int, blocks: IntArray, extent: Extent) -> SwappedRequest:
         """Copy what only this request owns to the host, where `make_room` has made room."""
@@ -133,9 +126,8 @@ class SwappedRequests:
         host.copy_out("slots", np.array([slot]), np.array([host_slot]))
         self._allocator.share(rest[is_shared])
         swapped = SwappedRequest(extent, HostPlace(host_slot, targets, kept))
-        if prefix is not None:
-            prefix.tree.keep_blocks(rest[is_shared], 1)
-        if prefix is not None and slot in prefix.requests:
+        prefix.tree.keep_blocks(rest[is_shared], 1)
+        if slot in prefix.requests:
             prefix.tree.keep_for_swapped(nodes, 1)
             swapped.tracked = prefix.requests[slot].copy()
             swapped.tracked.pending.clear()
@@ -147,9 +139,7 @@ class SwappedRequests:
         """Copy a request back to the device and drop it here; return its blocks in order."""
         host, place = self._host, self.place_of(swapped)
         num_published = len(new_blocks) - int(np.count_nonzero(place.blocks >= 0))
-        published = np.empty(0, dtype=np.int32)
-        if self._prefix is not None:
-            published = self._prefix.take(swapped.nodes, new_blocks[:num_published])
+        published = self._prefix.take(swapped.nodes, new_blocks[:num_published])
         rest, is_mine = place.kept.astype(np.int32), place.blocks >= 0
         rest[is_mine] = new_blocks[num_published:]
         host.copy_in("blocks", place.blocks[is_mine], rest[is_mine])
@@ -164,9 +154,8 @@ class SwappedRequests:
         self._host.slot_owners.release(np.array([place.slot]))
         self._host.block_owners.release(place.blocks[place.blocks >= 0])
         self._allocator.release(place.kept[place.kept >= 0])
-        if self._prefix is not None:
-            self._prefix.tree.keep_for_swapped(swapped.nodes, -1)
-            self._prefix.tree.keep_blocks(place.kept[place.kept >= 0], -1)
+        self._prefix.tree.keep_for_swapped(swapped.nodes, -1)
+        self._prefix.tree.keep_blocks(place.kept[place.kept >= 0], -1)
         self._journal.set_attribute(swapped, "place", None)
         self._journal.drop_item(self._waiting, swapped)
 
@@ -189,7 +178,7 @@ class SwappedRequests:
         return swapped.place
 
     def _nodes(self, slot: int) -> list[PrefixNode]:
-        request = None if self._prefix is None else self._prefix.requests.get(slot)
+        request = self._prefix.requests.get(slot)
         return [] if request is None else request.nodes
 
     def _is_shared(self, blocks: IntArray) -> np.ndarray:
@@ -197,5 +186,4 @@ class SwappedRequests:
 
         Blocks that only others have published are copied; see `PrefixTree.keep_blocks`.
         """
-        is_shared = self._allocator.num_owners[blocks] > 1
-        return is_shared if self._prefix is None else is_shared & ~self._prefix.tree.is_mine[blocks]
+        return (self._allocator.num_owners[blocks] > 1) & ~self._prefix.tree.is_mine[blocks]

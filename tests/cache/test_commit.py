@@ -116,7 +116,7 @@ class Twins:
 
     def note(self, slot):
         """Tell both ids that no other request has: projections do not follow from them."""
-        if self.mine._books.prefix is None:
+        if not self.mine._books.prefix.tree.is_on:
             return
         start, end = self.known[slot], self.lengths[slot]
         ids = [next(self.ids) for _ in range(start, end)]
@@ -143,7 +143,7 @@ class Twins:
             assert self.mine.lengths[slot] == length
             assert_same(*(live_bytes(manager, slot) for manager in self.managers))
             books = [manager._books.prefix for manager in self.managers]
-            if is_roomy and books[0] is not None:
+            if is_roomy and books[0].tree.is_on:
                 lengths = [book.checkpointed_lengths(slot) for book in books]
                 assert lengths[0] == lengths[1]
                 for length in lengths[0]:

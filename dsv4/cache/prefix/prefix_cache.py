@@ -428,6 +428,8 @@ class PrefixCache:
 
     def cut(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Forget the ids of requests from these lengths on, with all that follows from them."""
+        if not self.requests:
+            return
         num_blocks = lengths // self._config.block_tokens
         is_cut = (self._num_published[slots] > num_blocks) | (self._num_pending[slots] > 0)
         for slot, count in zip(slots[is_cut].tolist(), num_blocks[is_cut].tolist(), strict=True):

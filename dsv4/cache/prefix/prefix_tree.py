@@ -51,6 +51,7 @@ class PrefixTree:
         events: Is told of blocks that come and go.
 
     Attributes:
+        is_on: There are checkpoints; else nothing is published.
         holds_blocks_on_host: Evicted blocks go to the host, not only checkpoints.
         nodes: Every node by its digest.
         retention: The order in which things go.
@@ -78,7 +79,7 @@ class PrefixTree:
             checkpoint_blocks=checkpoints.blocks_each,
             num_blocks=blocks.num_blocks + self._host_blocks.num_blocks,
         )
-        self.holds_blocks_on_host = True
+        self.is_on, self.holds_blocks_on_host = checkpoints.num_device > 0, True
         self.is_mine: BoolArray = np.zeros(blocks.num_blocks, dtype=np.bool_)
         self.num_keepers: IntArray = np.zeros(blocks.num_blocks, dtype=np.int32)
         self.num_host_blocks = 0
@@ -259,7 +260,7 @@ class PrefixTree:
         held = sum(node.block >= 0 and owners[node.block] == 1 for node in kept)
         return self.num_evictable - int(held)
 
-    def evict(self, num_blocks: int, kept: Collection[PrefixNode] = ()) -> None:
+    def evict(self, num_blocks: int, kept: Collection[PrefixNode] = (), *, note: str = "") -> None:
         """Free that many blocks which nobody else owns, those of the smallest key first.
 
         They go to the host, where they displace what has smaller keys. Nodes that are kept stay
@@ -268,11 +269,12 @@ class PrefixTree:
         Raises:
             OutOfBlocksError: There are not so many. Nothing was changed.
         """
-        evictable = self.count_evictable(kept)
+        evictable, free = self.count_evictable(kept), self.blocks.num_free
         if num_blocks > evictable:
             raise OutOfBlocksError(
-                num_blocks, self.blocks.num_free, evictable, total=self.blocks.num_blocks
-            )
+                free + num_blocks, free, evictable if self.is_on else None,
+                total=self.blocks.num_blocks, note=note,
+            )  # fmt: skip
         kept = set(kept)
         while num_blocks > 0:
             chain = self._next_chain(num_blocks, kept)
@@ -427,10 +429,10 @@ class PrefixTree:
         """
         if not self._make_host_room(num_blocks, math.inf):
             free = max(0, self._num_host_free)
+            room = max(0, self.count_host_room() - free) if self.is_on else None
             raise OutOfBlocksError(
-                num_blocks, free, max(0, self.count_host_room() - free),
-                total=self._host_blocks.num_blocks, kind="host blocks",
-            )  # fmt: skip
+                num_blocks, free, room, total=self._host_blocks.num_blocks, kind="host blocks"
+            )
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless the nodes agree with each other and with the owners."""

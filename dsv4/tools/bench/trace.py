@@ -219,9 +219,7 @@ class Replay:
             prefix_bytes=self.num_host * block_sizes(config)[0], num_checkpoints=STAGED_CHECKPOINTS,
             checkpoint_policy=setting.policy,
         )  # fmt: skip
-        prefix = self.manager._books.prefix
-        assert prefix is not None
-        prefix.tree.holds_blocks_on_host = setting.is_one_budget
+        self.manager._books.prefix.tree.holds_blocks_on_host = setting.is_one_budget
         self._weights = model_weights(config, seed=0)
         self._tables = model_projections(config, TABLE_ROWS, seed=1)
 
