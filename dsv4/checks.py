@@ -82,6 +82,12 @@ def _as_ints(name: str, values: Any) -> NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
+def check_at_most(limit: int, name: str, value: int, where: str = "") -> None:
+    """Refuse more of something than there can be."""
+    if value > limit:
+        raise ValueError(f"Too many {name}: expected at most {limit}, got {value}{where}")
+
+
 def check_bool(name: str, value: Any) -> None:
     """Refuse an argument that is neither True nor False."""
     if not isinstance(value, bool):

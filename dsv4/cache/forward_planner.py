@@ -18,7 +18,7 @@ from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray, read_only
 from dsv4.cache.memory.cache_memory import CacheMemory
 from dsv4.cache.memory.capacity import Capacity, blocks_for
 from dsv4.cache.plan import ForwardPlan, Survival
-from dsv4.checks import check_int, check_ints
+from dsv4.checks import check_at_most, check_int, check_ints
 from dsv4.errors import OutOfBlocksError
 from dsv4.kernels.backends import load_backend
 from dsv4.kernels.contracts import CheckpointPoints, TokenMap
@@ -118,7 +118,8 @@ class ForwardPlanner:
             check_ints("positions_after", positions_after),
         )
         batch, num_tokens = len(rows.slots), int(rows.counts.sum())
-        self._check_capacity(batch, num_tokens)
+        check_at_most(self._capacity.max_requests, "requests in one forward", batch)
+        check_at_most(self._capacity.max_forward_tokens, "tokens in one forward", num_tokens)
         self._forward.publish()
         real = slice(None) if rows.is_real.all() else rows.is_real
         real_slots, real_before, real_after = rows.slots[real], rows.before[real], rows.after[real]
@@ -223,27 +224,14 @@ class ForwardPlanner:
                 "Invalid positions: expected 0 <= positions_before <= positions_after, "
                 f"got {before[row]} and {after[row]} in row {row}"
             )
-        limit, longest = self._capacity.max_request_tokens, int(after.max(initial=0))
-        if longest > limit:
-            raise ValueError(
-                f"Too many tokens in one request: expected at most {limit}, got {longest}"
-            )
+        longest = int(after.max(initial=0))
+        check_at_most(self._capacity.max_request_tokens, "tokens in one request", longest)
         is_chunk = (counts > self._capacity.max_step_tokens) & is_real
         step = self._forward.committed.step
         uncertain = None if step is None else step.counts[slots]
         if uncertain is not None and not uncertain.any():
             uncertain = None
         return Rows(slots, before, after, counts, is_real, is_chunk, uncertain)
-
-    def _check_capacity(self, num_requests: int, num_tokens: int) -> None:
-        for name, value, limit in (
-            ("requests", num_requests, self._capacity.max_requests),
-            ("tokens", num_tokens, self._capacity.max_forward_tokens),
-        ):
-            if value > limit:
-                raise ValueError(
-                    f"Too many {name} in one forward: expected at most {limit}, got {value}"
-                )
 
     def _find_copies(
         self, slots: Int64Array, before: Int64Array, after: Int64Array, have: Int64Array

@@ -41,7 +41,14 @@ from dsv4.cache.saved_request import (
 )
 from dsv4.cache.stats import CacheStats, collect_stats
 from dsv4.cache.swap import SwappedRequest
-from dsv4.checks import NotCopyable, check_bool, check_int, check_ints, check_one_or_more
+from dsv4.checks import (
+    NotCopyable,
+    check_at_most,
+    check_bool,
+    check_int,
+    check_ints,
+    check_one_or_more,
+)
 from dsv4.config import CacheConfig
 from dsv4.distributed.context import SplitContext, rank_config
 from dsv4.kernels import ops
@@ -974,11 +981,7 @@ class KVCacheManager(NotCopyable):
 
     def _check_fits(self, num_tokens: int, where: str = "") -> None:
         """Refuse a request that can never be so long."""
-        limit = self.capacity.longest_request
-        if num_tokens > limit:
-            raise ValueError(
-                f"Too many tokens in one request: expected at most {limit}, got {num_tokens}{where}"
-            )
+        check_at_most(self.capacity.longest_request, "tokens in one request", num_tokens, where)
 
     def _track(self, slot: int, saved: SavedRequest) -> None:
         """Tell the prefix cache the ids and the salt of a request that has come."""

@@ -38,10 +38,8 @@ class CheckpointPolicy:
 
     def __post_init__(self) -> None:
         check_int("every_blocks", self.every_blocks, at_least=0)
-        check_bool("at_prompt_end", self.at_prompt_end)
-        check_bool("at_branches", self.at_branches)
-        check_bool("at_forks", self.at_forks)
-        check_bool("in_generation", self.in_generation)
+        for name in ("at_prompt_end", "at_branches", "at_forks", "in_generation"):
+            check_bool(name, getattr(self, name))
 
     def may_choose(self, first: Int64Array, last: Int64Array) -> BoolArray:
         """Tell for many requests at once whether `chosen` may return any boundary."""

@@ -141,12 +141,8 @@ class PrefixCache:
         self.policy = policy
         self.requests: dict[int, TrackedRequest] = {}
         self.ids = TokenStore(max_requests, journal)
-        self.num_lookups = 0
-        self.num_hits = 0
-        self.num_asked_tokens = 0
-        self.num_hit_tokens = 0
-        self.num_host_hit_tokens = 0
-        self.num_skipped_checkpoints = 0
+        self.num_lookups = self.num_hits = self.num_skipped_checkpoints = 0
+        self.num_asked_tokens = self.num_hit_tokens = self.num_host_hit_tokens = 0
         self.has_news = False
         self._config, self._journal = config, journal
         self._blocks, self._checkpoints = tree.blocks, tree.checkpoints

@@ -70,9 +70,7 @@ class PrefixTree:
     ) -> None:
         self.events = events
         self.nodes: dict[bytes, PrefixNode] = {}
-        self.num_evicted_blocks = 0
-        self.num_evicted_checkpoints = 0
-        self.num_lost_blocks = 0
+        self.num_evicted_blocks = self.num_evicted_checkpoints = self.num_lost_blocks = 0
         self.blocks, self.checkpoints, self.host = blocks, checkpoints, host
         self._host_blocks, self._journal = host.block_owners, journal
         self.retention = Retention(

@@ -53,8 +53,7 @@ class StoreWriter:
     def __init__(
         self, index: StoreIndex, files: RecordFiles, *, max_bytes: int, queue_bytes: int
     ) -> None:
-        self.num_written = 0
-        self.num_dropped = 0
+        self.num_written = self.num_dropped = 0
         self._index, self._files = index, files
         self._max_bytes, self._queue_bytes = max_bytes, queue_bytes
         self._changed = Condition()
@@ -64,9 +63,7 @@ class StoreWriter:
         self._used: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
         self._num_queued, self._num_settled = 1, 0  # the first thing is the sweep
-        self._needs_flush = False
-        self._is_closing = False
-        self._has_ended = False
+        self._needs_flush = self._is_closing = self._has_ended = False
         self._thread = Thread(target=self._run, name="dsv4-prefix-store", daemon=True)
         self._thread.start()
 
