@@ -6,14 +6,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from dsv4.cache.layer_checks import make_projections
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.kernels.contracts import (
     AttentionResult,
-    CompressorInputs,
     CompressorWeights,
-    IndexInputs,
     KeyWeights,
     LayerProjections,
     LayerWeights,
@@ -58,7 +57,8 @@ def random_weights(
         return mean + spread * draw(shape, generator=generator)
 
     def compressor(dim: int) -> CompressorWeights:
-        bias = None if layer.has_latent_keys else normal(layer.ratio, _num_series(layer) * dim)
+        num_series = 2 if layer.attention_type is AttentionType.CSA else 1
+        bias = None if layer.has_latent_keys else normal(layer.ratio, num_series * dim)
         return CompressorWeights(bias, normal(dim, mean=1.0, spread=0.2))
 
     def keys(dim: int) -> CompressorWeights | KeyWeights | None:
@@ -89,25 +89,10 @@ def random_projections(
     generator = torch.Generator().manual_seed(seed)
     layer = kind if isinstance(kind, LayerSpec) else LayerSpec(0, kind)
 
-    def normal(*shape: int) -> Tensor:
-        return draw((num_tokens, *shape), generator=generator).to(dtype)
+    def normal(name: str, shape: tuple[int, ...]) -> Tensor:
+        return draw(shape, generator=generator).to(dtype)
 
-    def compressor(dim: int) -> CompressorInputs:
-        width = _num_series(layer) * dim
-        return CompressorInputs(normal(width), None if layer.ratio == 1 else normal(width))
-
-    query, kv = normal(config.num_query_heads, config.head_dim), normal(config.head_dim)
-    main = compressor(config.head_dim) if layer.owns_entries else None
-    if not layer.owns_choice:
-        return LayerProjections(query, kv, main)
-    own = None if layer.has_latent_keys else compressor(config.index_head_dim)
-    index = IndexInputs(
-        None if own is None else own.kv,
-        None if own is None else own.gate,
-        normal(config.index_num_heads, config.index_head_dim),
-        normal(config.index_num_heads),
-    )
-    return LayerProjections(query, kv, main, index)
+    return make_projections(config, layer, num_tokens, normal)
 
 
 def model_weights(
@@ -188,7 +173,3 @@ def forward_inputs(rows: Sequence[Row], layer_idx: int) -> LayerProjections:
     return join_rows(
         [take_rows(row.layers[layer_idx], slice(row.before, row.after)) for row in rows]
     )
-
-
-def _num_series(layer: LayerSpec) -> int:
-    return 2 if layer.attention_type is AttentionType.CSA and not layer.has_latent_keys else 1

@@ -10,8 +10,10 @@ from torch.compiler import is_compiling
 from dsv4.cache.memory.schema import LayerCacheSchema
 from dsv4.config import CacheConfig
 from dsv4.kernels.contracts import (
+    CompressorInputs,
     CompressorWeights,
     EntryInputs,
+    IndexInputs,
     KeyWeights,
     LayerProjections,
     LayerWeights,
@@ -44,6 +46,34 @@ def check_tensor(
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"Invalid dtype of {name}: expected {names}, got {tensor.dtype}")
     raise ValueError(f"Invalid device of {name}: expected {device}, got {tensor.device}")
+
+
+def make_projections(
+    config: CacheConfig, layer: LayerSpec, num_tokens: int, make: Callable[..., Tensor]
+) -> LayerProjections:
+    """Make a layer's inputs in the shapes that it takes.
+
+    Args:
+        make: Called with the name of each input, and its shape.
+    """
+    num_series = 2 if layer.attention_type is AttentionType.CSA and not layer.has_latent_keys else 1
+
+    def compressor(prefix: str, dim: int) -> CompressorInputs:
+        shape = (num_tokens, num_series * dim)
+        kv = make(f"{prefix}kv", shape)
+        return CompressorInputs(kv, None if layer.ratio == 1 else make(f"{prefix}gate", shape))
+
+    query = make("query", (num_tokens, config.num_query_heads, config.head_dim))
+    kv = make("kv", (num_tokens, config.head_dim))
+    main = compressor("", config.head_dim) if layer.owns_entries else None
+    if not layer.owns_choice:
+        return LayerProjections(query, kv, main)
+    dim, heads = config.index_head_dim, (num_tokens, config.index_num_heads)
+    index_kv, index_gate = (None, None) if layer.has_latent_keys else compressor("index_", dim)
+    index_query, head_weights = make("index_query", (*heads, dim)), make("head_weights", heads)
+    return LayerProjections(
+        query, kv, main, IndexInputs(index_kv, index_gate, index_query, head_weights)
+    )
 
 
 class LayerChecks:

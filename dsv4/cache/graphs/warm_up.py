@@ -14,11 +14,11 @@ from torch import Tensor
 
 from dsv4.cache.graphs.captured_forward import check_complete, fill_with_padding
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.layer_checks import INPUT_DTYPES
+from dsv4.cache.layer_checks import INPUT_DTYPES, make_projections
 from dsv4.cache.manager import KVCacheManager
 from dsv4.kernels import ops
 from dsv4.kernels.backends import load_backend
-from dsv4.kernels.contracts import CompressorInputs, IndexInputs, LayerProjections, LayerWeights
+from dsv4.kernels.contracts import LayerProjections, LayerWeights
 from dsv4.kernels.index_scratch import index_scratch_bytes
 from dsv4.layer_schedule import AttentionType
 
@@ -299,25 +299,10 @@ class _Kernels:
 
     def _zero_projections(self, handle: LayerCacheHandle) -> LayerProjections:
         """Return zeros in the shapes of a layer's projections; unread ones take no memory."""
-        config, layer, num_tokens = self.config, handle.layer, handle.plan.num_tokens
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
 
-        def unread(*shape: int) -> Tensor:
-            zero = torch.zeros((), dtype=self.dtype, device=self.device)
-            return zero.expand(num_tokens, *shape)
+        def make(name: str, shape: tuple[int, ...]) -> Tensor:
+            is_read = name.endswith(("kv", "gate"))
+            return zero.repeat(shape) if is_read else zero.expand(shape)
 
-        def compressor(dim: int) -> CompressorInputs:
-            shape = (num_tokens, max(handle.schema.num_series, 1) * dim)
-            kv, gate = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-            return CompressorInputs(kv, gate if handle.schema.num_series else None)
-
-        query = unread(config.num_query_heads, config.head_dim)
-        kv = torch.zeros(num_tokens, config.head_dim, dtype=self.dtype, device=self.device)
-        main = compressor(config.head_dim) if layer.owns_entries else None
-        if not layer.owns_choice:
-            return LayerProjections(query, kv, main)
-        own = None if layer.has_latent_keys else compressor(config.index_head_dim)
-        index_query = unread(config.index_num_heads, config.index_head_dim)
-        head_weights = unread(config.index_num_heads)
-        index_kv, index_gate = (None, None) if own is None else own
-        indexer = IndexInputs(index_kv, index_gate, index_query, head_weights)
-        return LayerProjections(query, kv, main, indexer)
+        return make_projections(self.config, handle.layer, handle.plan.num_tokens, make)
