@@ -145,7 +145,6 @@ class PrefixTree:
     def add_on_host(self, digest: bytes, parent: PrefixNode | None, host_block: int) -> PrefixNode:
         """Return a new node, for a block of the host that becomes the tree's."""
         node = self._new_node(digest, parent, -1, host_block)
-        self._note_counts()
         self._journal.set_item(self.nodes, digest, node)
         self._count(node, 1)
         if parent is not None:
@@ -404,7 +403,6 @@ class PrefixTree:
 
     def keep_for_swapped(self, nodes: Iterable[PrefixNode], change: int) -> None:
         """Count one swapped request more, or less, that needs these nodes."""
-        self._note_counts()
         for node in nodes:
             self._count(node, -1)
             self._journal.set_attribute(node, "num_swapped", node.num_swapped + change)
@@ -525,7 +523,6 @@ class PrefixTree:
         self.events.note_stored(digests, None if parent is None else parent.digest, medium=medium)
 
     def _put_on_device(self, node: PrefixNode, block: int) -> None:
-        self._note_counts()
         self._count(node, -1)
         if node.host_block >= 0:
             self._host_blocks.release(np.array([node.host_block]))
@@ -536,7 +533,6 @@ class PrefixTree:
         node.last_used = self.retention.clock  # its user queues it once it goes
 
     def _take_off_device(self, node: PrefixNode) -> None:
-        self._note_counts()
         self._count(node, -1)
         self._set_device_block(node, -1)
         if node.parent is not None:
@@ -566,7 +562,6 @@ class PrefixTree:
 
     def _remove(self, nodes: Sequence[PrefixNode]) -> None:
         """Forget nodes that are not on the device, children first; their hashes stay as ghosts."""
-        self._note_counts()
         host_blocks = [node.host_block for node in nodes if node.host_block >= 0]
         self.events.note_removed(
             [each.digest for each in nodes if each.host_block >= 0], medium=HOST
@@ -604,16 +599,12 @@ class PrefixTree:
 
     def _count(self, node: PrefixNode, sign: int) -> None:
         """Add a node's place to the counts, or take it away."""
-        is_needed = sign * (node.num_swapped > 0)
+        is_needed, change = sign * (node.num_swapped > 0), self._journal.set_attribute
         if node.block >= 0:
-            self._num_reserved += is_needed
+            change(self, "_num_reserved", self._num_reserved + is_needed)
         elif node.host_block >= 0:
-            self.num_host_blocks += sign
-            self._num_kept += is_needed
-
-    def _note_counts(self) -> None:
-        for name in ("num_host_blocks", "_num_kept", "_num_reserved"):
-            self._journal.set_attribute(self, name, getattr(self, name))
+            change(self, "num_host_blocks", self.num_host_blocks + sign)
+            change(self, "_num_kept", self._num_kept + is_needed)
 
 
 def _chain(
