@@ -23,13 +23,7 @@ from dsv4.formats import (
     index_row,
     kv_row,
 )
-from dsv4.layer_schedule import (
-    SHARED_RATIOS,
-    AttentionType,
-    LayerSpec,
-    Sources,
-    build_schedule,
-)
+from dsv4.layer_schedule import SHARED_RATIOS, AttentionType, LayerSpec, Sources, build_schedule
 
 TailDtypeName = Literal["float32", "bfloat16"]
 TAIL_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -388,11 +382,7 @@ class CacheConfig:
                 raise ValueError(f"Invalid config: expected {name} only where it is no default")
         made = {
             name: None if fields[name] is None else kind(**fields[name])
-            for name, kind in (
-                ("yarn", YarnScaling),
-                ("stage", Stage),
-                ("context", ContextShare),
-            )
+            for name, kind in (("yarn", YarnScaling), ("stage", Stage), ("context", ContextShare))
             if name in fields
         }
         return cls(**{**fields, **made})

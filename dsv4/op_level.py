@@ -62,10 +62,6 @@ def layer_memories(capacity: Capacity, *, blocks: Tensor, slots: Tensor) -> tupl
         blocks: `[num_blocks, block_bytes]` uint8, contiguous.
         slots: `[max_requests, slot_bytes]` uint8, contiguous, on the same device.
     """
-    config = capacity.config
-    layout = cache_layout(config, build_schemas(config), workspace_rows=capacity.workspace_rows)
     no_table = torch.empty(0, 0, dtype=torch.int32).numpy()
-    memory = DeviceMemory(
-        capacity, layout, no_table, blocks.device, {"blocks": blocks, "slots": slots}
-    )
-    return memory.memories
+    given = {"blocks": blocks, "slots": slots}
+    return DeviceMemory(capacity, layout_of(capacity), no_table, blocks.device, given).memories

@@ -116,12 +116,7 @@ def model_projections(
     """Draw projections of one sequence for every layer of the schedule."""
     return [
         random_projections(
-            config,
-            layer,
-            num_tokens,
-            seed=seed + layer.layer_idx,
-            dtype=dtype,
-            draw=draw,
+            config, layer, num_tokens, seed=seed + layer.layer_idx, dtype=dtype, draw=draw
         )
         for layer in config.schedule
     ]

@@ -69,11 +69,7 @@ class SwappedRequests:
     """The requests of one manager that wait in host memory."""
 
     def __init__(
-        self,
-        host: HostMemory,
-        allocator: BlockAllocator,
-        prefix: PrefixCache,
-        journal: Journal,
+        self, host: HostMemory, allocator: BlockAllocator, prefix: PrefixCache, journal: Journal
     ) -> None:
         self._host, self._allocator, self._journal = host, allocator, journal
         self._prefix = prefix

@@ -85,10 +85,7 @@ def block_layout(
 
 
 def slot_layout(
-    schemas: tuple[LayerCacheSchema, ...],
-    *,
-    page_align: int,
-    layers: Collection[int] | None = None,
+    schemas: tuple[LayerCacheSchema, ...], *, page_align: int, layers: Collection[int] | None = None
 ) -> RunLayout:
     """Lay out the fixed state of one request: a checkpoint's parts, then the other tails."""
     rest = ((idx, s) for idx, s in enumerate(schemas) if not s.tail_buffer_size_b)
@@ -186,11 +183,7 @@ def _lay_out(
 
 
 def byte_rows(
-    name: str,
-    num_rows: int,
-    row_bytes: int,
-    device: torch.device,
-    storage: torch.Tensor | None,
+    name: str, num_rows: int, row_bytes: int, device: torch.device, storage: torch.Tensor | None
 ) -> torch.Tensor:
     """Return rows of bytes `[num_rows, row_bytes]`: the caller's `storage`, or new ones."""
     if storage is None:
