@@ -7,10 +7,8 @@ import numpy as np
 from dsv4.cache.books import CacheBooks
 from dsv4.cache.current_forward import CurrentForward
 from dsv4.cache.memory.arrays import IntArray
-from dsv4.cache.memory.block_allocator import BlockAllocator
 from dsv4.cache.memory.cache_memory import CacheMemory
 from dsv4.cache.memory.capacity import blocks_for
-from dsv4.cache.memory.checkpoints import Checkpoints
 from dsv4.cache.request_table import RequestTable
 from dsv4.config import CacheConfig
 from dsv4.errors import IntegrityError
@@ -97,12 +95,9 @@ def _device_problems(requests: RequestTable, memory: CacheMemory) -> Iterator[st
 
 
 def _owner_problems(books: CacheBooks, forward: CurrentForward) -> Iterator[str]:
-    table, prefix, allocator = books.requests.block_table, books.prefix, books.allocator
-    owners = np.bincount(table[table >= 0], minlength=allocator.num_blocks)
-    places = books.swapped.places
-    for place in places:
-        owners += np.bincount(place.kept[place.kept >= 0], minlength=allocator.num_blocks)
-    owners[prefix.tree.owned_blocks()] += 1
+    table, prefix, places = books.requests.block_table, books.prefix, books.swapped.places
+    kept = [place.kept[place.kept >= 0] for place in places]
+    blocks = np.concatenate([table[table >= 0], *kept, prefix.tree.owned_blocks()])
     checkpoints = [
         *prefix.tree.owned_checkpoints(), *prefix.pending_checkpoints(),
         *forward.held_checkpoints.tolist(),
@@ -113,31 +108,18 @@ def _owner_problems(books: CacheBooks, forward: CurrentForward) -> Iterator[str]
     for slot, request in prefix.requests.items():
         if type(slot) is not int or not books.requests.is_open[slot]:
             yield f"the prefix cache tracks {slot!r}, which is not an open slot"
-        blocks = [node.block for node in request.nodes]
-        if blocks != table[slot, : len(blocks)].tolist():
+        published = [node.block for node in request.nodes]
+        if published != table[slot, : len(published)].tolist():
             yield f"the blocks of slot {slot} are not those that it has published"
-    if (owners != allocator.num_owners).any():
-        block = int(np.flatnonzero(owners != allocator.num_owners)[0])
-        yield (
-            f"block {block} is in {owners[block]} rows of the block table"
-            f"{' and the prefix cache' if prefix.tree.is_on else ''} but has "
-            f"{allocator.num_owners[block]} owners"
-        )
-    for name, counted, ids in (
-        ("checkpoint", books.checkpoints, checkpoints),
-        ("host block", books.host.block_owners, host_blocks),
-        ("host slot", books.host.slot_owners, [place.slot for place in places]),
+    rows = "rows of the block table" + (" and the prefix cache" if prefix.tree.is_on else "")
+    for name, use, owners, ids in (
+        ("block", f"in {{}} {rows}", books.allocator.num_owners, blocks),
+        ("checkpoint", "used {} times", books.checkpoints.num_owners, checkpoints),
+        ("host block", "used {} times", books.host.block_owners.num_owners, host_blocks),
+        ("host slot", "used {} times", books.host.slot_owners.num_owners, [p.slot for p in places]),
     ):
-        yield from _miscounted(name, counted, ids)
-
-
-def _miscounted(
-    name: str, allocator: BlockAllocator | Checkpoints, ids: list[int]
-) -> Iterator[str]:
-    counts = np.bincount(np.array(ids, dtype=np.int64), minlength=len(allocator.num_owners))
-    if (counts != allocator.num_owners).any():
-        first = int(np.flatnonzero(counts != allocator.num_owners)[0])
-        yield (
-            f"{name} {first} is used {counts[first]} times but has "
-            f"{allocator.num_owners[first]} owners"
-        )
+        counts = np.bincount(np.array(ids, dtype=np.int64), minlength=len(owners))
+        wrong = np.flatnonzero(counts != owners)
+        if wrong.size:
+            first = int(wrong[0])
+            yield f"{name} {first} is {use.format(counts[first])} but has {owners[first]} owners"
