@@ -132,12 +132,10 @@ class CacheBooks:
 
     def find_checkpoint(self, slot: int, length: int) -> int:
         """Return the checkpoint of a length below the floor; refuse a length without one."""
-        prefix, requests = self.prefix, self.requests
-        checkpoint = prefix.checkpoint_at(slot, length)
-        if checkpoint is not None:
-            return checkpoint
+        known, requests = self.prefix.checkpoints_of(slot), self.requests
+        if length in known:
+            return known[length]
         floor = int(requests.rollback_floor[slot])
-        known = prefix.checkpointed_lengths(slot)
         below = max([0, *(each for each in known if each < length)])
         above = min([floor, *(each for each in known if each > length)])
         exact = ", ".join(map(str, [0, *known]))

@@ -223,7 +223,7 @@ class CurrentForward:
     def save_checkpoint(self, slot: int, boundary: int) -> None:
         """Checkpoint a tracked request, unless it has one there or none is left."""
         prefix, owners = self._books.prefix, self._books.checkpoints
-        if slot not in prefix.requests or prefix.checkpoint_at(slot, boundary) is not None:
+        if slot not in prefix.requests or boundary in prefix.checkpoints_of(slot):
             return
         prefix.tree.make_checkpoint_room(1, uses=prefix.has_uses(slot, boundary))
         if not owners.num_free:

@@ -290,10 +290,8 @@ class ForwardPlanner:
 
     def _held_checkpoint(self, slot: int, length: int) -> tuple[int, int]:
         """Return the longest length up to `length` with a checkpoint, and that; 0, -1 for none."""
-        prefix = self._books.prefix
-        known = [each for each in prefix.checkpointed_lengths(slot) if each <= length]
-        checkpoint = prefix.checkpoint_at(slot, known[-1]) if known else None
-        return (0, -1) if checkpoint is None else (known[-1], checkpoint)
+        known = self._books.prefix.checkpoints_of(slot).items()
+        return max(((end, each) for end, each in known if end <= length), default=(0, -1))
 
     def _make_room(
         self,

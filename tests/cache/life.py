@@ -605,7 +605,7 @@ class Life(RuleBasedStateMachine):
     def shorten(self, slot, length):
         manager, floor = self.manager, self.floors[slot]
         manager.stats()
-        lengths = manager._books.prefix.checkpointed_lengths(slot)
+        lengths = list(manager._books.prefix.checkpoints_of(slot))
         if 0 < length < floor and length not in lengths:
             below = max([0, *(each for each in lengths if each < length)])
             above = min([floor, *(each for each in lengths if each > length)])

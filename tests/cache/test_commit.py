@@ -144,10 +144,10 @@ class Twins:
             assert_same(*(live_bytes(manager, slot) for manager in self.managers))
             books = [manager._books.prefix for manager in self.managers]
             if is_roomy and books[0].tree.is_on:
-                lengths = [book.checkpointed_lengths(slot) for book in books]
+                lengths = [list(book.checkpoints_of(slot)) for book in books]
                 assert lengths[0] == lengths[1]
                 for length in lengths[0]:
-                    one, two = (book.checkpoint_at(slot, length) for book in books)
+                    one, two = (book.checkpoints_of(slot)[length] for book in books)
                     rows = [m.device_memory.checkpoints for m in self.managers]
                     assert torch.equal(rows[0][one], rows[1][two])
 
@@ -587,7 +587,8 @@ class Verification:
         books = [each.manager._books.prefix for each in (self, other)]
         for slot in self.slots:
             assert_same(*(live_bytes(each.manager, slot) for each in (self, other)))
-            assert books[0].checkpointed_lengths(slot) == books[1].checkpointed_lengths(slot)
+            lengths = [list(book.checkpoints_of(slot)) for book in books]
+            assert lengths[0] == lengths[1]
         self.manager.check_integrity()
 
 

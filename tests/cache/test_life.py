@@ -151,7 +151,7 @@ def test_a_fork_saves_no_boundary_that_rejected_tokens_reached(rejected, saved):
     assert machine.grow({0: 11 + rejected}, seed=0)
     machine.shorten(0, 11)
     machine.fork(0)
-    assert machine.manager._books.prefix.checkpointed_lengths(0) == saved
+    assert list(machine.manager._books.prefix.checkpoints_of(0)) == saved
     machine.shorten(0, 8)
     machine.every_request_is_right()
 

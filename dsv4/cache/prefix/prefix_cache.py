@@ -392,30 +392,17 @@ class PrefixCache:
             with self._journal:
                 self._publish(slots, published[slots], num_final[slots])
 
-    def checkpoint_at(self, slot: int, boundary: int) -> int | None:
-        """Return the checkpoint of a request's boundary; None if there is none."""
-        request = self.requests.get(slot)
-        if request is None or boundary % self._config.block_tokens:
-            return None
-        if boundary in request.pending:
-            return request.pending[boundary]
-        num_blocks = boundary // self._config.block_tokens
-        if not 0 < num_blocks <= len(request.nodes):
-            return None
-        checkpoint = request.nodes[num_blocks - 1].checkpoint
-        return checkpoint if checkpoint >= 0 else None
-
-    def checkpointed_lengths(self, slot: int) -> list[int]:
-        """Return the boundaries of a request that have a checkpoint."""
-        request = self.requests.get(slot)
+    def checkpoints_of(self, slot: int) -> dict[int, int]:
+        """Return the checkpoints of a request by their boundaries, in rising order."""
+        request, block_tokens = self.requests.get(slot), self._config.block_tokens
         if request is None:
-            return []
-        published = (
-            (number + 1) * self._config.block_tokens
+            return {}
+        published = {
+            (number + 1) * block_tokens: node.checkpoint
             for number, node in enumerate(request.nodes)
             if node.checkpoint >= 0
-        )
-        return sorted({*published, *request.pending})
+        }
+        return dict(sorted({**published, **request.pending}.items()))
 
     def pending_checkpoints(self) -> list[int]:
         """Return the checkpoints that requests and the current forward own."""
