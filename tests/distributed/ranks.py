@@ -392,7 +392,8 @@ def lose_a_rank(rank, group, folder, dying, number, sign, seconds):
     """Run until a rank dies; go on in a group of the others."""
     config, weights = deep_config(), model_weights(deep_config(), seed=0)
     tokens = model_projections(config, 60, seed=1)
-    group = new_group(folder / "first", rank, group.size(), seconds)
+    world, group = group, new_group(folder / "first", rank, group.size(), seconds)
+    world.barrier().wait()  # a group whose rank dies while it connects is none
     if rank == dying:
         group = Dying(group, number, sign)
     sizes = {"max_requests": 2, "num_blocks": 16, "max_forward_tokens": 64, "num_checkpoints": 3}

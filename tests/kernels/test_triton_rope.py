@@ -86,9 +86,9 @@ def test_a_stale_plan_makes_and_has_no_rows():
     manager = make_manager(CONFIGS["flash"], "reference")
     handle = manager.acquire(0, prepare_forward(manager, [], [], []))
     prepare_forward(manager, [], [], [])
-    manager.device_memory.rope_rows.fill_(torch.nan)
+    manager.device_memory.memories[0].rope_rows.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="Stale plan"):
         manager.acquire(0, handle.plan)
     with pytest.raises(RuntimeError, match="Stale plan"):
         _ = handle.rope
-    assert manager.device_memory.rope_rows.isnan().all()
+    assert manager.device_memory.memories[0].rope_rows.isnan().all()

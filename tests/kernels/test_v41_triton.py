@@ -182,7 +182,7 @@ def test_writes_store_the_same_bytes(steps, choices, dtype, scale):
         for name in ("paged", "state"):
             mine, theirs = (getattr(manager, name).storage for manager in made)
             assert torch.equal(mine, theirs), (name, step)
-        mine, theirs = (manager.device_memory.workspace for manager in made)
+        mine, theirs = (manager.device_memory.memories[0].workspace for manager in made)
         assert torch.equal(mine, theirs), step
 
 
