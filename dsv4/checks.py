@@ -1,6 +1,7 @@
 """The validators of public arguments."""
 
 import operator
+import os
 from array import array as array_of_ints
 from typing import Any
 
@@ -72,13 +73,17 @@ def _as_ints(name: str, values: Any) -> NDArray[np.int64]:
             return np.frombuffer(array_of_ints("q", values), dtype=np.int64)
         except (TypeError, OverflowError):
             pass  # refused below, with its contents
+    if not hasattr(values, "__len__") or isinstance(values, str | dict):
+        raise TypeError(f"Invalid {name}: expected a list of integers, got {values!r}")
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"Invalid shape of {name}: expected one axis, got {list(array.shape)}")
+    if array.dtype in (object, np.uint64):  # lists of large integers are one of these
+        large = [each for each in array.tolist() if abs(_as_int(each) or 0) >> 63]
+        if large:
+            raise ValueError(f"Invalid {name}: expected 64-bit signed integers, got {large[0]}")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"Invalid dtype of {name}: expected integers, got {array.dtype}")
-    if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
-        raise ValueError(f"Invalid {name}: expected 64-bit signed integers, got {array.max()}")
     return array.astype(np.int64, copy=False)
 
 
@@ -92,6 +97,12 @@ def check_bool(name: str, value: Any) -> None:
     """Refuse an argument that is neither True nor False."""
     if not isinstance(value, bool):
         raise ValueError(f"Invalid {name}: expected True or False, got {value!r}")
+
+
+def check_checkpoint(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that holds no model of transformers."""
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise ValueError(f"Invalid model folder: expected a config.json in {folder}, found none")
 
 
 def check_type(name: str, value: Any, kind: type) -> None:

@@ -409,8 +409,9 @@ class CacheConfig:
 
         Args:
             config: A `DeepseekV4Config`, a mapping, or the path of a config.json or of its folder.
-                It has `layer_types` and `compress_rates`, or `compress_ratios`. V4.1's may have
-                them in `text_config`.
+                It has `layer_types` and `compress_rates`, or `compress_ratios`, which come first.
+                V4.1's may have them in `text_config`, and has kv and index sources. Without a
+                `candidate_source_layer_id` it is the last kv source; -1 is none.
             include_mtp: Append the MTP layers to the schedule.
             **choices: Any other field of `CacheConfig`.
         """
@@ -428,9 +429,9 @@ class CacheConfig:
             "compress_rope_theta": compress_theta,
             "yarn": yarn,
         }
-        if raw.get("kv_source_layer_ids"):
-            geometry |= {name: raw[name] for name in _SHARED_KEYS if raw.get(name) is not None}
-            geometry |= _v41_choices(choices)
+        geometry |= {name: raw[name] for name in _SHARED_KEYS if raw.get(name) is not None}
+        if any(ratio in SHARED_RATIOS for ratio in geometry["compress_ratios"]):
+            geometry |= _v41_choices(choices) | _v41_sources({**raw, **choices})
         return cls(**{**geometry, **choices})
 
     @classmethod
@@ -528,6 +529,18 @@ def _v41_choices(choices: Mapping[str, Any]) -> dict[str, Any]:
     return {**rows, "index_hadamard": False, "page_align": BYTE_ALIGN}
 
 
+def _v41_sources(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the candidate source of a V4.1 model config; refuse one without other sources."""
+    for key in ("kv_source_layer_ids", "index_source_layer_ids"):
+        if raw.get(key) is None or not _listed(raw, key):
+            raise ValueError(
+                f"Invalid model config: layers of ratio 1 and 2 need {key}, got {raw.get(key)!r}"
+            )
+    if raw.get("candidate_source_layer_id") is not None:
+        return {}
+    return {"candidate_source_layer_id": raw["kv_source_layer_ids"][-1]}
+
+
 def _check_numbers(config: CacheConfig) -> None:
     _make_ints(
         config, "num_query_heads", "head_dim", "rope_dim", "sliding_window", "index_num_heads",
@@ -611,6 +624,8 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
                 f"Invalid config.json: expected an object, got {type(loaded).__name__}"
             )
         return _as_mapping(loaded)
+    if getattr(config, "text_config", None) is not None:
+        return _as_mapping(config.text_config)
     if hasattr(config, "to_dict"):
         # to_dict leaves qk_rope_head_dim out: it is a plain attribute of the transformers config.
         mapping = dict(config.to_dict())
@@ -654,10 +669,10 @@ def _listed_ratios(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     num_hidden = check_int(
         "num_hidden_layers", _required(raw, "num_hidden_layers"), at_least=1, at_most=MAX_LAYERS
     )
-    if raw.get("layer_types") is not None:
-        listed = [_layer_type_ratio(name, raw) for name in _listed(raw, "layer_types")]
-    elif raw.get("compress_ratios") is not None:
+    if raw.get("compress_ratios") is not None:
         listed = list(_listed(raw, "compress_ratios"))
+    elif raw.get("layer_types") is not None:
+        listed = [_layer_type_ratio(name, raw) for name in _listed(raw, "layer_types")]
     else:
         raise ValueError(
             "Invalid model config: expected 'layer_types' or 'compress_ratios', found neither"

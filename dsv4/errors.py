@@ -33,12 +33,11 @@ class NoFreeSlotError(RuntimeError):
         free: Slots that are not open.
     """
 
-    def __init__(self, needed: int, free: int, *, total: int, where: str = "") -> None:
+    def __init__(self, needed: int, free: int, *, total: int, is_host: bool = False) -> None:
         self.needed, self.free = needed, free
-        super().__init__(
-            f"No free slot{where}: {needed} needed, {free} of {total} free; "
-            "free a request, or swap one out"
-        )
+        where = " on the host" if is_host else ""
+        advice = "swap a request in, or drop one" if is_host else "free a request, or swap one out"
+        super().__init__(f"No free slot{where}: {needed} needed, {free} of {total} free; {advice}")
 
 
 class LiveForwardError(RuntimeError):

@@ -4,10 +4,11 @@ import dataclasses
 import json
 
 import pytest
+from transformers import PretrainedConfig
 
 from dsv4.cache.memory.layout import cache_layout, checkpoint_bytes
 from dsv4.cache.memory.schema import build_schemas
-from dsv4.config import CacheConfig
+from dsv4.config import CacheConfig, has_mtp_layers
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.cli import main
 from tests.v41 import tiny_v41
@@ -35,6 +36,70 @@ def test_preset_equals_the_config_json(include_mtp, tmp_path):
     assert CacheConfig.from_hf(str(tmp_path), include_mtp=include_mtp) == preset
     assert CacheConfig.from_hf(HF_CONFIG, include_mtp=include_mtp) == preset
     assert preset.num_mtp_layers == 3 * include_mtp
+
+
+class Holder:
+    """A config object of transformers: one that holds the text model's, or itself."""
+
+    def __init__(self, **fields):
+        self.__dict__ |= fields
+
+    def to_dict(self):
+        return dict(self.__dict__)
+
+
+def test_config_objects_hold_the_text_config():
+    for text in (HF_CONFIG, Holder(**HF_CONFIG)):
+        for outer in (Holder(text_config=text, head_dim=1), PretrainedConfig(text_config=text)):
+            assert CacheConfig.from_hf(outer) == CacheConfig.v41_flash()
+            assert has_mtp_layers(outer)
+    with pytest.raises(TypeError, match="expected a DeepseekV4Config, a mapping or a path, got"):
+        CacheConfig.from_hf(Holder(text_config=[1]))
+
+
+def test_ratios_come_before_layer_types():
+    """V4.1's layer types name the kv sources alone, and no ratio."""
+    names = ["sliding_attention"] * 40
+    for idx in HF_CONFIG["kv_source_layer_ids"]:
+        names[idx] = "shared_compressed_attention"
+    assert CacheConfig.from_hf({**HF_CONFIG, "layer_types": names}) == CacheConfig.v41_flash()
+
+
+@pytest.mark.parametrize("given", [{}, {"candidate_source_layer_id": None}], ids=["none", "null"])
+def test_the_last_kv_source_publishes_candidates(given):
+    raw = {key: value for key, value in HF_CONFIG.items() if key != "candidate_source_layer_id"}
+    assert CacheConfig.from_hf({**raw, **given}) == CacheConfig.v41_flash()
+    off = CacheConfig.from_hf({**raw, "candidate_source_layer_id": -1})
+    assert off == CacheConfig.v41_flash(candidate_source_layer_id=-1)
+    assert CacheConfig.from_hf({**raw, **given}, candidate_source_layer_id=-1) == off
+
+
+@pytest.mark.parametrize("key", ["kv_source_layer_ids", "index_source_layer_ids"])
+def test_ratios_of_v41_need_sources(key):
+    """V4's rows and its Hadamard transform would read such a model wrongly."""
+    raw = {name: value for name, value in HF_CONFIG.items() if name != key}
+    for given in ({}, {key: None}, {key: []}):
+        with pytest.raises(ValueError, match=f"ratio 1 and 2 need {key}, got"):
+            CacheConfig.from_hf({**raw, **given})
+    assert CacheConfig.from_hf(raw, **{key: HF_CONFIG[key]}) == CacheConfig.v41_flash()
+    with pytest.raises(ValueError, match=f"Invalid {key}: expected a list, got str"):
+        CacheConfig.from_hf({**raw, key: "2, 8"})
+
+
+def test_draft_layers_of_v41_need_sources():
+    keys = ("kv_source_layer_ids", "index_source_layer_ids", "candidate_source_layer_id")
+    raw = {name: value for name, value in HF_CONFIG.items() if name not in keys}
+    raw |= {"compress_ratios": [0] * 40 + [2], "num_nextn_predict_layers": 1}
+    with pytest.raises(ValueError, match="ratio 1 and 2 need kv_source_layer_ids, got None"):
+        CacheConfig.from_hf(raw, include_mtp=True)
+
+
+def test_sources_of_v4_are_refused():
+    raw = {**HF_CONFIG, "compress_ratios": [0, 0] + [4] * 38, "num_nextn_predict_layers": 0}
+    with pytest.raises(ValueError, match="expected layers of ratio 1 or 2, got layer 2"):
+        CacheConfig.from_hf(raw)
+    with pytest.raises(ValueError, match="candidate_source_layer_id: expected one of"):
+        CacheConfig.from_hf({**raw, "kv_source_layer_ids": [], "index_source_layer_ids": []})
 
 
 def test_owners_of_the_preset():
@@ -187,7 +252,10 @@ def test_plan_of_pipeline_stages(capsys):
 def test_no_page_for_shared_entries(capsys, tmp_path):
     options = ["--context", "1M", "--gpu", "h200", "--html", str(tmp_path / "plan.html")]
     assert main(["plan", "--model", "v41-flash", *options]) == 1
-    assert "--html: expected a model whose layers own all" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--html: expected a model whose layers own all that they read, as V4's do; " in error
+    assert "--plot and --json take others, got 'v41-flash'" in error
+    assert not (tmp_path / "plan.html").exists()
 
 
 def test_fingerprint_covers_stored_choices_alone():

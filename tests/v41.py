@@ -1,8 +1,10 @@
 """A small model of DeepSeek-V4.1's kind: two groups that share entries, and candidates."""
 
+import random
 from typing import Any
 
 from dsv4.config import CacheConfig, YarnScaling
+from dsv4.formats import KV_FORMATS
 
 ROWS = {"kv_format": "fp8_32", "entry_format": "nvfp4_16", "page_arrangement": "joined"}
 
@@ -20,3 +22,22 @@ def tiny_v41(**choices: Any) -> CacheConfig:
     }  # fmt: skip
     rows = {} if "kv_format" in choices else ROWS
     return CacheConfig(**{**fields, **rows, **choices})
+
+
+def random_v41_choices(choose: random.Random) -> dict[str, Any]:
+    """Draw groups of layers that share, candidates and rows of DeepSeek-V4.1."""
+    first = {"compress_ratios": (2, 1, 1), "kv_source_layer_ids": (0, 1)}
+    second = {"compress_ratios": (0, 1, 1, 1), "kv_source_layer_ids": (1,)}
+    groups = choose.choice([first, second])
+    last = groups["kv_source_layer_ids"][-1]
+    later = choose.choice([(), (last + 1,)])
+    return {
+        **groups, "index_source_layer_ids": groups["kv_source_layer_ids"] + later,
+        "candidate_source_layer_id": choose.choice([-1, last]),
+        "candidate_topk_blocks": choose.choice([4, 5]),
+        "candidate_block_size": choose.choice([1, 3]),
+        "entry_format": choose.choice([None, *KV_FORMATS]),
+        "page_arrangement": choose.choice(["split", "joined"]),
+        "scale_floor": choose.choice(["amax", "scale"]),
+        "tail_dtype": choose.choice(["float32", "bfloat16"]),
+    }  # fmt: skip

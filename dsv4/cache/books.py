@@ -1,6 +1,7 @@
 """`CacheBooks`: the records that a manager keeps on the host, beside the current plan."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -30,6 +31,8 @@ class CacheBooks:
 
     Attributes:
         journal: Encloses each change of the records.
+        memory: The bytes that they tell of.
+        block_tokens: Tokens of a block.
         requests: Lengths and blocks of the request slots.
         allocator: Owners of the blocks.
         checkpoints: The checkpoints on device and host, with their owners.
@@ -52,8 +55,9 @@ class CacheBooks:
     ) -> None:
         self.journal = journal
         self.requests = requests
-        self._memory, self._wipe_on_free = memory, wipe_on_free
-        self._block_tokens = capacity.config.block_tokens
+        self.memory, self._wipe_on_free = memory, wipe_on_free
+        self.block_tokens = capacity.config.block_tokens
+        self._drafts_per_step = capacity.config.drafts_per_step
         self.host = HostMemory(
             memory.blocks, memory.slots, journal,
             num_blocks=capacity.host_blocks, num_slots=capacity.host_slots, is_wiped=wipe_on_free,
@@ -111,6 +115,21 @@ class CacheBooks:
         room = self.allocator.num_free + self.prefix.tree.count_evictable(path) if num_host else 0
         return len(path) - max(0, num_host - room)
 
+    @contextmanager
+    def open_slot(
+        self, num_blocks: int, kept: Collection[PrefixNode] = ()
+    ) -> Iterator[tuple[int, IntArray]]:
+        """Enclose the change in which a new slot and blocks for it get a request.
+
+        Raises:
+            NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
+        """
+        self.requests.check_free_slots()
+        self.make_room(num_blocks, kept)
+        with self.journal:
+            slot = self.open_slots(1)[0]
+            yield slot, self.acquire_blocks(num_blocks)
+
     def open_slots(self, count: int) -> list[int]:
         """Open empty slots; their first writer waits for copies to the host."""
         slots = self.requests.open_slots_for(count)
@@ -138,18 +157,16 @@ class CacheBooks:
         floor = int(requests.rollback_floor[slot])
         below = max([0, *(each for each in known if each < length)])
         above = min([floor, *(each for each in known if each > length)])
-        exact = ", ".join(map(str, [0, *known]))
+        exact = ", ".join(map(str, [0, *(each for each in known if each < floor)]))
         raise ValueError(
             f"Invalid length: slot {slot} can have {exact} or {floor} to {requests.lengths[slot]}, "
-            f"got {length}: rows it needs may be overwritten; the nearest possible lengths are "
-            f"{below} and {above}"
+            f"got {length}: rows it needs may be overwritten, as drafts_per_step is "
+            f"{self._drafts_per_step}; the nearest possible lengths are {below} and {above}"
         )
 
     def shorten(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Forget tokens of requests from these lengths on, and release blocks that hold none."""
-        num_read_only = np.minimum(
-            self.requests.num_read_only[slots], lengths // self._block_tokens
-        )
+        num_read_only = np.minimum(self.requests.num_read_only[slots], lengths // self.block_tokens)
         self.drop_blocks(slots, lengths, num_read_only)
         self.prefix.cut(slots, lengths)
 
@@ -161,6 +178,33 @@ class CacheBooks:
         if dropped.size:
             self.allocator.release(dropped)
 
+    def count_freed(self, slots: Int64Array) -> int:
+        """Count the blocks that are free or evictable without these requests."""
+        table = self.requests.block_table[slots]
+        times = np.bincount(table[table >= 0], minlength=self.allocator.num_blocks)
+        others = self.allocator.num_owners - times
+        others[self.prefix.tree.owned_blocks()] -= 1
+        return int(((times > 0) & (others == 0)).sum())
+
+    def empty_device(self, num_checkpoints: int) -> None:
+        """Move published blocks and checkpoints to the host, as far as there is room.
+
+        Raises:
+            RuntimeError: A request is open, or one that is swapped out has blocks on the device.
+        """
+        tree, in_use = self.prefix.tree, np.flatnonzero(self.requests.is_open).tolist()
+        used = self.allocator.num_blocks - self.allocator.num_free - tree.num_evictable
+        if in_use or used:
+            raise RuntimeError(
+                f"Cannot sleep: expected no open request and no block in use, got slots "
+                f"{in_use} and {used} blocks; free, save or swap out the requests"
+            )
+        if self.prefix.tier is not None:
+            self.prefix.tier.finish_writes()
+        tree.evict(tree.num_evictable)
+        tree.make_checkpoint_room(num_checkpoints, uses=True)
+        self.host.finish()
+
     def close_slots(self, slots: Int64Array) -> None:
         """Release the blocks of slots and close these."""
         self.prefix.forget(slots)
@@ -168,13 +212,13 @@ class CacheBooks:
         self.drop_blocks(slots, nothing, nothing)
         self.requests.close_slots(slots)
         if self._wipe_on_free:
-            self.journal.after_commit(self._wipe, self._memory.slots, slots)
+            self.journal.after_commit(self._wipe, self.memory.slots, slots)
 
     def wipe_undo(self, plan: ForwardPlan) -> None:
         """Wipe what was kept for a plan that has ended."""
         if self._wipe_on_free and plan.survival is not None:
             used = plan.survival.undo_slots
-            self.journal.after_commit(self._wipe, self._memory.undo, used[used >= 0])
+            self.journal.after_commit(self._wipe, self.memory.undo, used[used >= 0])
 
     def _wiper(self, rows: DeviceRows) -> Callable[[IntArray], None] | None:
         return partial(self._wipe, rows) if self._wipe_on_free else None

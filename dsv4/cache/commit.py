@@ -27,12 +27,14 @@ class Committed(NamedTuple):
         slots: Its requests.
         rows, counts: `[max_requests + 1]`, the row and the tokens of each slot; -1 and 0 for
             others, and for padding.
+        num_ids: The token ids known of each of the requests.
     """
 
     plan: ForwardPlan
     slots: Int64Array
     rows: Int64Array
     counts: Int64Array
+    num_ids: Int64Array
 
 
 class StepCommit:
@@ -52,8 +54,8 @@ class StepCommit:
         """Whether the length of one of these slots is not known."""
         return self.step is not None and bool(self.step.counts[slots].any())
 
-    def check(self, plan: ForwardPlan, accepted: Tensor) -> None:
-        """Refuse a plan that cannot be committed, and counts that don't fit it."""
+    def check(self, plan: ForwardPlan, accepted: Tensor, rows: Int64Array) -> None:
+        """Refuse a plan that cannot be committed, and counts that don't fit its rows."""
         if not plan.is_complete:
             raise RuntimeError("Cannot commit a forward whose layers are not all written")
         shape, device = (plan.num_requests,), self._accepted.counts.device
@@ -63,28 +65,27 @@ class StepCommit:
                 f"Cannot commit a forward with a chunk: expected at most {self._max_step} tokens "
                 f"in a row, got {plan.tokens.max_step}; truncate forgets its last ones"
             )
-        slots, before = plan.request_slots, plan.positions_before
-        is_replay = (slots >= 0) & (
-            before < self._books.requests.written_from(slots.astype(np.int64))
-        )
+        slots, before = plan.request_slots[rows].astype(np.int64), plan.positions_before[rows]
+        is_replay = before < self._books.requests.written_from(slots)
         if is_replay.any():
             raise ValueError(
                 f"Cannot commit a replay: expected requests that have replayed their known tokens, "
                 f"got slot {slots[is_replay][0]} at {before[is_replay][0]}"
             )
 
-    def start(self, plan: ForwardPlan, accepted: Tensor) -> None:
-        """Commit a plan whose lengths are known, as part of a change."""
-        requests, written = self._books.requests, plan.written_rows
-        slots = plan.request_slots[written].astype(np.int64)
-        is_open = requests.is_open[slots] & ~requests.is_closing[slots]
-        written, slots = written[is_open], slots[is_open]
-        before = plan.positions_before[written]
+    def start(self, plan: ForwardPlan, accepted: Tensor, written: Int64Array) -> None:
+        """Commit rows of a plan whose lengths are known, as part of a change."""
+        slots, prefix = plan.request_slots[written].astype(np.int64), self._books.prefix
+        before = plan.positions_before[written].astype(np.int64)
         rows = np.full(self._max_requests + 1, -1, dtype=np.int64)
         counts = np.zeros(self._max_requests + 1, dtype=np.int64)
         rows[slots], counts[slots] = written, plan.positions_after[written] - before
+        if accepted.dtype == torch.int64:
+            accepted = accepted.clamp(0, self._max_step)  # before it is made int32
         self._accepted.send(accepted)
-        step = Committed(plan, slots, rows, counts) if slots.size else None
+        prefix.drop_nodes(slots, before)  # the next step may write behind its shortest length
+        num_ids = prefix.ids.num_known[slots]
+        step = Committed(plan, slots, rows, counts, num_ids) if slots.size else None
         self._journal.set_attribute(self, "step", step)
 
     def settle(self, current: ForwardPlan | None) -> None:
@@ -101,7 +102,10 @@ class StepCommit:
         rejected[step.slots] = counts - accepted
         lengths = requests.lengths[step.slots] - rejected[step.slots]
         self._books.drop_blocks(step.slots, lengths, requests.num_read_only[step.slots])
-        self._books.prefix.cut(step.slots, step.plan.positions_before[rows] + accepted)
+        kept = step.plan.positions_before[rows] + accepted
+        self._books.prefix.cut_blocks(step.slots, kept)
+        is_cut = step.num_ids > kept  # ids that were noted since are of tokens to come
+        self._books.prefix.ids.cut(step.slots[is_cut], kept[is_cut])
         self._books.prefix.has_news = True
         if current is not None and current is not step.plan:
             self._settle_plan(step, current, rejected)

@@ -29,7 +29,8 @@ class CurrentForward:
         self._is_settled = True
         self._boundaries: list[tuple[int, int, int]] | None = []
         self.committed = StepCommit(capacity, memory, books)
-        self._is_named = np.zeros(capacity.max_requests + 1, dtype=np.bool_)  # slots of the plan
+        # Slots of the plan that were neither freed nor cut since.
+        self._is_named = np.zeros(capacity.max_requests + 1, dtype=np.bool_)
 
     @property
     def live_plan(self) -> ForwardPlan | None:
@@ -93,15 +94,26 @@ class CurrentForward:
         return step is not None and step.plan is not self._plan
 
     def commit(self, plan: ForwardPlan, accepted: Tensor) -> None:
-        """Keep the accepted tokens of a complete step; waits for those of the step before it."""
+        """Keep the accepted tokens of a complete step; waits for those of the step before it.
+
+        Requests that were freed or cut since are left as they are.
+        """
         self._journal.finish()
-        plan.check_current()
-        self.committed.check(plan, accepted)
+        if plan is not self._plan or plan.is_cancelled or plan.is_committed:
+            plan.check_current()
+        self.committed.check(plan, accepted, self._rows_of(plan))
         self.settle_commit()
         self.settle()
         with self._journal:
-            self.committed.start(plan, accepted)
+            self.committed.start(plan, accepted, self._rows_of(plan))
+            self._journal.set_attribute(plan, "is_committed", True)
             self._journal.set_attribute(plan, "is_retired", True)
+
+    def _rows_of(self, plan: ForwardPlan) -> Int64Array:
+        """Return the rows of the current plan whose requests are as it left them."""
+        rows = plan.written_rows
+        slots = plan.request_slots[rows]
+        return rows[self._is_named[slots] & ~self._books.requests.is_closing[slots]]
 
     def settle_commit(self, slots: Int64Array | None = None) -> None:
         """Wait until every length is known, if these slots are in flight or wait for that."""
@@ -157,6 +169,7 @@ class CurrentForward:
         )
         books.drop_blocks(slots, lengths, num_read_only)
         books.requests.set_floors(slots, survival.floors[rows])
+        books.requests.renew(slots[is_cut])
         for row in rows[is_cut].tolist():
             num_blocks = int(survival.lengths[row]) // self._block_tokens
             books.prefix.give_up(
@@ -179,8 +192,9 @@ class CurrentForward:
             books.checkpoints.release(held)
         if requests.is_closing.any():
             # Another request may get the slots.
-            self._journal.set_attribute(plan, "is_retired", True)
-            books.close_slots(requests.is_closing.nonzero()[0])
+            closing = requests.is_closing.nonzero()[0]
+            self._retire_for(plan, closing)
+            books.close_slots(closing)
         books.wipe_undo(plan)
         self._journal.set_attribute(self, "_is_settled", True)
 
@@ -193,7 +207,39 @@ class CurrentForward:
     def retire_for(self, slots: Int64Array) -> None:
         """End the reads of the last plan if it names one of the slots."""
         if self._plan is not None and not self._plan.is_live and self._is_named[slots].any():
-            self._journal.set_attribute(self._plan, "is_retired", True)
+            self._retire_for(self._plan, slots)
+
+    def _retire_for(self, plan: ForwardPlan, slots: Int64Array) -> None:
+        self._journal.set_attribute(plan, "is_retired", True)
+        self._journal.set_rows(self._is_named, slots, False)
+
+    def truncate(self, slots: Int64Array, lengths: Int64Array) -> None:
+        """Cut open requests to these lengths: to a checkpoint where one lies below its floor."""
+        books, requests = self._books, self._books.requests
+        requests.check_cut(slots, lengths)
+        self.check_idle(slots)
+        present = requests.lengths[slots]
+        is_below = (lengths > 0) & (lengths < np.minimum(requests.rollback_floor[slots], present))
+        if is_below.any() or not lengths.all():
+            self.publish()
+        below = zip(slots[is_below].tolist(), lengths[is_below].tolist(), strict=True)
+        loads = [(books.find_checkpoint(*each), each[0]) for each in below]
+        with self._journal:
+            is_shorter = lengths < present
+            if is_shorter.any():
+                self.retire_for(slots[is_shorter])
+            books.shorten(slots, lengths)
+            requests.renew(slots[is_below | (lengths == 0)])
+            for checkpoint, slot in loads:
+                self._journal.after_commit(books.checkpoints.load, checkpoint, slot)
+
+    def final_tokens(self, slot: int) -> int:
+        """Count the first tokens of a request that only a checkpoint or 0 can bring back."""
+        requests, plan = self._books.requests, self.live_plan
+        length = int(requests.lengths[slot])
+        if plan is not None and slot in self.live_slots:
+            length = int(plan.positions_before[plan.request_slots == slot][0])
+        return min(length, int(requests.rollback_floor[slot]))
 
     def publish(self) -> None:
         """Publish the full blocks that no forward can change."""
@@ -202,11 +248,12 @@ class CurrentForward:
             return
         live = self.live_slots
         lengths, step = self._books.requests.lengths, self.committed.step
-        if step is not None:  # the shortest that they can be
-            lengths = lengths - step.counts[:-1]
-        if live.size:
+        if step is not None or live.size:
             lengths = lengths.copy()
             lengths[live] = 0
+        if step is not None:  # no step after it has made them longer for certain
+            shortest = step.plan.positions_before[step.rows[step.slots]]
+            lengths[step.slots] = np.minimum(lengths[step.slots], shortest)
         prefix.publish(lengths)
         prefix.has_news = live.size > 0
 
@@ -253,8 +300,7 @@ class CurrentForward:
             return
         busy = live.tolist()
         raise LiveForwardError(
-            f"A forward of {len(busy)} requests is live, slots {busy[:8]}"
-            f"{' and more' if len(busy) > 8 else ''}: run all of its layers, or call "
-            "plan.complete() if they ran without handles, or plan.cancel(); the plan is "
-            "manager.live_plan"
+            f"A forward of slots {busy[:8]}{' and more' if len(busy) > 8 else ''} is live: run all "
+            "of its layers, or call plan.complete() if they ran without handles, or plan.cancel(); "
+            "the plan is manager.live_plan"
         )

@@ -93,6 +93,8 @@ class ForwardPlanner:
             at_least=1, at_most=capacity.max_step_tokens, limit="drafts_per_step + 1",
         )  # fmt: skip
         forward.settle_older()
+        if capacity.max_step_tokens > self._config.block_tokens:
+            forward.settle_commit()  # forks of the last step may share blocks behind its first one
         before = self._longest_lengths(slots)
         if before.max(initial=0) + num_tokens <= capacity.max_request_tokens:
             try:

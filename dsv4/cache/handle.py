@@ -243,12 +243,13 @@ class LayerCacheHandle:
         source = layer.candidates_of if layer.owns_choice else layer.choice_of
         if selection is not None and source >= 0 and not layer.owns_entries:
             self._check_entries()
-        self._check_selection(selection, source)
+        name = "candidates" if layer.owns_choice else "selection"
+        self._check_selection(name, selection, source)
 
-    def _check_selection(self, selection: Selection | None, source: int) -> None:
+    def _check_selection(self, name: str, selection: Selection | None, source: int) -> None:
         """Refuse a selection of any layer but the source, which is -1 for none."""
         own = self.plan.layer(source).selected if source >= 0 else None
-        self.parts.checks.check_selection(selection, self.plan.num_tokens, own, source)
+        self.parts.checks.check_selection(name, selection, self.plan.num_tokens, own, source)
 
     def write(self, inputs: LayerProjections, weights: LayerWeights) -> None:
         """Store everything that the layer stores: `write_swa` and `flush_compression` in one."""
@@ -349,7 +350,8 @@ class LayerCacheHandle:
         except BaseException as error:
             self._fail(error)
             raise
-        self.progress.selected.append(weakref.ref(selection.rows))
+        made = weakref.ref(selection.rows), weakref.ref(selection.blocks)
+        self.progress.selected.append(made)
         return selection
 
     def attend(
@@ -377,7 +379,7 @@ class LayerCacheHandle:
         self._check_window()
         if self.paged is not None:
             self._check_entries()
-        self._check_selection(selection, self.layer.choice_of)
+        self._check_selection("selection", selection, self.layer.choice_of)
         rows = None if selection is None else selection.rows
         return self._attend(query, sinks, rows, is_query_raw=is_query_raw)
 

@@ -17,6 +17,7 @@ class IncomingRequest(NotCopyable):
         slot: The slot that the request will have.
         num_tokens: The most tokens that it may have.
         blocks: Blocks on the device for so many tokens, in order.
+        nonce: As of `RequestTable`.
         is_accepted: It has become an open request.
         stop: Ends what writes to the blocks beside its owner; called before they are given up.
     """
@@ -24,5 +25,14 @@ class IncomingRequest(NotCopyable):
     slot: int
     num_tokens: int
     blocks: IntArray
+    nonce: int
     is_accepted: bool = False
     stop: Callable[[], None] | None = None
+
+    def check_fits(self, length: int) -> None:
+        """Refuse a request that is longer than was said."""
+        if length > self.num_tokens:
+            raise ValueError(
+                f"Invalid request: expected at most the {self.num_tokens} tokens that room is "
+                f"kept for, got {length}"
+            )

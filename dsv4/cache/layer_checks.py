@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from dsv4.cache.memory.schema import LayerCacheSchema
+from dsv4.cache.plan import SelectedParts
 from dsv4.config import CacheConfig
 from dsv4.kernels.contracts import (
     CompressorInputs,
@@ -46,6 +47,11 @@ def check_tensor(
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"Invalid dtype of {name}: expected {names}, got {tensor.dtype}")
     raise ValueError(f"Invalid device of {name}: expected {device}, got {tensor.device}")
+
+
+def _kind(value: object) -> str:
+    """Name what came, for the text of a refusal."""
+    return "None" if value is None else type(value).__name__
 
 
 def make_projections(
@@ -107,12 +113,16 @@ class LayerChecks:
         self.check_query(inputs.query, None, num_tokens)
         has_parts = inputs.compressor is not None, weights.compressor is not None
         if has_parts != (has_entries, has_entries):
-            expected = "compressor projections and weights" if has_entries else "none"
-            raise ValueError(f"Invalid inputs of {self._layer_name}: expected {expected}")
+            names = ("projections", "weights")
+            given = [part for part, has in zip(names, has_parts, strict=True) if has]
+            raise ValueError(
+                f"Invalid inputs of {self._layer_name}: expected {'' if has_entries else 'no '}"
+                f"compressor projections and weights, got {' and '.join(given) or 'none'}"
+            )
         num_given = 2 * (index is not None) + (weights.indexer is not None)
         if is_latent:
             self._check_latent(inputs, weights)
-        elif has_entries and num_given != self._num_index_parts:
+        elif num_given != self._num_index_parts:
             self._refuse_index(num_given)
         if inputs.compressor is not None:
             self._check_projections("", *inputs.compressor, num_tokens)
@@ -130,15 +140,25 @@ class LayerChecks:
         index, chooses, owns = inputs.indexer, self.layer.owns_choice, self.layer.owns_entries
         if (index is not None) != chooses:
             expected = "an index query and head weights" if chooses else "no index inputs"
-            raise ValueError(f"Invalid inputs of {self._layer_name}: expected {expected}")
-        if index is not None and (index.kv is not None or index.gate is not None):
             raise ValueError(
-                f"Invalid inputs of {self._layer_name}: expected no index_kv and no index_gate, "
-                "index keys are made of its entries"
+                f"Invalid inputs of {self._layer_name}: expected {expected}, got {_kind(index)}"
             )
+        if index is not None:
+            self._check_no_index_rows(index.kv, index.gate)
         if isinstance(weights.indexer, KeyWeights) != owns or (weights.indexer and not owns):
             expected = "KeyWeights as" if owns else "no"
-            raise ValueError(f"Invalid weights of {self._layer_name}: expected {expected} indexer")
+            raise ValueError(
+                f"Invalid weights of {self._layer_name}: expected {expected} indexer, "
+                f"got {_kind(weights.indexer)}"
+            )
+
+    def _check_no_index_rows(self, kv: Tensor | None, gate: Tensor | None) -> None:
+        for name, tensor in (("index_kv", kv), ("index_gate", gate)):
+            if tensor is not None:
+                raise ValueError(
+                    f"Invalid {name} of {self._layer_name}: expected None, index keys are made of "
+                    f"its entries, got {_kind(tensor)}"
+                )
 
     def _check_projections(
         self, prefix: str, kv: Tensor | None, gate: Tensor | None, num_tokens: int
@@ -149,7 +169,8 @@ class LayerChecks:
             self.check_tensor(f"{prefix}gate", gate, shape)
         elif gate is not None:
             raise ValueError(
-                f"Invalid gate of {self._layer_name}: expected None, an entry has one token"
+                f"Invalid gate of {self._layer_name}: expected None, an entry has one token, "
+                f"got {_kind(gate)}"
             )
 
     def _check_weights(self, weights: LayerWeights) -> None:
@@ -195,13 +216,13 @@ class LayerChecks:
         num_given = sum(part is not None for part in (index_kv, index_gate, index_weights))
         if not layer.has_latent_keys and num_given != self._num_index_parts:
             self._refuse_index(num_given)
-        if layer.has_latent_keys and (
-            not isinstance(index_weights, KeyWeights) or index_kv is not None
-        ):
-            raise ValueError(
-                f"Invalid inputs of {self._layer_name}: expected KeyWeights as index_weights "
-                "and no index_kv, index keys are made of its entries"
-            )
+        if layer.has_latent_keys:
+            self._check_no_index_rows(index_kv, index_gate)
+            if not isinstance(index_weights, KeyWeights):
+                raise ValueError(
+                    f"Invalid index_weights of {self._layer_name}: expected KeyWeights, "
+                    f"got {_kind(index_weights)}"
+                )
         self._check_projections("", kv, gate, num_tokens)
         if index_kv is not None and isinstance(index_weights, CompressorWeights):
             self._check_projections("index_", index_kv, index_gate, num_tokens)
@@ -226,31 +247,37 @@ class LayerChecks:
 
     def check_selection(
         self,
+        name: str,
         selection: Selection | None,
         num_tokens: int,
-        own: Iterable[Callable[[], Tensor | None]] | None,
+        own: Iterable[SelectedParts] | None,
         source: int,
     ) -> None:
         """Check that a selection is given where one is needed, of a layer and of this forward.
 
         Args:
-            own: Return the rows that the layer's `select_entries` chose, as far as they are alive;
-                None where no selection is needed.
+            name: The argument.
+            own: The rows and blocks that the layer's `select_entries` returned; None where no
+                selection is needed.
             source: The layer.
         """
-        if (own is None) != (selection is None):
-            expected = "no selection" if own is None else "a selection"
-            raise ValueError(f"Invalid attend of {self._layer_name}: expected {expected}")
-        if selection is None or own is None:
+        if selection is None and own is None:
             return
-        shape = (num_tokens, self.config.index_topk)
-        self.check_tensor("selection.rows", selection.rows, shape, (torch.int64,))
-        if not any(selection.rows is rows() for rows in own):
-            whose = "its own" if source == self.layer.layer_idx else f"layer {source}'s"
-            raise ValueError(
-                f"Invalid selection of {self._layer_name}: expected the result of {whose} "
-                "select_entries in this forward, got another one"
-            )
+        got = _kind(selection)
+        if own is not None and isinstance(selection, Selection):
+            shape = (num_tokens, self.config.index_topk)
+            self.check_tensor(f"{name}.rows", selection.rows, shape, (torch.int64,))
+            rows, blocks = selection.rows, selection.blocks
+            if any(rows is made[0]() and blocks is made[1]() for made in own):
+                return
+            got = "another one"
+        whose = "its own" if source == self.layer.layer_idx else f"layer {source}'s"
+        result = f"the result of {whose} select_entries in this forward"
+        error = ValueError if isinstance(selection, Selection | None) else TypeError
+        raise error(
+            f"Invalid {name} of {self._layer_name}: expected "
+            f"{'None' if own is None else result}, got {got}"
+        )
 
     def check_tensor(
         self,
@@ -272,7 +299,9 @@ class LayerChecks:
         if not self.layer.has_latent_keys:
             self.check_tensor(f"{prefix}position_bias", bias, (self.layer.ratio, width))
         elif bias is not None:
-            raise ValueError(f"Invalid position_bias of {self._layer_name}: expected None")
+            raise ValueError(
+                f"Invalid position_bias of {self._layer_name}: expected None, got {_kind(bias)}"
+            )
         self.check_tensor(f"{prefix}norm_weight", norm_weight, (dim,))
 
     def _refuse_index(self, num_given: int) -> NoReturn:

@@ -9,33 +9,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.cache import arrivals
 from dsv4.cache.books import CacheBooks
 from dsv4.cache.current_forward import CurrentForward
 from dsv4.cache.forward_planner import ForwardPlanner, Ints
 from dsv4.cache.handle import LayerCacheHandle, LayerParts
 from dsv4.cache.incoming import IncomingRequest
 from dsv4.cache.integrity import check_integrity
-from dsv4.cache.layer_checks import LayerChecks
+from dsv4.cache.layer_backends import choose_backends
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray
-from dsv4.cache.memory.cache_memory import CacheMemory, on_device, read_devices
-from dsv4.cache.memory.capacity import Capacity, ComponentBytes, blocks_for
+from dsv4.cache.memory.cache_memory import CacheMemory, read_devices
+from dsv4.cache.memory.capacity import (
+    Capacity,
+    ComponentBytes,
+    blocks_for,
+    count_host_blocks,
+    longest_in,
+)
 from dsv4.cache.memory.checkpoints import CheckpointPolicy
 from dsv4.cache.memory.journal import Journal
-from dsv4.cache.memory.layout import block_layout
 from dsv4.cache.memory.paged_cache import PagedKVPool
 from dsv4.cache.memory.schema import build_schemas
 from dsv4.cache.memory.state_cache import StateCachePool
 from dsv4.cache.plan import ForwardPlan
 from dsv4.cache.prefix.disk_tier import Prefetch
 from dsv4.cache.prefix.events import OnEvents
-from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch, TrackedRequest
-from dsv4.cache.prefix.store import PrefixStore
-from dsv4.cache.prefix.token_store import TokenIds, as_token_ids
-from dsv4.cache.request_table import Extent, RequestTable
+from dsv4.cache.prefix.prefix_cache import PrefixCache, PrefixHit, PrefixMatch
+from dsv4.cache.prefix.store import PrefixStore, RecordName
+from dsv4.cache.prefix.token_store import TokenIds, split_ids
+from dsv4.cache.request_table import RequestTable
 from dsv4.cache.saved_request import (
     SavedRequest,
     check_request,
     copy_request,
+    own_share,
     read_saved,
     write_saved,
 )
@@ -48,16 +55,10 @@ from dsv4.checks import (
     check_int,
     check_ints,
     check_one_or_more,
+    check_type,
 )
 from dsv4.config import CacheConfig
 from dsv4.distributed.context import SplitContext, rank_config
-from dsv4.kernels import ops
-from dsv4.kernels.backends import check_backend, default_backend
-from dsv4.kernels.external.limits import (
-    check_attention_backend,
-    check_index_backend,
-    check_latent_keys,
-)
 
 DEVICE_CHECKPOINTS = 8
 
@@ -149,6 +150,13 @@ class KVCacheManager(NotCopyable):
         store: PrefixStore | None = None,
         process_group: Any = None,
     ) -> None:
+        check_type("config", config, CacheConfig)
+        if checkpoint_policy is not None:
+            check_type("checkpoint_policy", checkpoint_policy, CheckpointPolicy)
+        if store is not None:
+            check_type("store", store, PrefixStore)
+        if on_events is not None and not callable(on_events):
+            raise TypeError(f"Invalid on_events: expected a function, got {on_events!r}")
         if process_group is not None:
             config = rank_config(
                 config, process_group, backends=(attention_backend, index_backend), store=store
@@ -156,39 +164,26 @@ class KVCacheManager(NotCopyable):
         check_bool("batch_invariant", batch_invariant)
         check_bool("wipe_on_free", wipe_on_free)
         if max_request_tokens is None:
-            num_blocks = check_int("num_blocks", num_blocks, at_least=0)
-            by_blocks = num_blocks * config.block_tokens
-            has_blocks = config.smallest_ratio > 0
-            max_request_tokens = min(config.max_position, by_blocks if has_blocks else 1 << 62)
+            max_request_tokens = longest_in(config, num_blocks)
         self.config = config
         devices = read_devices(device, config.num_layers)
         self.device = devices[0]
-        self.backend = default_backend(self.device) if backend is None else backend
-        self.batch_invariant = batch_invariant
-        for each in dict.fromkeys(devices):
-            with on_device(each, is_one=len(set(devices)) == 1):
-                check_backend(backend or default_backend(each), each)
-                if attention_backend is not None:
-                    check_attention_backend(
-                        attention_backend, config, each, batch_invariant=batch_invariant
-                    )
-                if index_backend is not None:
-                    check_index_backend(index_backend, config, each)
-        self.attention_backend = attention_backend or self.backend
-        self.index_backend = index_backend or self.backend
-        check_latent_keys(config, attention=self.attention_backend, index=self.index_backend)
+        self._backends = choose_backends(
+            config, devices, backend, attention_backend, index_backend,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
+        self.backend, self.batch_invariant = self._backends.by_part[0], batch_invariant
+        self.attention_backend = self._backends.attention
+        self.index_backend = self._backends.index
         self.schedule = config.schedule
         self.schemas = build_schemas(config)
-        prefix_bytes = check_int("prefix_bytes", prefix_bytes, at_least=0)
-        block_bytes = block_layout(
-            self.schemas, page_align=config.page_align, at_least=config.least_block_bytes
-        ).num_bytes
         if num_checkpoints is None:
             num_checkpoints = DEVICE_CHECKPOINTS if prefix_bytes else 0
+        host_blocks = check_int("host_blocks", host_blocks, at_least=0)
+        host_blocks += count_host_blocks(config, prefix_bytes)
         self.capacity = Capacity(
             config, max_requests, num_blocks, max_forward_tokens, max_request_tokens,
-            num_checkpoints, check_int("host_blocks", host_blocks, at_least=0)
-            + prefix_bytes // max(1, block_bytes), host_slots, undo_slots,
+            num_checkpoints, host_blocks, host_slots, undo_slots,
         )  # fmt: skip
         self._problem = ""
         self._journal = Journal(fatal=(torch.AcceleratorError,))
@@ -199,23 +194,25 @@ class KVCacheManager(NotCopyable):
         self.memory_parts, self.layout = self._memory.parts, self._memory.layout
         self.device_memory = self.memory_parts[0]
         self.blocks, self.slots = self._memory.blocks, self._memory.slots
+        policy = checkpoint_policy or CheckpointPolicy()
         self._books = CacheBooks(
-            self.capacity, self._memory, self._requests,
-            checkpoint_policy or CheckpointPolicy(), self._journal, wipe_on_free=wipe_on_free,
-            on_events=on_events,
-            store=store,
+            self.capacity, self._memory, self._requests, policy, self._journal,
+            wipe_on_free=wipe_on_free, on_events=on_events, store=store,
         )  # fmt: skip
         self._forward = CurrentForward(self.capacity, self._memory, self._books)
-        self._backends = [backend or default_backend(p.device) for p in self._memory.parts]
         self._planner = ForwardPlanner(
-            self.capacity, self._memory, self._books, self._forward, backends=self._backends
-        )
+            self.capacity, self._memory, self._books, self._forward,
+            backends=self._backends.by_part,
+        )  # fmt: skip
         self.block_table = self.device_memory.block_table
         self.context: SplitContext | None = None
         if process_group is not None and config.num_ranks > 1:
             self.check_one_device("split context")
-            self.context = SplitContext(self.capacity, self.device_memory, process_group)
-        self._layers = [self._layer_parts(idx) for idx in range(len(self.schedule))]
+            self.context = SplitContext(
+                self.capacity, self.device_memory, process_group, policy, wipe_on_free,
+                batch_invariant,
+            )  # fmt: skip
+        self._layers = self._make_layers()
         self.transfers: WeakSet[Transfer] = WeakSet()
 
     @property
@@ -242,6 +239,12 @@ class KVCacheManager(NotCopyable):
             raise ValueError(f"No {name} on several devices: expected one, got {found}")
 
     @property
+    def can_capture(self) -> bool:
+        """Whether CUDA graphs can hold a forward: one device, and ranks that exchange on it."""
+        is_alone = self.context is None or self.context.can_capture
+        return len(self._memory.parts) == 1 and is_alone
+
+    @property
     def lengths(self) -> Int64Array:
         """`[max_requests]`, tokens of each slot; a copy. Waits for a step that was committed."""
         self.settle()
@@ -256,6 +259,15 @@ class KVCacheManager(NotCopyable):
         """
         self.settle()
         return np.where(self._requests.is_hidden, 0, self._requests.rollback_floor)
+
+    @property
+    def num_known_ids(self) -> Int64Array:
+        """`[max_requests]`, token ids that the prefix cache knows of each slot; a copy.
+
+        Waits for a step that was committed, which may forget ids that were noted before it.
+        """
+        self.settle()
+        return self._books.prefix.ids.num_known.copy()
 
     @property
     def is_open(self) -> BoolArray:
@@ -339,35 +351,12 @@ class KVCacheManager(NotCopyable):
             ValueError: The prompt can never fit.
             NoFreeSlotError: Every slot is open. Nothing was changed.
         """
-        prefix, books, requests = self._prefix(), self._books, self._requests
-        prompt = prefix.read_prompt(token_ids, salt)
-        self._check_fits(len(prompt.ids))
-        named = check_ints(
-            "checkpoint_at", checkpoint_at, at_least=0, at_most=len(prompt.ids)
-        ).tolist()
+        prompt = self._prefix().read_prompt(token_ids, salt)
+        most = len(prompt.ids)
+        self._check_fits(most)
+        named = check_ints("checkpoint_at", checkpoint_at, at_least=0, at_most=most).tolist()
         self._begin()
-        requests.check_free_slots()
-        self._forward.publish()
-        (length, checkpointed, path), tracked, in_memory = prefix.start_request(
-            prompt, books.count_fitting, named
-        )
-        num_missing = sum(node.block < 0 for node in path)
-        books.make_room(num_missing, path)
-        known = len(path) * self.config.block_tokens
-        on_device = (len(path) - num_missing) * self.config.block_tokens
-        prefix.count_lookup(len(prompt.ids), length, max(0, length - on_device))
-        with self._journal:
-            slot = books.open_slots(1)[0]
-            if path:
-                blocks = prefix.take(path, books.acquire_blocks(num_missing))
-                if checkpointed is None:
-                    self.slots.wipe(np.array([slot]))  # a replay should read finite rows at first
-                else:
-                    books.checkpoints.load(checkpointed.checkpoint, slot)
-                requests.fill_slot(slot, blocks, Extent(length, known, len(path)))
-            prefix.track(slot, tracked, prompt.ids)
-        prefetch = prefix.prefetch(prompt, in_memory, length)
-        return PrefixHit(slot, length, known - length, prefetch)
+        return arrivals.resume(self._books, self._forward, prompt, named)
 
     def prefetch(self, token_ids: TokenIds, *, salt: bytes = b"") -> Prefetch | None:
         """Start to read from disk what `resume_request` would not find of a prompt in memory.
@@ -384,6 +373,17 @@ class KVCacheManager(NotCopyable):
         self._forward.publish()
         path = prefix.find_blocks(prompt)
         return prefix.prefetch(prompt, path, prefix.choose_start(path).num_tokens)
+
+    def name_records(self, token_ids: TokenIds, *, salt: bytes = b"") -> list[RecordName]:
+        """Name the records of a prompt, to fetch them from another process's store.
+
+        See `dsv4.distributed.records`.
+
+        Raises:
+            ValueError: The manager has no store.
+        """
+        prefix = self._prefix()
+        return prefix.name_records(prefix.read_prompt(token_ids, salt))
 
     def match_prefix(self, token_ids: TokenIds, *, salt: bytes = b"") -> PrefixMatch:
         """Count the tokens of a prompt that `resume_request` would find now; changes nothing."""
@@ -403,9 +403,10 @@ class KVCacheManager(NotCopyable):
     ) -> None:
         """Tell which tokens requests have, or are about to get, from position `start` on.
 
-        `start` must be the end of the known ids, so that none can be left out. At first that is
-        the prompt's length after `resume_request`, and 0 for other requests. `truncate` forgets
-        the ids from its length on. Full blocks are published only as far as ids are known.
+        `start` must be `num_known_ids` of the slot, so that none can be left out. At first that is
+        the prompt's length after `resume_request`, and 0 after `open_request`. Forks and files
+        bring ids along. `truncate` forgets those from its length on. Full blocks are published only
+        as far as ids are known.
 
         Args:
             slots: A slot, or several.
@@ -418,18 +419,7 @@ class KVCacheManager(NotCopyable):
         self._forward.settle_older()
         rows = self._requests.check_all_open(slots)
         starts = check_one_or_more("start", start)
-        ids = as_token_ids(token_ids)
-        if counts is None:
-            each = len(ids) if len(rows) == 1 else 1
-            sizes = np.full(len(rows), each, dtype=np.int64)
-        else:
-            sizes = check_ints("counts", counts, at_least=0, at_most=len(ids))
-        if not len(rows) == len(starts) == len(sizes) or int(sizes.sum()) != len(ids):
-            raise ValueError(
-                "Invalid sizes: expected one start and one count for each slot, and ids for all "
-                f"counts, got {len(rows)} slots, {len(starts)} starts, {len(sizes)} counts with "
-                f"the sum {sizes.sum()}, and {len(ids)} ids"
-            )
+        ids, sizes = split_ids(len(rows), token_ids, starts, counts)
         with self._journal:
             prefix.note_tokens(rows, ids, sizes, starts)
 
@@ -444,24 +434,7 @@ class KVCacheManager(NotCopyable):
             OutOfBlocksError: There is no block for the copy. Nothing was changed.
             LiveForwardError: A forward of the request is neither complete nor cancelled.
         """
-        books, requests = self._books, self._requests
-        slot = self._idle_slot(slot)
-        requests.check_free_slots()
-        blocks, extent = requests.blocks_of(slot), requests.extent_of(slot)
-        num_full = max(extent.length // self.config.block_tokens, extent.num_read_only)
-        shared, copied = np.split(blocks, [num_full])
-        books.make_room(len(copied))
-        self._forward.checkpoint_fork(slot)
-        with self._journal:
-            copies = books.acquire_blocks(len(copied))
-            books.allocator.share(shared)
-            fork = books.open_slots(1)[0]
-            requests.fill_slot(fork, np.concatenate((shared, copies)), extent)
-            self.slots.copy(self.slots, slot, fork)
-            for source, target in zip(copied.tolist(), copies.tolist(), strict=True):
-                self.blocks.copy(self.blocks, source, target)
-            books.prefix.copy(slot, fork)
-            return fork
+        return arrivals.fork(self._books, self._forward, self._idle_slot(slot))
 
     def swap_out(self, slot: int) -> SwappedRequest:
         """Move a request to host memory, close its slot and give up its blocks.
@@ -481,6 +454,7 @@ class KVCacheManager(NotCopyable):
         books.swapped.make_room(slot, blocks)
         with self._journal:
             swapped = books.swapped.copy_out(slot, blocks, requests.extent_of(slot))
+            swapped.nonce = int(requests.nonces[slot])
             slots = np.array([slot])
             self._forward.retire_for(slots)
             books.close_slots(slots)
@@ -492,20 +466,8 @@ class KVCacheManager(NotCopyable):
         Raises:
             NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
         """
-        books = self._books
         self._begin()
-        books.swapped.place_of(swapped)
-        self._requests.check_free_slots()
-        num_blocks = swapped.num_missing_blocks
-        books.make_room(num_blocks, swapped.nodes)
-        with self._journal:
-            slot = books.open_slots(1)[0]
-            blocks = books.swapped.copy_in(swapped, slot, books.acquire_blocks(num_blocks))
-            self._requests.fill_slot(slot, blocks, swapped.extent)
-            if swapped.tracked is not None:
-                assert swapped.token_ids is not None
-                books.prefix.track(slot, swapped.tracked, swapped.token_ids)
-            return slot
+        return arrivals.swap_in(self._books, swapped)
 
     def drop_swapped(self, swapped: SwappedRequest) -> None:
         """Give up a request that was swapped out, and its room on the host."""
@@ -535,37 +497,32 @@ class KVCacheManager(NotCopyable):
 
         It may be of any manager whose bytes mean the same, on any device. It continues as the
         exported one would have, with the same floor. Its known tokens and its salt, as a hash,
-        come with it.
+        come with it. A rank of a split context also takes one of a manager without a group, and
+        keeps its own blocks.
 
         Raises:
             ValueError: It is of a cache whose bytes mean something else.
             NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
         """
-        check_request(saved, self.config, self.layout)
+        saved = own_share(saved, self.config, self.layout)
         self._check_fits(saved.length)
         self._begin()
-        self._requests.check_free_slots()
-        self._books.make_room(len(saved.blocks))
-        with self._journal:
-            slot = self._books.open_slots(1)[0]
-            blocks = self._books.acquire_blocks(len(saved.blocks))
-            self.slots.write(np.array([slot]), saved.slot[None])
-            self.blocks.write(blocks, saved.blocks)
-            self._requests.fill_slot(slot, blocks, Extent(saved.length, saved.rollback_floor))
-            self._track(slot, saved)
-            return slot
+        return arrivals.load(self._books, saved)
 
     def final_tokens(self, slot: int) -> int:
         """Count the first tokens of a request that nothing but a checkpoint or 0 can bring back.
 
         Their entries do not change any more, also while a forward of the request is live.
         """
-        slot = int(self._open_rows(slot)[0])
-        requests, plan = self._requests, self._forward.live_plan
-        length = int(requests.lengths[slot])
-        if plan is not None and slot in self._forward.live_slots:
-            length = int(plan.positions_before[plan.request_slots == slot][0])
-        return min(length, int(requests.rollback_floor[slot]))
+        return self._forward.final_tokens(int(self._open_rows(slot)[0]))
+
+    def request_nonce(self, slot: int) -> int:
+        """Return a random number that no other request has, on any machine.
+
+        It stays while the request grows and is swapped, and changes where it goes back to a
+        checkpoint or to 0.
+        """
+        return int(self._requests.nonces[self._open_rows(slot)[0]])
 
     def reserve_request(self, num_tokens: int) -> IncomingRequest:
         """Keep a slot and blocks for a request of up to so many tokens that is on its way.
@@ -579,12 +536,8 @@ class KVCacheManager(NotCopyable):
         num_tokens = check_int("num_tokens", num_tokens, at_least=0)
         self._check_fits(num_tokens)
         self._begin()
-        self._requests.check_free_slots()
         num_blocks = int(blocks_for(self.config, np.array([num_tokens]))[0])
-        self._books.make_room(num_blocks)
-        with self._journal:
-            slot = self._books.open_slots(1)[0]
-            blocks = self._books.acquire_blocks(num_blocks)
+        with self._books.open_slot(num_blocks) as (slot, blocks):
             return self._requests.reserve(slot, blocks, num_tokens)
 
     def accept_request(self, incoming: IncomingRequest, saved: SavedRequest) -> int:
@@ -598,22 +551,9 @@ class KVCacheManager(NotCopyable):
             ValueError: It is no request of such a cache, or the room is not its own.
         """
         self._begin()
-        requests = self._requests
-        requests.check_incoming(incoming)
+        self._requests.check_incoming(incoming)
         check_request(saved, self.config, self.layout)
-        if saved.length > incoming.num_tokens:
-            raise ValueError(
-                f"Invalid request: expected at most the {incoming.num_tokens} tokens that room is "
-                f"kept for, got {saved.length}"
-            )
-        slot = incoming.slot
-        with self._journal:
-            self.slots.write(np.array([slot]), saved.slot[None])
-            self._books.drop_blocks(np.array([slot]), np.array([saved.length]), np.zeros(1, int))
-            requests.set_floors(np.array([slot]), np.array([saved.rollback_floor]))
-            requests.reveal(incoming)
-            self._track(slot, saved)
-            return slot
+        return arrivals.accept(self._books, incoming, saved)
 
     def write_incoming(self, incoming: IncomingRequest, first_block: int, rows: Tensor) -> None:
         """Write some blocks of a request that is on its way.
@@ -710,39 +650,8 @@ class KVCacheManager(NotCopyable):
             ValueError: A request is shorter, or its length lies below the floor.
             LiveForwardError: A forward of the request is neither complete nor cancelled.
         """
-        requests, books = self._requests, self._books
-        rows, kept = self._open_rows(slots), check_one_or_more("length", lengths)
-        if len(rows) != len(kept):
-            raise ValueError(
-                f"Invalid sizes: expected one length for each slot, got {len(rows)} slots and "
-                f"{len(kept)} lengths"
-            )
-        present = requests.lengths[rows]
-        is_wrong = (kept < 0) | (kept > present)
-        if is_wrong.any():
-            row = int(is_wrong.argmax())
-            check_int(
-                "length", int(kept[row]), at_least=0, at_most=int(present[row]),
-                limit=f"the length of slot {rows[row]}",
-            )  # fmt: skip
-        self._forward.check_idle(rows)
-        is_below = (kept > 0) & (kept < np.minimum(requests.rollback_floor[rows], present))
-        loads = []
-        if is_below.any() or not kept.all():
-            self._forward.publish()
-            loads = [
-                (books.find_checkpoint(slot, length), slot)
-                for slot, length in zip(
-                    rows[is_below].tolist(), kept[is_below].tolist(), strict=True
-                )
-            ]
-        with self._journal:
-            is_shorter = kept < present
-            if is_shorter.any():
-                self._forward.retire_for(rows[is_shorter])
-            books.shorten(rows, kept)
-            for checkpoint, slot in loads:
-                self._journal.after_commit(books.checkpoints.load, checkpoint, slot)
+        rows = self._open_rows(slots)
+        self._forward.truncate(rows, check_one_or_more("length", lengths))
 
     def blocks_needed(self, slots: int | Ints, lengths: int | Ints) -> int:
         """Count the blocks that a forward of requests to these lengths takes; changes nothing.
@@ -767,19 +676,12 @@ class KVCacheManager(NotCopyable):
         """
         rows = check_one_or_more("slot", slots)
         self._open_rows(np.unique(rows))
-        full = np.maximum(
-            self._requests.lengths[rows] // self.config.block_tokens,
-            self._requests.num_read_only[rows],
-        )
-        return int(np.maximum(self._requests.num_blocks[rows] - full, 0).sum())
+        num_copied = self._requests.num_blocks[rows] - self._requests.num_full_blocks(rows)
+        return int(np.maximum(num_copied, 0).sum())
 
     def blocks_freed(self, slots: int | Ints) -> int:
         """Count the blocks that are free or evictable without these requests; changes nothing."""
-        table, prefix = self._requests.block_table[self._open_rows(slots)], self._books.prefix
-        times = np.bincount(table[table >= 0], minlength=self.capacity.num_blocks)
-        others = self._books.allocator.num_owners - times
-        others[prefix.tree.owned_blocks()] -= 1
-        return int(((times > 0) & (others == 0)).sum())
+        return self._books.count_freed(self._open_rows(slots))
 
     def prepare_forward(
         self, request_slots: Ints, positions_before: Ints, positions_after: Ints
@@ -841,18 +743,14 @@ class KVCacheManager(NotCopyable):
     def make_rope(self, plan: ForwardPlan) -> None:
         """Make the RoPE rows of a plan's tokens, once for all layers."""
         if not plan.has_rope:
-            for idx, (part, backend) in enumerate(
-                zip(self._memory.parts, self._backends, strict=True)
-            ):
-                with self._memory.on_device(part.device):
-                    positions = plan.on_part(idx)[0].positions
-                    ops.make_rope(part.memories[0], positions, backend=backend)
+            self._backends.make_rope(self._memory, plan)
             if self.context is not None:
-                self.context.start(plan)
+                self.context.start(plan, self._requests.block_table)
             plan.has_rope = True
 
     def check_plan(self, plan: ForwardPlan) -> None:
         """Refuse a plan of another manager, and one that is over."""
+        check_type("plan", plan, ForwardPlan)
         if plan.owner() is not self._forward:
             raise ValueError(
                 "Invalid plan: expected one that prepare_forward made for this manager, "
@@ -908,21 +806,8 @@ class KVCacheManager(NotCopyable):
             RuntimeError: A request is open, or one that is swapped out has blocks on the device.
         """
         self._begin()
-        allocator, prefix = self._books.allocator, self._books.prefix
-        evictable = prefix.tree.num_evictable
-        used = allocator.num_blocks - allocator.num_free - evictable
-        in_use = np.flatnonzero(self._requests.is_open).tolist()
-        if in_use or used:
-            raise RuntimeError(
-                f"Cannot sleep: expected no open request and no block in use, got slots "
-                f"{in_use} and {used} blocks; free, save or swap out the requests"
-            )
-        if prefix.tier is not None:
-            prefix.tier.finish_writes()
-        prefix.tree.evict(evictable)
-        prefix.tree.make_checkpoint_room(self.capacity.num_checkpoints, uses=True)
+        self._books.empty_device(self.capacity.num_checkpoints)
         self._forward.retire()
-        self._books.host.finish()
         self._problem = "asleep: call wake() first"
         self._memory.release()
 
@@ -983,38 +868,13 @@ class KVCacheManager(NotCopyable):
         """Refuse a request that can never be so long."""
         check_at_most(self.capacity.longest_request, "tokens in one request", num_tokens, where)
 
-    def _track(self, slot: int, saved: SavedRequest) -> None:
-        """Tell the prefix cache the ids and the salt of a request that has come."""
-        if self._books.prefix.tree.is_on and saved.prefix_root:
-            root, ids = bytes.fromhex(saved.prefix_root), saved.token_ids.cpu().numpy()
-            self._books.prefix.track(slot, TrackedRequest(root), ids)
-
     def _copy_request(self, slot: int, floor: int, first_block: int = 0) -> SavedRequest:
         return copy_request(
             self.config, self._memory, self._books, slot, floor=floor, first_block=first_block
         )
 
-    def _layer_parts(self, layer_idx: int) -> LayerParts:
-        layer, schema = self.schedule[layer_idx], self.schemas[layer_idx]
-        idx = self._memory.part_of[layer_idx]
-        part, is_own = self._memory.parts[idx], self.backend == self._backends[idx]
-        attention = self.attention_backend if is_own else self._backends[idx]
-        return LayerParts(
-            config=self.config,
-            layer=layer,
-            schema=schema,
-            paged=part.paged.layer(layer_idx),
-            state=part.state.layer(layer_idx),
-            memory=part.memories[layer_idx],
-            backend=self._backends[idx],
-            attention_backend=attention,
-            index_backend=self.index_backend if is_own else self._backends[idx],
-            batch_invariant=self.batch_invariant,
-            checks=LayerChecks(self.config, layer, schema, part.block_table.device, attention),
-            part=idx,
-            on_device=self._memory.on_device(part.device),
-            context=self.context,
-        )
+    def _make_layers(self) -> list[LayerParts]:
+        return self._backends.make_layers(self.config, self.schemas, self._memory, self.context)
 
     def _prefix(self) -> PrefixCache:
         if not self._books.prefix.tree.is_on:

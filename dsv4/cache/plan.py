@@ -82,6 +82,7 @@ class ForwardPlan:
     survival: Survival | None = None
     is_cancelled: bool = False
     is_retired: bool = False
+    is_committed: bool = False
     has_rope: bool = False
     other_parts: tuple[tuple[TokenMap, CheckpointPoints | None], ...] = ()
     _num_written: int = 0
@@ -150,6 +151,7 @@ class ForwardPlan:
         It is `truncate` with lengths that the host does not know yet, and ends the reads of this
         plan. `KVCacheManager.prepare_step` plans the next step without them. The host first waits
         for the counts of the step before this one, which gives `positions_before` its values.
+        Requests that were freed, truncated or swapped out since the step are left as they are.
 
         Args:
             accepted: `[batch]` int32 or int64 on the manager's device, from 0 to the row's tokens;
@@ -167,7 +169,7 @@ class ForwardPlan:
         """Undo this forward: each of its requests is again what it was before.
 
         Their lengths are `surviving_lengths`. Layers may or may not have been written. Cancelling
-        twice does nothing more.
+        twice does nothing more, nor does cancelling a plan that a newer one has followed.
 
         Raises:
             RuntimeError: The forward is complete; `truncate` forgets its tokens.
@@ -239,15 +241,19 @@ class ForwardPlan:
         if self.is_retired:
             raise RuntimeError(
                 "Stale plan: a newer forward was prepared since, or one of its requests was "
-                "freed or truncated; use the plan that the last prepare_forward returned"
+                "freed, truncated or committed; use the plan that the last prepare_forward returned"
             )
+
+
+# Return the rows and the blocks of a selection, as far as they are alive.
+SelectedParts = tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]
 
 
 @dataclass(eq=False, slots=True)
 class LayerProgress:
-    """The parts of a layer that a forward has written, and the rows that it has chosen."""
+    """The parts of a layer that a forward has written, and the rows and blocks of its choices."""
 
     layer_idx: int
     has_window: bool = False
     has_entries: bool = False
-    selected: list[Callable[[], Tensor | None]] = field(default_factory=list)
+    selected: list[SelectedParts] = field(default_factory=list)

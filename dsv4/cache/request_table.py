@@ -1,5 +1,6 @@
 """`RequestTable`: the request slots, their lengths, and the host's block table."""
 
+import secrets
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from dsv4.cache.incoming import IncomingRequest
 from dsv4.cache.memory.arrays import BoolArray, Int64Array, IntArray, ragged
 from dsv4.cache.memory.capacity import Capacity, blocks_for
 from dsv4.cache.memory.journal import Journal
-from dsv4.checks import check_one_or_more
+from dsv4.checks import check_int, check_one_or_more
 from dsv4.errors import NoFreeSlotError
 
 
@@ -37,6 +38,7 @@ class RequestTable:
             It lies above the length of a request that replays.
         num_read_only: `[max_requests]`, first blocks of each slot that it reads and never writes.
             A request that is shorter replays their tokens.
+        nonces: `[max_requests]`, random numbers that tell requests apart; see `renew`.
         block_table: `[max_requests, max_blocks]` int32, -1 where there is none.
     """
 
@@ -50,6 +52,7 @@ class RequestTable:
         self.incoming: dict[int, IncomingRequest] = {}
         self.rollback_floor: Int64Array = np.zeros(max_requests, dtype=np.int64)
         self.num_read_only: Int64Array = np.zeros(max_requests, dtype=np.int64)
+        self.nonces: Int64Array = np.zeros(max_requests, dtype=np.int64)
         shape = (max_requests, capacity.max_request_blocks)
         self.block_table: IntArray = np.full(shape, -1, dtype=np.int32)
         self._config, self._max_step_tokens = capacity.config, capacity.max_step_tokens
@@ -74,8 +77,13 @@ class RequestTable:
         slots = self._free_slots[start:][::-1]
         self._journal.note_tail(self._free_slots, start)
         self._journal.set_rows(self.is_open, slots, True)
+        self.renew(np.array(slots, dtype=np.int64))
         del self._free_slots[start:]
         return slots
+
+    def renew(self, slots: Int64Array) -> None:
+        """Give new requests their nonces, and those that lost tokens which were final."""
+        self._journal.set_rows(self.nonces, slots, [secrets.randbits(63) for _ in slots])
 
     def close_slots(self, slots: Int64Array) -> None:
         """Close slots that were shortened to 0; the first is opened next."""
@@ -96,7 +104,7 @@ class RequestTable:
 
     def reserve(self, slot: int, blocks: IntArray, num_tokens: int) -> IncomingRequest:
         """Keep an empty slot with these blocks for a request of up to so many tokens."""
-        incoming = IncomingRequest(slot, num_tokens, blocks)
+        incoming = IncomingRequest(slot, num_tokens, blocks, int(self.nonces[slot]))
         self.fill_slot(slot, blocks, Extent(num_tokens, num_tokens))
         self._journal.set_item(self.incoming, slot, incoming)
         self._journal.set_rows(self.is_hidden, slot, True)
@@ -128,6 +136,12 @@ class RequestTable:
     def written_from(self, slots: Int64Array) -> Int64Array:
         """Return the first position of each slot whose entries may be written."""
         return self.num_read_only[slots] * self._config.block_tokens
+
+    def num_full_blocks(self, slots: Int64Array) -> Int64Array:
+        """Count the blocks of each slot that it will not write, unless it is cut."""
+        return np.maximum(
+            self.lengths[slots] // self._config.block_tokens, self.num_read_only[slots]
+        )
 
     def extent_of(self, slot: int) -> Extent:
         """Return how far a slot's request reaches."""
@@ -224,10 +238,29 @@ class RequestTable:
         """Refuse slots, all in range, that are not open or are named twice."""
         is_open = self.is_open[slots] > self.is_hidden[slots]
         if not is_open.all():
-            raise ValueError(f"Invalid {name}: slot {slots[~is_open][0]} is not open")
+            raise ValueError(
+                f"Invalid {name}: slot {slots[~is_open][0]} is not open, expected some of "
+                f"{self.open_slots.tolist()}"
+            )
         if len(slots) > 1 and np.bincount(slots).max() > 1:
             slot = int(np.bincount(slots).argmax())
             raise ValueError(f"Invalid {name}: slot {slot} is named more than once")
+
+    def check_cut(self, slots: Int64Array, lengths: Int64Array) -> None:
+        """Refuse lengths that open slots cannot be cut to, as they are shorter."""
+        if len(slots) != len(lengths):
+            raise ValueError(
+                f"Invalid sizes: expected one length for each slot, got {len(slots)} slots and "
+                f"{len(lengths)} lengths"
+            )
+        present = self.lengths[slots]
+        is_wrong = (lengths < 0) | (lengths > present)
+        if is_wrong.any():
+            row = int(is_wrong.argmax())
+            check_int(
+                "length", int(lengths[row]), at_least=0, at_most=int(present[row]),
+                limit=f"the length of slot {slots[row]}",
+            )  # fmt: skip
 
     def check_free_slots(self, count: int = 1) -> None:
         """Refuse to open more slots than are free."""

@@ -7,7 +7,7 @@ elsewhere. A cache that would give the bytes another meaning refuses it.
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from dsv4.cache.memory.layout import CacheLayout, cache_layout
 from dsv4.cache.memory.paged_cache import LayerPages, PagedKVPool
 from dsv4.cache.memory.schema import LayerCacheSchema, build_schemas
 from dsv4.cache.memory.state_cache import LayerState, StateCachePool
-from dsv4.cache.prefix.prefix_tree import DIGEST_BYTES
+from dsv4.cache.prefix.prefix_tree import DIGEST_BYTES, root_digest
 from dsv4.cache.tensor_file import FilePath, TensorFile
 from dsv4.config import MAX_POSITION, CacheConfig
 from dsv4.formats import sum_ring
@@ -144,6 +144,29 @@ def check_request(saved: SavedRequest, config: CacheConfig, layout: CacheLayout)
         raise ValueError(f"Invalid request: {problem}")
 
 
+def own_share(saved: SavedRequest, config: CacheConfig, layout: CacheLayout) -> SavedRequest:
+    """Check a request; of one that has all blocks, take those of the rank.
+
+    A rank has one block in turn, with the layout of one alone. Where its last block has no entry of
+    its own, it is zeros.
+    """
+    whole = config.whole
+    is_whole = getattr(saved, "fingerprint", "") == whole.format_fingerprint
+    if config.num_ranks == 1 or not is_whole:
+        check_request(saved, config, layout)
+        return saved
+    check_request(saved, whole, layout)
+    own = saved.blocks[config.rank :: config.num_ranks]
+    num_blocks = int(blocks_for(config, np.array([saved.length]))[0])
+    root = saved.prefix_root
+    if root:
+        root = root_digest(config.format_fingerprint, bytes.fromhex(root)).hex()
+    return replace(
+        saved, blocks=torch.nn.functional.pad(own, (0, 0, 0, num_blocks - len(own))),
+        prefix_root=root, fingerprint=config.format_fingerprint,
+    )  # fmt: skip
+
+
 def first_window_position(window: int, length: int) -> int:
     """Return the oldest token whose window row a file holds: the next sees `window - 1` before."""
     return max(0, length - window + 1)
@@ -221,7 +244,7 @@ def write_saved(path: FilePath, saved: SavedRequest, config: CacheConfig) -> Non
 
 
 def read_saved(path: FilePath, config: CacheConfig) -> SavedRequest:
-    """Read a request of a cache with the same meaning; refuse anything else."""
+    """Read a request of a cache with the same meaning, or of all ranks; refuse anything else."""
     return _read(path, config)[1]
 
 
@@ -233,7 +256,9 @@ def read_any(path: FilePath) -> tuple[CacheConfig, SavedRequest]:
 def _read(path: FilePath, expected: CacheConfig | None) -> tuple[CacheConfig, SavedRequest]:
     description, tensors = REQUEST_FILE.read(path)
     if expected is not None:
-        _check_meaning(path, description, expected)
+        whole = expected.whole
+        is_whole = description.get("config_fingerprint") == whole.format_fingerprint
+        _check_meaning(path, description, whole if is_whole else expected)
     config = _read_config(path, description)
     _check_meaning(path, description, config)
     layout = cache_layout(config, build_schemas(config))

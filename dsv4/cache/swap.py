@@ -39,12 +39,14 @@ class SwappedRequest(NotCopyable):
         tracked: Its record in the prefix cache, which does not lose its published blocks; None if
             its tokens are not known.
         token_ids: Its known tokens.
+        nonce: As of `RequestTable`.
     """
 
     extent: Extent
     place: HostPlace | None
     tracked: TrackedRequest | None = None
     token_ids: IntArray | None = None
+    nonce: int = 0
 
     @property
     def length(self) -> int:
@@ -105,7 +107,7 @@ class SwappedRequests:
         """
         host, nodes = self._host, self._nodes(slot)
         if not host.slot_owners.num_free:
-            raise NoFreeSlotError(1, 0, total=host.slot_owners.num_blocks, where=" on the host")
+            raise NoFreeSlotError(1, 0, total=host.slot_owners.num_blocks, is_host=True)
         needed = int(np.count_nonzero(~self._is_shared(blocks[len(nodes) :])))
         needed += sum(node.num_swapped == 0 for node in nodes)
         self._prefix.make_host_room(needed)

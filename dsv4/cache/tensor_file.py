@@ -47,6 +47,8 @@ class TensorFile:
         if os.path.lexists(target) and not target.is_file():
             found = "a folder" if target.is_dir() else "a device, a pipe or a socket"
             raise self.refusal(path, f"expected a regular file or none to write to, found {found}")
+        if not target.parent.is_dir():
+            raise FileNotFoundError(f"No folder {target.parent} for a {self.name}")
         described = {"format": self.version, **description}
         described["checksum"] = _checksum(described, tensors)
         metadata = {self.key: json.dumps(described)}

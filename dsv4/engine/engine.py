@@ -33,7 +33,8 @@ class RaggedModel(Protocol):
     """A model over a manager's requests.
 
     If it has a method `before_plan`, that is called before each plan with the most requests, new
-    tokens of one, tokens of one, and new tokens of all; see `PackedModel.before_plan`.
+    tokens of one, tokens of one, and new tokens of all; see `PackedModel.before_plan`. If it has a
+    `vocab_size`, prompts with larger ids are refused.
     """
 
     def __call__(self, ids: Tensor, plan: ForwardPlan, rows: Tensor) -> Tensor:
@@ -107,6 +108,7 @@ class Engine:
         self.counts = self.scheduler.counts
         self._overlap = manager.device.type == "cuda" if overlap is None else overlap
         self._before_plan = getattr(model, "before_plan", None)
+        self._largest_id = getattr(model, "vocab_size", LARGEST_ID + 1) - 1
         self._flight: Flight | None = None
         # The last row takes the tokens of samples without a slot.
         self._last_tokens = torch.zeros(
@@ -133,14 +135,15 @@ class Engine:
                 the generation prompt.
 
         Raises:
-            ValueError: The prompt is empty or too long, or the id is in use.
+            ValueError: The prompt is empty, too long or not of the vocabulary, or the request's id
+                is in use.
         """
         self.check_prompt(len(prompt), params)
         number = self.counts["submitted"] + 1
         request_id = f"request-{number}" if request_id is None else request_id
         if request_id in self.requests:
             raise ValueError(f"Invalid request_id: expected a new one, got {request_id!r} again")
-        ids = check_ints("prompt", prompt, at_least=0, at_most=LARGEST_ID).astype(np.int32)
+        ids = check_ints("prompt", prompt, at_least=0, at_most=self._largest_id).astype(np.int32)
         deadline = None if params.timeout is None else self.clock() + params.timeout
         request = Request(request_id, number, ids, params, on_output, salt, checkpoint_at, deadline)
         if self.scheduler.has_prefix:
@@ -154,6 +157,9 @@ class Engine:
     def check_prompt(self, num_tokens: int, params: SamplingParams) -> None:
         """Refuse a prompt that is empty, or that does not fit with its answer."""
         longest, num_new = self.manager.capacity.longest_request, params.max_new_tokens
+        check_int(
+            "max_new_tokens", num_new, at_least=1, at_most=longest - 1, limit="the longest request"
+        )
         if not 0 < num_tokens <= longest - num_new:
             raise ValueError(
                 f"Invalid prompt: expected 1 to {longest - num_new} tokens, so that prompt and "

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import os
 import signal
 import sys
 from contextlib import ExitStack
@@ -66,10 +67,13 @@ def load(options: argparse.Namespace, closing: ExitStack) -> Any:
     from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 
     from dsv4.cache.prefix.store import PrefixStore
+    from dsv4.checks import check_checkpoint
     from dsv4.engine import Engine, EngineThread
     from dsv4.integrations.transformers import PackedModel, attach
     from dsv4.serve.served_model import ServedModel
 
+    if os.path.isabs(options.model) or os.path.isdir(options.model):  # else a name on the hub
+        check_checkpoint(options.model)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     if options.chat_template is not None:

@@ -36,7 +36,7 @@ from tests.cache.faults import Fault, OutOfMemoryFault, Points, at_lines
 from tests.cache.live import assert_same, dense_bytes, live_bytes
 from tests.dense import dense_layers
 from tests.handles import RecordingHandle, turned_into
-from tests.v41 import tiny_v41
+from tests.v41 import random_v41_choices, tiny_v41
 
 DRAFTS = 3
 BASE = {"num_query_heads": 1, "head_dim": 80, "rope_dim": 16, "index_num_heads": 16,
@@ -154,16 +154,19 @@ def short_world(kind=World, **where):
 
 
 def random_world(seed):
-    """A short world of other sizes and row formats."""
+    """A short world of either model, of other sizes and row formats."""
     choose = random.Random(seed)
     block = choose.choice([8, 16, 24])
     choices = {
-        "compress_ratios": choose.choice([(4,), (0, 4), (4, 0, 4)]), "block_tokens": block,
-        "sliding_window": choose.choice([4, 8, 12, 16]), "index_topk": choose.choice([2, 4]),
-        "drafts_per_step": choose.choice([0, 1, 2, 5]),
+        "block_tokens": block, "sliding_window": choose.choice([4, 8, 12, 16]),
+        "index_topk": choose.choice([2, 4]), "drafts_per_step": choose.choice([0, 1, 2, 5]),
         "kv_format": choose.choice(KV_FORMATS), "index_format": choose.choice(INDEX_FORMATS),
     }  # fmt: skip
-    config = CacheConfig.tiny(**{**BASE, **choices})
+    if choose.random() < 0.5:
+        choices["compress_ratios"] = choose.choice([(4,), (0, 4), (4, 0, 4)])
+        config = CacheConfig.tiny(**{**BASE, **choices})
+    else:
+        config = tiny_v41(**choices, **random_v41_choices(choose), num_query_heads=1)
     return World(config, max_tokens=5 * block, num_blocks=choose.choice([7, 9, 12]))
 
 
@@ -310,15 +313,19 @@ class Life(RuleBasedStateMachine):
         sizes = [*range(1, 6), block - 1, block, block + 2, 2 * block, 2 * block + 3]
         return sizes[share % len(sizes)]
 
+    def longer(self, slot, count, rng):
+        """Return the tokens of a request and new ones: known ids first, then random ones."""
+        old, known = self.tokens[slot], self.known[slot] or b""
+        count = min(count, self.world.max_tokens - len(old))
+        fresh = rng.integers(0, 2, count, dtype=np.uint8).tobytes()
+        new = old + known[len(old) : len(old) + count]
+        return new + fresh[len(new) - len(old) :]
+
     def grow(self, counts_of, seed, *, is_noted=True):
         """Feed new tokens to requests in one forward; False if they don't fit."""
         rng, manager, grown = np.random.default_rng(seed), self.manager, {}
         for slot, count in counts_of.items():
-            old, known = self.tokens[slot], self.known[slot] or b""
-            count = min(count, self.world.max_tokens - len(old))
-            fresh = rng.integers(0, 2, count, dtype=np.uint8).tobytes()
-            new = old + known[len(old) : len(old) + count]
-            grown[slot] = new + fresh[len(new) - len(old) :]
+            grown[slot] = self.longer(slot, count, rng)
         rows = [
             Row(slot, self.world.projections_of(new) if new else self.world.by_id[0],
                 len(self.tokens[slot]), len(new))
@@ -567,10 +574,7 @@ class Life(RuleBasedStateMachine):
         fits = self.world.max_tokens - 2 * count
         slots = [slot for slot in sorted(self.tokens) if len(self.tokens[slot]) <= fits]
         for accepted in (kept[:4], kept[4:]) if slots else ():
-            grown = {
-                slot: self.tokens[slot] + rng.integers(0, 2, count, dtype=np.uint8).tobytes()
-                for slot in slots
-            }
+            grown = {slot: self.longer(slot, count, rng) for slot in slots}
             rows = [
                 Row(slot, self.world.projections_of(new), len(self.tokens[slot]), len(new))
                 for slot, new in grown.items()

@@ -179,6 +179,18 @@ def test_index_scratch_holds_no_more_than_a_forward():
         assert index_scratch(config, **sizes) == tokens * row
 
 
+def test_scratch_of_a_rank():
+    """A rank scores its own entries, also if they are fewer than are selected of all."""
+    config = CacheConfig.v4_flash().split_context(1, 2)
+    row = 64 * 128 + 64 * 4 * (1 + 4)
+    for tokens, own in ((2**20, 131072 * 4 + (16384 + 2048) * 4), (4 * 600, 320 * 4)):
+        sizes = {"max_request_tokens": tokens, "max_forward_tokens": 32}
+        assert index_scratch(config, **sizes) == 32 * (row + own)
+    chunks = Capacity(config, 1, 4096, 8192, 2**20)
+    assert chunks.dense_bytes < DENSE_LIMIT / 2
+    assert chunks.memory()["context_rows"].allocated == 8192 * 4096 * 4
+
+
 def test_no_index_scratch_where_nothing_is_scored():
     config = CacheConfig.v4_flash()
     assert index_scratch(config, max_request_tokens=4 * 512 + 3) == 0

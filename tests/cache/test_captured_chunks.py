@@ -10,14 +10,21 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig, CapturedForward, GraphPool, KVCacheManager, prepare_forward
+from dsv4.model.attention import forward_layer
 from dsv4.testing import model_projections, model_weights, move_to, poison, take_rows
 from tests.cache.test_captured_forward import capture, eager_graph, grown, leaves, make_manager
+from tests.v41 import tiny_v41
 
 __all__ = ["eager_graph"]
 
 TINY = CacheConfig.tiny()
 VERIFY = CacheConfig.tiny(drafts_per_step=3)
 FEW = CacheConfig.tiny(drafts_per_step=3, compress_ratios=(4, 128))
+V41 = tiny_v41(block_tokens=256, drafts_per_step=3)
+FEW_V41 = tiny_v41(
+    block_tokens=256, drafts_per_step=3, compress_ratios=(2, 1, 1), kv_source_layer_ids=(0, 1),
+    index_source_layer_ids=(0, 1, 2), candidate_source_layer_id=1,
+)  # fmt: skip
 FLASH = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), index_topk=64)
 CHUNKS = (2, 5, 61, 127, 128, 129, 200)
 
@@ -57,8 +64,8 @@ class Twins:
         )  # fmt: skip
 
     def run(self, handles, inputs):
-        layers = zip(handles, inputs, self.weights, strict=True)
-        return [handle.forward(layer, weight) for handle, layer, weight in layers]
+        layers, chosen = zip(handles, inputs, self.weights, strict=True), {}
+        return [forward_layer(*layer, chosen) for layer in layers]
 
     def step(self, rows):
         """Run one forward of random inputs by both; return their outputs.
@@ -149,15 +156,16 @@ def drive(twins, *, num_steps, seed, check_every=1, compare=compare_outputs, lon
     return chunks
 
 
-@pytest.mark.parametrize("config", [TINY, VERIFY], ids=["decode", "verify"])
+@pytest.mark.parametrize("config", [TINY, VERIFY, V41], ids=["decode", "verify", "v41"])
 def test_mixed_steps_are_the_eager_ones(eager_graph, config):
     twins = Twins(config, [(5, 300, 3), (5, 140, 2), (3, 40, 1)])
     assert drive(twins, num_steps=25, seed=0) == {0, 1, 2, 3}
 
 
-def test_triton_s_kernels_skip_the_padding(eager_graph):
+@pytest.mark.parametrize("config", [FEW, FEW_V41], ids=["v4", "v41"])
+def test_triton_s_kernels_skip_the_padding(eager_graph, config):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    twins = Twins(FEW, [(4, 24, 2)], device=device, backend="triton")
+    twins = Twins(config, [(4, 24, 2)], device=device, backend="triton")
     slots = [twins.open() for _ in range(3)]
     for manager in (twins.captured, twins.eager):
         prepare_forward(manager, slots, [0] * 3, [3, 120, 0]).complete()
@@ -251,7 +259,7 @@ def test_a_chunk_that_fails_is_undone(eager_graph, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [TINY, VERIFY], ids=["decode", "verify"])
+@pytest.mark.parametrize("config", [TINY, VERIFY, V41], ids=["decode", "verify", "v41"])
 def test_replays_of_several_sizes_in_one_pool(config):
     pool = GraphPool("cuda")
     assert pool.num_bytes == 0

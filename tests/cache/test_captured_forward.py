@@ -11,6 +11,7 @@ import torch
 
 from dsv4 import CacheConfig, CapturedForward, KVCacheManager, prepare_forward
 from dsv4.cache.graphs import captured_forward
+from dsv4.cache.graphs.captured_layers import CapturedLayers
 from dsv4.model.attention import forward_layer
 from dsv4.testing import model_projections, model_weights, move_to, poison, take_rows
 from tests.v41 import tiny_v41
@@ -18,6 +19,7 @@ from tests.v41 import tiny_v41
 DECODE = CacheConfig.tiny()
 VERIFY = CacheConfig.tiny(drafts_per_step=3)
 V41 = tiny_v41(block_tokens=256)
+VERIFY_V41 = tiny_v41(block_tokens=256, drafts_per_step=3)
 PROMPTS = (0, 1, 3, 124, 126, 127, 130, 252, 255, 258, 380, 384)
 
 
@@ -159,7 +161,10 @@ def drive(twins, *, num_steps, seed, check_every, longest=410):
     return reached
 
 
-@pytest.mark.parametrize("config, most", [(DECODE, 1), (VERIFY, 1), (VERIFY, 4), (V41, 1)])
+@pytest.mark.parametrize(
+    "config, most",
+    [(DECODE, 1), (VERIFY, 1), (VERIFY, 4), (V41, 1), (VERIFY_V41, 4)],
+)
 def test_a_replay_stores_the_eager_bytes(eager_graph, config, most):
     twins = Twins(config, batch=4, tokens_per_request=most)
     reached = drive(twins, num_steps=200 if most == 1 else 80, seed=0, check_every=25)
@@ -167,7 +172,9 @@ def test_a_replay_stores_the_eager_bytes(eager_graph, config, most):
         assert {4, 127, 128, 129, 131, 132, 256, 257, 259, 260} <= reached
 
 
-@pytest.mark.parametrize("config, most", [(DECODE, 1), (VERIFY, 2)], ids=["decode", "verify"])
+@pytest.mark.parametrize(
+    "config, most", [(DECODE, 1), (VERIFY, 2), (VERIFY_V41, 2)], ids=["decode", "verify", "v41"]
+)
 def test_triton_s_kernels_skip_the_padding(eager_graph, config, most):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     twins = Twins(config, batch=3, tokens_per_request=most, device=device, backend="triton")
@@ -199,10 +206,12 @@ def test_every_row_of_a_batch_and_of_the_manager(eager_graph):
     assert torch.equal(manager.paged.storage, other.paged.storage)
 
 
-def test_a_whole_step_of_layers_that_share(eager_graph):
+@pytest.mark.parametrize("most", [1, 4], ids=["decode", "verify"])
+def test_a_whole_step_of_layers_that_share(eager_graph, most):
     """Choices go from layer to layer inside of the step; outputs are those of an eager one."""
-    weights, inputs = model_weights(V41, seed=0), model_projections(V41, 2, seed=2)
-    prompt = model_projections(V41, 90, seed=1)
+    weights = model_weights(VERIFY_V41, seed=0)
+    inputs = model_projections(VERIFY_V41, 2 * most, seed=2)
+    prompt = model_projections(VERIFY_V41, 90, seed=1)
 
     def run(handles):
         chosen = {}
@@ -213,20 +222,30 @@ def test_a_whole_step_of_layers_that_share(eager_graph):
 
     outputs = []
     for is_captured in (True, False):
-        manager = make_manager(V41)
-        forward = CapturedForward(manager, run, batch=2) if is_captured else None
+        manager = make_manager(VERIFY_V41)
+        forward = None
+        if is_captured:
+            forward = CapturedForward(manager, run, batch=2, tokens_per_request=most)
         slots = [manager.open_request() for _ in range(2)]
         for slot, length in zip(slots, (90, 7), strict=True):
             rows = [take_rows(layer, slice(0, length)) for layer in prompt]
             write_eagerly(manager, prepare_forward(manager, [slot], [0], [length]), rows, weights)
-        plan = prepare_forward(manager, slots, [90, 7], [91, 8])
+        plan = prepare_forward(manager, slots, [90, 7], [90 + most, 7 + most])
         if forward is not None:
             outputs.append([output.clone() for output in forward.replay(plan)])
         else:
-            outputs.append(run([manager.acquire(idx, plan) for idx in range(V41.num_layers)]))
+            outputs.append(
+                run([manager.acquire(idx, plan) for idx in range(VERIFY_V41.num_layers)])
+            )
         assert plan.is_complete
     for captured, eager in zip(*outputs, strict=True):
         assert torch.allclose(captured, eager, atol=1e-6, rtol=1e-5) and eager.abs().max() > 0.1
+
+
+def test_layers_that_share_are_captured_together(eager_graph):
+    message = "some use the choices of others; CapturedForward captures their whole step"
+    with pytest.raises(ValueError, match=f"Cannot capture layers one by one: {message}"):
+        CapturedLayers(make_manager(V41), lambda handle: None, batch=1, max_length=9)
 
 
 def test_captures_of_several_sizes_share_a_manager(eager_graph):

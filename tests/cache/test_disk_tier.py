@@ -303,7 +303,10 @@ def test_a_swapped_request_displaces_a_prefetch(opened, monkeypatch):
 def test_a_prefetch_that_lost_its_beginning_is_released(opened, monkeypatch):
     fill(opened(), text(1))
     with make(opened()) as manager:
-        run(manager, text(1)[:20])
+        hit = manager.resume_request(list(text(1)[:20]))
+        assert hit.prefetch.wait()  # it owns no blocks once it is adopted
+        go_on(manager, hit, text(1)[:20])
+        manager.free_request(hit.slot)
         with reads_held(monkeypatch):
             prefetch = manager.prefetch(list(text(1)))
             tree = manager._books.prefix.tree

@@ -301,9 +301,17 @@ def a_selection():
 @pytest.mark.parametrize(
     "layer_idx, selection, match",
     [
-        (CSA, None, r"Invalid attend of layer 1 \(CSA\): expected a selection"),
-        (HCA, a_selection(), r"Invalid attend of layer 2 \(HCA\): expected no selection"),
-        (SWA, a_selection(), r"Invalid attend of layer 0 \(SWA\): expected no selection"),
+        (CSA, None, r"Invalid selection of layer 1 \(CSA\): expected the .* its own .*, got None"),
+        (
+            HCA,
+            a_selection(),
+            r"Invalid selection of layer 2 \(HCA\): expected None, got Selection",
+        ),
+        (
+            SWA,
+            a_selection(),
+            r"Invalid selection of layer 0 \(SWA\): expected None, got Selection",
+        ),
     ],
     ids=["CSA", "HCA", "SWA"],
 )

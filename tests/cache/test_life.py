@@ -20,6 +20,7 @@ from tests.cache.life import (
     assert_stores,
     machine_in,
     on_kernels,
+    random_world,
 )
 
 COMMON = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
@@ -32,9 +33,24 @@ TestWholeLife.settings = settings(max_examples=20, stateful_step_count=30, **COM
 
 
 @pytest.mark.slow
-def test_many_lives():
+@pytest.mark.parametrize("machine", [Life, V41Life])
+def test_many_lives(machine):
     chosen = settings(max_examples=300, stateful_step_count=50, **COMMON)
-    run_state_machine_as_test(Life, settings=chosen)
+    run_state_machine_as_test(machine, settings=chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_worlds(seed):
+    """Worlds that `make soak` draws, of both models."""
+    world = random_world(seed)
+    chosen = settings(max_examples=10, stateful_step_count=50, **COMMON)
+    run_state_machine_as_test(machine_in(world), settings=chosen)
+
+
+def test_random_worlds_are_of_both_models():
+    worlds = [random_world(seed) for seed in range(6)]
+    assert {world.config.has_latent_keys for world in worlds} == {False, True}
 
 
 def swap_blocks(manager):
@@ -43,19 +59,25 @@ def swap_blocks(manager):
 
 
 def lose_a_window_row(manager):
-    manager.state.layer(2).ring.data[0, 295 % (WHOLE.config.sliding_window + DRAFTS)] = 0
+    ring = manager.state.layer(2).ring
+    ring.data[0, (manager.lengths[0] - 3) % ring.rows_per_page] = 0
 
 
 def lose_a_tail_row(manager):
-    manager.state.layer(1).tail[0, 297 % (8 + DRAFTS)] = 0
+    tail_rows = manager.schemas[1].tail_rows
+    manager.state.layer(1).tail[0, (manager.lengths[0] - 1) % tail_rows] = 0
 
 
 def lose_an_entry(manager):
     manager.paged.layer(2).entries.data[manager._books.requests.block_table[0, 1], 0] = 0
 
 
-def grown_machine(length):
-    machine = WholeLife()
+def lose_an_index_key(manager):
+    manager.paged.layer(1).index_keys.data[manager._books.requests.block_table[0, 1], 0] = 0
+
+
+def grown_machine(kind, length):
+    machine = kind()
     machine.start()
     machine.open()
     assert machine.grow({0: length}, seed=0)
@@ -63,14 +85,15 @@ def grown_machine(length):
     return machine
 
 
+@pytest.mark.parametrize(("kind", "length"), [(WholeLife, 298), (V41Life, 37)], ids=["v4", "v41"])
 @pytest.mark.parametrize(
-    "corrupt", [swap_blocks, lose_a_window_row, lose_a_tail_row, lose_an_entry]
+    "corrupt", [swap_blocks, lose_a_window_row, lose_a_tail_row, lose_an_entry, lose_an_index_key]
 )
-def test_the_comparison_finds_corruption(corrupt):
-    machine = grown_machine(298)
+def test_the_comparison_finds_corruption(corrupt, kind, length):
+    machine = grown_machine(kind, length)
     corrupt(machine.manager)
     with pytest.raises(AssertionError):
-        assert_stores(WHOLE, machine.manager, 0, machine.tokens[0])
+        assert_stores(machine.world, machine.manager, 0, machine.tokens[0])
 
 
 def lose_a_reference(manager):
@@ -92,11 +115,12 @@ def lose_a_node(manager):
     manager._books.prefix.tree.nodes.popitem()
 
 
+@pytest.mark.parametrize("kind", [Life, V41Life])
 @pytest.mark.parametrize(
     "corrupt", [lose_a_reference, lose_a_checkpoint, publish_another_block, lose_a_node]
 )
-def test_the_books_find_corruption(corrupt):
-    machine = Life()
+def test_the_books_find_corruption(corrupt, kind):
+    machine = kind()
     machine.start()
     machine.open()
     assert machine.grow({0: 1}, seed=0) and machine.grow({0: 29}, seed=0)
@@ -114,11 +138,12 @@ def keep_pending(self, slot, num_blocks):
     self._update(slot)
 
 
+@pytest.mark.parametrize("kind", [Life, V41Life])
 @pytest.mark.parametrize("is_broken", [False, True], ids=["sound", "broken"])
-def test_a_checkpoint_of_rejected_tokens_is_found(monkeypatch, is_broken):
+def test_a_checkpoint_of_rejected_tokens_is_found(monkeypatch, is_broken, kind):
     if is_broken:
         monkeypatch.setattr(PrefixCache, "give_up", keep_pending)
-    machine = Life()
+    machine = kind()
     machine.start()
     machine.open()
     assert machine.grow({0: 14}, seed=0)
@@ -138,9 +163,9 @@ def test_a_checkpoint_of_rejected_tokens_is_found(monkeypatch, is_broken):
     assert num_tokens == 16
     if is_broken:
         with pytest.raises(AssertionError):
-            assert_stores(SHORT, machine.manager, slot, tokens[:16])
+            assert_stores(machine.world, machine.manager, slot, tokens[:16])
     else:
-        assert_stores(SHORT, machine.manager, slot, tokens[:16])
+        assert_stores(machine.world, machine.manager, slot, tokens[:16])
 
 
 @pytest.mark.parametrize(("rejected", "saved"), [(0, [8]), (2, [])])
@@ -196,8 +221,9 @@ def test_ids_decide_a_sequence():
         assert not torch.equal(mine.output[2], other.output[2])
 
 
-def test_another_choice_of_entries_is_found():
-    machine = Life()
+@pytest.mark.parametrize("kind", [Life, V41Life])
+def test_another_choice_of_entries_is_found(kind):
+    machine = kind()
     machine.start()
     machine.open()
     assert machine.grow({0: 30}, seed=0)
@@ -207,13 +233,14 @@ def test_another_choice_of_entries_is_found():
         machine.grow({0: 1}, seed=0)
 
 
-def test_kernels_are_compared_with_a_fresh_request():
-    machine = on_kernels(Life, "cuda" if torch.cuda.is_available() else "cpu")()
+@pytest.mark.parametrize("kind", [Life, V41Life])
+def test_kernels_are_compared_with_a_fresh_request(kind):
+    machine = on_kernels(kind, "cuda" if torch.cuda.is_available() else "cpu")()
     machine.start()
     machine.open()
     assert machine.grow({0: 17}, seed=0) and machine.grow({0: 2}, seed=1)
     machine.every_request_is_right()
-    machine.manager.state.layer(1).tail[0, 18 % (8 + DRAFTS)] = 0
+    lose_a_tail_row(machine.manager)
     with pytest.raises(AssertionError):
         machine.every_request_is_right()
 

@@ -78,7 +78,7 @@ def test_a_freed_slot_gives_back_its_blocks_and_is_used_again():
     [
         pytest.param(-1, "Invalid slot: expected an integer from 0 to 3, got -1", id="padding"),
         pytest.param(4, "Invalid slot: expected an integer from 0 to 3, got 4", id="too large"),
-        pytest.param(3, "Invalid slot: slot 3 is not open", id="never opened"),
+        pytest.param(3, r"slot 3 is not open, expected some of \[0\]", id="never opened"),
         pytest.param(1, "Invalid slot: slot 1 is not open", id="freed before"),
     ],
 )
@@ -92,11 +92,29 @@ def test_a_slot_that_is_not_open_cannot_be_freed(slot, match):
     manager.check_integrity()
 
 
+@pytest.mark.parametrize(
+    "choices, error, match",
+    [
+        ({"config": {}}, TypeError, "Invalid config: expected a CacheConfig, got dict"),
+        ({"checkpoint_policy": "all"}, TypeError, "expected a CheckpointPolicy, got str"),
+        ({"store": "folder"}, TypeError, "Invalid store: expected a PrefixStore, got str"),
+        ({"on_events": 3}, TypeError, "Invalid on_events: expected a function, got 3"),
+        ({"num_blocks": 0}, ValueError, "Invalid num_blocks: expected an integer >= 1, got 0"),
+    ],
+)
+def test_arguments_are_refused_by_name(choices, error, match):
+    arguments = {"config": CacheConfig.tiny(), "max_requests": 1, "num_blocks": 4} | choices
+    with pytest.raises(error, match=match):
+        KVCacheManager(**arguments)
+
+
 def test_a_plan_of_another_manager_is_refused():
     manager, other = make_manager(), grown_manager(5)
     plan = prepare_forward(other, [0], [5], [6])
     with pytest.raises(ValueError, match="for this manager, got another manager's"):
         manager.acquire(0, plan)
+    with pytest.raises(TypeError, match="Invalid plan: expected a ForwardPlan, got NoneType"):
+        manager.acquire(0, None)
     assert other.acquire(0, plan).plan is plan
 
 
@@ -140,7 +158,7 @@ def test_the_default_backend_is_the_devices(device, backend):
 @needs_interpreter
 def test_the_backend_is_chosen_once(monkeypatch):
     assert make_manager().backend == "reference"
-    monkeypatch.setattr("dsv4.cache.manager.default_backend", lambda device: "triton")
+    monkeypatch.setattr("dsv4.cache.layer_backends.default_backend", lambda device: "triton")
     assert make_manager().backend == "triton"
     assert make_manager(backend="reference").backend == "reference"
 
@@ -396,7 +414,7 @@ def test_a_forward_that_leaves_something_out_is_live_until_it_is_cancelled(write
     plan = prepare_forward(manager, [slot], [7], [140])
     write(manager, plan)
     assert not plan.is_complete and manager.live_plan is plan
-    with pytest.raises(LiveForwardError, match=r"of 1 requests is live, slots \[0\]: .*cancel"):
+    with pytest.raises(LiveForwardError, match=r"of slots \[0\] is live: .*cancel"):
         prepare_forward(manager, [slot], [140], [141])
     assert manager.live_plan is plan
     plan.cancel()

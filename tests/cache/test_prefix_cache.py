@@ -497,6 +497,7 @@ def test_stats_count_hits_in_tokens():
 def test_bad_ids_are_refused(call, error, match):
     manager = make_manager()
     manager.resume_request([1, 2])
+    assert manager.num_known_ids[:2].tolist() == [2, 0]
     before = manager.stats(), manager.num_free_slots
     with pytest.raises(error, match=match):
         call(manager)

@@ -383,13 +383,17 @@ REFUSALS = {
         ([[0, 1]], [5, 300], [6, 301]), ValueError,
         r"Invalid shape of request_slots: expected one axis, got \[1, 2\]",
     ),
+    "after too large": (
+        ([0], [5], [2**70]), ValueError,
+        f"Invalid positions_after: expected 64-bit signed integers, got {2**70}",
+    ),
     "before 2-D": (
         ([0, 1], np.array([[5], [300]]), [6, 301]), ValueError,
         r"Invalid shape of positions_before: expected one axis, got \[2, 1\]",
     ),
     "after a number": (
-        ([0], [5], 6), ValueError,
-        r"Invalid shape of positions_after: expected one axis, got \[\]",
+        ([0], [5], 6), TypeError,
+        "Invalid positions_after: expected a list of integers, got 6",
     ),
     "slots float": (
         ([0.0], [5], [6]), TypeError,
@@ -457,7 +461,7 @@ def test_a_second_plan_is_refused_while_one_is_live(others):
     plan = prepare_forward(manager, [2], [0], [3])
     slots = others or [2]
     before = manager.lengths[slots]
-    match = r"A forward of 1 requests is live, slots \[2\]: run all of its layers"
+    match = r"A forward of slots \[2\] is live: run all of its layers"
     assert_refused(manager, plan, (slots, before, before + 1), LiveForwardError, match)
     plan.cancel()
     grow(manager, [0, 1], [6, 301])

@@ -85,6 +85,12 @@ def test_a_file_holds_nothing_of_others(path, length):
     assert path.read_bytes() == path.with_name("fresh").read_bytes()
 
 
+def test_a_missing_folder_is_named(path):
+    folder = path.parent / "none"
+    with pytest.raises(FileNotFoundError, match=f"^No folder {folder} for a"):
+        grown_manager(5).save_request(0, folder / "it")
+
+
 def test_a_loaded_request_has_no_past_to_go_back_to(path):
     manager = grown_manager(130)
     manager.save_request(0, path)

@@ -181,7 +181,7 @@ def test_no_token_to_forget_leaves_the_plan():
     manager.truncate(0, 130)
     assert not plan.is_retired
     manager.truncate(0, 129)
-    with pytest.raises(RuntimeError, match=r"Stale plan: .* freed or truncated"):
+    with pytest.raises(RuntimeError, match=r"Stale plan: .* freed, truncated or committed"):
         manager.acquire(0, plan)
 
 

@@ -8,7 +8,7 @@ from dsv4.cache.memory import layout
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.kernels.contracts import CompressorInputs, CompressorWeights, LayerWeights
 from dsv4.kernels.layer_memory import LayerLayout
-from dsv4.kernels.reference import codec, flush_write, indexer
+from dsv4.kernels.reference import flush_write, indexer
 from dsv4.kernels.reference.arithmetic import rms_norm, rotate
 from dsv4.kernels.reference.codec import read_rows
 from dsv4.rope import build_rope_table
@@ -23,9 +23,12 @@ OWNERS = (1, 3)
 class Case:
     """A prefill of one request; its oracle is made before a test changes anything."""
 
-    def __init__(self, config=None, scale=1.0):
+    def __init__(self, config=None, scale=1.0, norm_scale=1.0):
         self.config = config or tiny_v41()
-        self.weights = model_weights(self.config, seed=5)
+        self.weights = [
+            learned._replace(kv_norm=norm_scale * learned.kv_norm)
+            for learned in model_weights(self.config, seed=5)
+        ]
         self.inputs = model_projections(
             self.config,
             NUM_TOKENS,
@@ -57,6 +60,13 @@ class Case:
         """Run everything; name what is not as the oracle has it."""
         self.run(self.plan())
         wrong = set()
+        for idx in range(self.config.num_layers):
+            ring = self.manager.state.layer(idx).ring
+            live = torch.arange(NUM_TOKENS - ring.rows_per_page, NUM_TOKENS)
+            stored = read_rows(ring, self.slot * ring.rows_per_page + live % ring.rows_per_page)
+            expected = self.oracle[idx].window
+            if not all(torch.equal(a, b[live]) for a, b in zip(stored, expected, strict=True)):
+                wrong.add("window")
         for idx in OWNERS:
             pages, entry = self.manager.paged.layer(idx), self.manager.schemas[idx].ratio
             entry = torch.arange(NUM_TOKENS // entry)
@@ -64,7 +74,8 @@ class Case:
                 rows = getattr(pages, name)
                 blocks = self.manager.block_table[self.slot].long()[entry // rows.rows_per_page]
                 stored = read_rows(rows, blocks * rows.rows_per_page + entry % rows.rows_per_page)
-                if not torch.equal(stored.data, getattr(self.oracle[idx], name).data):
+                expected = getattr(self.oracle[idx], name)
+                if not all(torch.equal(*pair) for pair in zip(stored, expected, strict=True)):
                     wrong.add(name)
         for idx, selection in self.chosen.items():
             if not torch.equal(selection.entry_idx.long(), self.oracle[idx].selected):
@@ -177,16 +188,29 @@ def test_later_sources_stay_inside_of_the_candidates():
 
 
 @pytest.mark.parametrize("change", [{"page_arrangement": "split"}, {"scale_floor": "scale"}])
-def test_rows_of_another_arrangement_or_floor(change):
+def test_rows_of_another_arrangement_or_floor(change, tmp_path):
     """The bytes differ, so a file of one is refused by the other."""
-    case, other = Case(), Case(tiny_v41(**change))
+    case, other = Case(norm_scale=1e-3), Case(tiny_v41(**change), norm_scale=1e-3)
     assert not case.wrong_parts() and not other.wrong_parts()
-    assert case.config.format_fingerprint != other.config.format_fingerprint
-    if "page_arrangement" in change:
-        assert not torch.equal(case.manager.paged.storage, other.manager.paged.storage)
-    rows = codec.encode(other.config.kv_row, torch.full((1, 96), 1e-3))
-    mine = codec.encode(case.config.kv_row, torch.full((1, 96), 1e-3))
-    assert torch.equal(rows.scales, mine.scales) == ("page_arrangement" in change)
+    mine, theirs = case.manager, other.manager
+    assert not torch.equal(mine.state.storage, theirs.state.storage)
+    assert torch.equal(mine.paged.storage, theirs.paged.storage) == ("scale_floor" in change)
+    for source, target in ((mine, theirs), (theirs, mine)):
+        source.save_request(0, tmp_path / "file")
+        before = [target.state.storage.clone(), target.paged.storage.clone()]
+        with pytest.raises(ValueError, match=r"expected config_fingerprint .*, as this cache has"):
+            target.load_request(tmp_path / "file")
+        assert torch.equal(target.state.storage, before[0])
+        assert torch.equal(target.paged.storage, before[1])
+
+
+def test_floor_swapped():
+    """The oracle has the other rule; only rows of small values tell."""
+    for norm_scale, expected in ((1.0, set()), (1e-3, {"window"})):
+        case = Case(norm_scale=norm_scale)
+        case.manager = KVCacheManager(tiny_v41(scale_floor="scale"), max_requests=1, num_blocks=16)
+        case.slot = case.manager.open_request()
+        assert case.wrong_parts() == expected
 
 
 def test_forward_takes_the_selection_of_its_source():
@@ -204,10 +228,10 @@ def attend_with(source):
     return lambda case, handle: handle.attend(case.inputs[5].query, None, case.chosen.get(source))
 
 
-def select_with(source):
+def select_with(source, change=lambda chosen: chosen):
     def select(case, handle):
         index = case.inputs[6].indexer
-        handle.select_entries(index.query, index.head_weights, case.chosen.get(source))
+        handle.select_entries(index.query, index.head_weights, change(case.chosen.get(source)))
 
     return select
 
@@ -215,8 +239,12 @@ def select_with(source):
 READS = {
     "other_choice": (5, attend_with(3), r"layer 5 \(CSA\): expected the result of layer 4's"),
     "earlier_choice": (5, attend_with(1), "expected the result of layer 4's select_entries"),
-    "no_choice": (5, attend_with(9), r"attend of layer 5 \(CSA\): expected a selection"),
-    "no_candidates": (6, select_with(9), r"layer 6 \(CSA\): expected a selection"),
+    "no_choice": (5, attend_with(9), r"Invalid selection of layer 5 \(CSA\): expected the result "
+                                     "of layer 4's select_entries in this forward, got None"),
+    "no_candidates": (6, select_with(9), r"Invalid candidates of layer 6 \(CSA\): expected the "
+                                         "result of layer 3's select_entries .*, got None"),
+    "needless_candidates": (3, select_with(1), "Invalid candidates of layer 3 .*: expected None, "
+                                               "got Selection"),
     "other_candidates": (6, select_with(4), "expected the result of layer 3's select_entries"),
     "selects": (5, select_with(3), "Layer 5 attends the choice of layer 4: it selects no entries"),
 }  # fmt: skip
@@ -230,6 +258,43 @@ def test_reads_of_another_layers_choice_are_refused(layer_idx, read, message):
     handle.write(case.inputs[layer_idx], case.weights[layer_idx])
     with pytest.raises(ValueError, match=message):
         read(case, handle)
+
+
+BLOCKS = {
+    "none": lambda blocks: None,
+    "narrow": lambda blocks: blocks[:, :2],
+    "few": lambda blocks: blocks[:3],
+    "float": torch.Tensor.float,
+    "beyond": lambda blocks: torch.full_like(blocks, 10**6),
+    "copy": torch.Tensor.clone,
+}
+
+
+@pytest.mark.parametrize("change", BLOCKS.values(), ids=BLOCKS)
+def test_candidates_are_the_sources_own_blocks(change):
+    case = Case()
+    plan = case.run(case.plan(), layers=range(4))
+    handle, chosen = case.manager.acquire(4, plan), case.chosen[3]
+    handle.write(case.inputs[4], case.weights[4])
+    select = select_with(3, lambda chosen: chosen._replace(blocks=change(chosen.blocks)))
+    with pytest.raises(ValueError, match=r"Invalid candidates of layer 4 .*, got another one"):
+        select(case, handle)
+    select_with(3, lambda chosen: chosen._replace(counts=None))(case, handle)
+    assert chosen.blocks.shape == (NUM_TOKENS, 4)
+
+
+@pytest.mark.parametrize("given", [(1, 2), {"rows": 1}, 5, "3"])
+def test_a_selection_is_no_other_type(given):
+    case = Case()
+    plan = case.run(case.plan(), layers=range(4))
+    handle, kind = case.manager.acquire(4, plan), type(given).__name__
+    with pytest.raises(TypeError, match=rf"Invalid candidates of layer 4 .*, got {kind}"):
+        handle.forward(case.inputs[4], case.weights[4], given)
+    handle.write(case.inputs[4], case.weights[4])
+    with pytest.raises(TypeError, match=rf"Invalid candidates of layer 4 .*, got {kind}"):
+        select_with(3, lambda _: given)(case, handle)
+    with pytest.raises(TypeError, match=rf"Invalid selection of layer 4 .*, got {kind}"):
+        handle.attend(case.inputs[4].query, None, given)
 
 
 def test_a_choice_of_another_forward_is_refused():
@@ -260,32 +325,48 @@ def wrong_inputs(case, layer_idx, **changes):
 WRITES = {
     "gate_of_one_token": (
         3, lambda c: wrong_inputs(c, 3, compressor=CompressorInputs(*[c.inputs[3].kv] * 2)),
-        "Invalid gate of layer 3 .*: expected None, an entry has one token",
+        "Invalid gate of layer 3 .*: expected None, an entry has one token, got Tensor",
     ),
     "bias": (
         1, lambda c: (c.inputs[1], c.weights[1]._replace(
             compressor=CompressorWeights(torch.zeros(2, 96), c.weights[1].compressor.norm_weight))),
-        "Invalid position_bias of layer 1 .*: expected None",
+        "Invalid position_bias of layer 1 .*: expected None, got Tensor",
     ),
     "entries_of_another": (
         2, lambda c: wrong_inputs(c, 2, compressor=c.inputs[1].compressor),
-        "Invalid inputs of layer 2 .*: expected none",
+        "Invalid inputs of layer 2 .*: expected no compressor projections and weights, got proj",
+    ),
+    "no_entries": (
+        1, lambda c: wrong_inputs(c, 1, compressor=None),
+        "Invalid inputs of layer 1 .*: expected compressor projections and weights, got weights",
+    ),
+    "index_of_swa": (
+        0, lambda c: wrong_inputs(c, 0, indexer=c.inputs[1].indexer),
+        "Invalid inputs of layer 0 .*: expected no index inputs, got 2 of 3",
+    ),
+    "keys_of_swa": (
+        0, lambda c: (c.inputs[0], c.weights[0]._replace(indexer=c.weights[1].indexer)),
+        "Invalid inputs of layer 0 .*: expected no index inputs, got 1 of 3",
+    ),
+    "keys_of_another": (
+        2, lambda c: (c.inputs[2], c.weights[2]._replace(indexer=c.weights[1].indexer)),
+        "Invalid weights of layer 2 .*: expected no indexer, got KeyWeights",
     ),
     "index_of_another": (
         2, lambda c: wrong_inputs(c, 2, indexer=c.inputs[1].indexer),
-        "Invalid inputs of layer 2 .*: expected no index inputs",
+        "Invalid inputs of layer 2 .*: expected no index inputs, got IndexInputs",
     ),
     "no_query": (
         1, lambda c: wrong_inputs(c, 1, indexer=None),
-        "Invalid inputs of layer 1 .*: expected an index query and head weights",
+        "Invalid inputs of layer 1 .*: expected an index query and head weights, got None",
     ),
     "index_kv": (
         1, lambda c: wrong_inputs(c, 1, indexer=c.inputs[1].indexer._replace(kv=c.inputs[1].kv)),
-        "Invalid inputs of layer 1 .*: expected no index_kv",
+        "Invalid index_kv of layer 1 .*: expected None, .*, got Tensor",
     ),
     "no_key_weights": (
         1, lambda c: (c.inputs[1], LayerWeights(*c.weights[1][:3])),
-        "Invalid weights of layer 1 .*: expected KeyWeights as indexer",
+        "Invalid weights of layer 1 .*: expected KeyWeights as indexer, got None",
     ),
     "key_shape": (
         1, lambda c: (c.inputs[1], c.weights[1]._replace(
@@ -316,6 +397,24 @@ def test_flush_compression_of_shared_entries():
     assert torch.equal(chosen.entry_idx.long(), case.oracle[1].selected)
     with pytest.raises(ValueError, match="Layer 2 reads the entries of layer 1: it has nothing to"):
         case.manager.acquire(2, plan).flush_compression(*inputs.compressor, weights.compressor)
+
+
+FLUSHES = {
+    "index_gate": ({"index_gate": torch.zeros(3, 3)}, "Invalid index_gate of layer 1 .*got Tensor"),
+    "index_kv": ({"index_kv": torch.zeros(3, 3)}, "Invalid index_kv of layer 1 .*got Tensor"),
+    "no_keys": ({"index_weights": None}, "index_weights of layer 1 .*: expected KeyWeights, got N"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "message"), FLUSHES.values(), ids=FLUSHES)
+def test_flushes_are_refused(given, message):
+    case = Case()
+    plan = case.run(case.plan(), layers=(0,))
+    handle, inputs, weights = case.manager.acquire(1, plan), case.inputs[1], case.weights[1]
+    given = {"index_weights": weights.indexer, **given}
+    with pytest.raises(ValueError, match=message):
+        handle.flush_compression(*inputs.compressor, weights.compressor, **given)
+    assert plan.is_live
 
 
 def test_views_of_rows_without_a_rope_field():

@@ -110,6 +110,8 @@ def test_a_full_queue_and_bad_requests_are_refused(served):
         thread.submit([], GREEDY, Client())
     with pytest.raises(ValueError, match="Invalid prompt: expected 1 to"):
         thread.submit([1] * 10_000, GREEDY, Client())
+    with pytest.raises(ValueError, match="Invalid max_new_tokens: expected an integer from 1 to"):
+        thread.submit([1], SamplingParams(max_new_tokens=10_000), Client())
     with pytest.raises(ValueError, match="Invalid stop: expected an engine with a tokenizer"):
         thread.submit([1], SamplingParams(stop=("a",)), Client())
     gate.is_open.set()

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from torch.utils._pytree import tree_map
+from transformers import DeepseekV4ForCausalLM
 
 from dsv4.integrations.transformers import attach, detach
 from dsv4.integrations.transformers.packed import PackedModel
@@ -86,6 +87,28 @@ def test_a_model_that_accelerate_placed(is_offloaded):
     assert placed.generate(**alone(text), **OPTIONS).tolist() == plain
     with pytest.raises(ValueError, match="expected one that attach was called with"):
         detach(placed)
+
+
+NAMES = ("model.embed_tokens", "model.norm", "model.rotary_emb", "model.hc_head", "lm_head")
+ON_DISK = {f"model.layers.{idx}": "cpu" if idx < 2 else "disk" for idx in range(4)}
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    ["cpu", "auto", {"": "cpu"}, {**dict.fromkeys(NAMES, "cpu"), **ON_DISK}],
+    ids=["cpu", "auto", "dict", "disk"],
+)
+def test_a_model_that_from_pretrained_placed(device_map, tmp_path):
+    pytest.importorskip("accelerate")
+    small_model(3, *RATIOS).save_pretrained(tmp_path / "model")
+    model = DeepseekV4ForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "weights"
+    ).eval()
+    if "disk" in str(device_map):
+        assert model.model.layers[3].self_attn.kv_norm.weight.is_meta
+    device = model.model.embed_tokens.weight.device
+    with poisoned(model, max_tokens=256) as cache:
+        assert ids_of(model, cache, device) == ids_of_one(device)
 
 
 @pytest.mark.gpu

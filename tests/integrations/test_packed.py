@@ -61,6 +61,19 @@ def test_answers_are_those_of_generate(model, overlap, num_drafts, cuda_graphs, 
     assert {tokens for _, tokens in packed.mixed_sizes} == ({64} if mixed_tokens else set())
 
 
+def test_ids_beyond_the_vocabulary_stop_nobody(model):
+    cache = attach(model, max_requests=2, max_tokens=64)
+    engine, outputs = Engine(PackedModel(model, cache), cache.manager), []
+    params = SamplingParams(temperature=0, max_new_tokens=2)
+    engine.submit([5, 6, 7], params, outputs.append)
+    size = model.config.vocab_size
+    with pytest.raises(ValueError, match=f"Invalid prompt: expected 0 to {size - 1}"):
+        engine.submit([size], params, outputs.append)
+    while engine.step():
+        pass
+    assert outputs[-1].finish_reason == "length" and engine.is_idle
+
+
 def test_another_models_cache_is_refused(model):
     cache = attach(random_hf_model(seed=1), max_requests=1, max_tokens=64)
     with pytest.raises(ValueError, match="expected a cache attached to this model"):

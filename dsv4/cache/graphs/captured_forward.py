@@ -107,8 +107,11 @@ class CapturedForward:
         pool: GraphPool | None = None,
     ) -> None:
         manager.check_one_device("captured forward")
-        if manager.context is not None:
-            raise ValueError("A split context does not support CUDA graphs: its ranks exchange")
+        if not manager.can_capture:
+            raise ValueError(
+                "A split context has CUDA graphs over NCCL alone: this one's ranks exchange "
+                "through the host"
+            )
         capacity = manager.capacity
         if max_length is None:
             max_length = capacity.max_request_tokens

@@ -40,7 +40,12 @@ class CapturedLayers:
         self.batch = batch
         self.max_length = max_length
         if manager.config.kv_source_layer_ids:
-            raise ValueError("Cannot capture layers one by one: some use the choices of others")
+            raise ValueError(
+                "Cannot capture layers one by one: some use the choices of others; "
+                "CapturedForward captures their whole step"
+            )
+        if manager.context is not None:
+            raise ValueError("Cannot capture layers one by one in a split context: expected none")
         check_complete(manager, "capture")
         fill_with_padding(manager, batch)
         pool = GraphPool(manager.device)  # they are replayed in the order of capture

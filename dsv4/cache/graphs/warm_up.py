@@ -135,14 +135,12 @@ class _Kernels:
         """Return the choices of attention, and the fewest entries of a launch that has each.
 
         They are the heads of a program, the launch that combines splits, and whether rows of a
-        chunk are made dense.
+        chunk are made dense. With `batch_invariant` it is whether one program joins all splits.
         """
         from dsv4.kernels.triton import attention
         from dsv4.kernels.triton.dense_rows import choose_dense
         from dsv4.kernels.triton.launch import num_multiprocessors
 
-        if self.manager.batch_invariant:
-            return {}  # by the layer alone
         num_heads = self.config.num_query_heads
         memory = self.manager.device_memory.memories[layer_idx]
         widest = attention.attend_launch(num_heads, self.dtype, memory)
@@ -153,6 +151,12 @@ class _Kernels:
         for number in numbers:
             launch, num_tiles = widest, attention.count_tiles(memory, widest, number)
             sizes = num_tokens, num_heads, num_tiles
+            if self.manager.batch_invariant:
+                most = attention.count_tiles(memory, widest, numbers[-1])
+                splits = attention.invariant_splits(num_tiles, most, widest, memory)
+                joins = attention.count_joining(*sizes, splits, widest, memory) > 0
+                choices.setdefault((splits is None, joins), number)
+                continue
             if not num_chunks:
                 launch = attention.choose_launch(*sizes, widest, memory)
             dense = choose_dense(
@@ -228,7 +232,7 @@ class _Kernels:
             candidates = torch.full(blocks, -1, dtype=torch.int32, device=self.device)
         shape = (handle.plan.num_tokens, config.index_num_heads, config.index_head_dim)
         query = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        longest = self.capacity.max_request_tokens // handle.layer.ratio
+        longest = self.capacity.most_entries(handle.layer.ratio)
         memories = [handle.memory]
         if len(handle.tokens.chunk_ids):  # too small a workspace for operands of chunks
             least = index_scratch_bytes(

@@ -24,7 +24,6 @@ from dsv4.layer_schedule import AttentionType
 from dsv4.rope import ROW_STEPS
 
 INT32_BYTES = 4
-INT64_BYTES = 8
 FP32_BYTES = 4
 # The room for split attention is the same on every GPU, whatever its launches: parts of 256
 # programs with at most 64 heads each, about twice what an H200 runs at once.
@@ -47,6 +46,21 @@ def blocks_for(config: CacheConfig, lengths: Int64Array) -> Int64Array:
     compressed = lengths & -ratio  # ratios are powers of two
     blocks: Int64Array = (compressed + (block_tokens - 1)) // block_tokens
     return blocks
+
+
+def longest_in(config: CacheConfig, num_blocks: int) -> int:
+    """Return the most tokens of a request in so many blocks, or of any that the model takes."""
+    least = 1 if config.smallest_ratio else 0
+    by_blocks = check_int("num_blocks", num_blocks, at_least=least) * config.block_tokens
+    return min(config.max_position, by_blocks) if config.smallest_ratio else config.max_position
+
+
+def count_host_blocks(config: CacheConfig, num_bytes: int) -> int:
+    """Count the blocks in so many bytes of host memory for the prefix cache."""
+    block_bytes = block_layout(
+        build_schemas(config), page_align=config.page_align, at_least=config.least_block_bytes
+    ).num_bytes
+    return check_int("prefix_bytes", num_bytes, at_least=0) // max(1, block_bytes)
 
 
 @dataclass(frozen=True)
@@ -121,9 +135,11 @@ class Capacity:
         config = self.config
         if config.num_ranks == 1 or AttentionType.HCA.ratio not in config.compress_ratios:
             return 0
-        num_entries = self.max_request_tokens // AttentionType.HCA.ratio
-        own = config.own_entries(num_entries, AttentionType.HCA.ratio, rank=0)
-        return self.max_forward_tokens * own
+        return self.max_forward_tokens * self.most_entries(AttentionType.HCA.ratio)
+
+    def most_entries(self, ratio: int) -> int:
+        """Count the entries of the longest request that a rank stores for a layer of that ratio."""
+        return self.config.own_entries(self.max_request_tokens // ratio, ratio, rank=0)
 
     @property
     def max_step_tokens(self) -> int:
@@ -172,7 +188,7 @@ class Capacity:
         num_works = self.max_forward_tokens * config.num_query_heads // DENSE_HEADS
         if not is_made or not self.workspace_rows or num_works < DENSE_WORKS:
             return 0
-        entries = self.max_request_tokens // min(ratios) if ratios else 0
+        entries = self.most_entries(min(ratios)) if ratios else 0
         return dense_sizes(
             num_tokens=self.max_forward_tokens, num_chunks=1, window=config.sliding_window,
             max_entries=entries, num_blocks=self.num_blocks, num_heads=config.num_query_heads,
@@ -183,15 +199,17 @@ class Capacity:
     @property
     def index_bytes(self) -> int:
         """Bytes that the index needs; 0 if no token sees more entries than are selected."""
-        config = self.config
+        config, ratio = self.config, self.config.smallest_ratio
         if AttentionType.CSA not in {layer.attention_type for layer in config.schedule}:
+            return 0
+        if self.max_request_tokens // ratio <= config.index_topk:
             return 0
         return index_scratch_bytes(
             config.index_format,
             num_heads=config.index_num_heads,
             dim=config.index_head_dim,
             topk=config.index_topk,
-            max_entries=self.max_request_tokens // config.smallest_ratio,
+            max_entries=self.most_entries(ratio),
             max_tokens=self.max_forward_tokens,
         )
 
@@ -266,7 +284,7 @@ class Capacity:
         pooled = config.head_dim * FP32_BYTES + INT32_BYTES
         rope_row, num_tokens = config.rope_dim * FP32_BYTES, self.max_forward_tokens
         partials = self.attention_partials * self.partial_elements * FP32_BYTES
-        rows = {"context_rows": exact(self.context_rows, [INT64_BYTES])}
+        rows = {"context_rows": exact(self.context_rows, [INT32_BYTES])}
         return {
             "csa_entries": entries(owners),
             "index_keys": _times(num_blocks, keys),

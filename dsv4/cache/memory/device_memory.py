@@ -39,7 +39,7 @@ class DeviceMemory:
         block_table: `[max_requests, max_blocks]` int32, -1 where there is none.
         rank_table: `[max_requests, max_blocks × ranks]` int32: each block is one of every rank of a
             split context, -1 where it is another's. With one rank it is the block table.
-        context_rows: `[rows]` int64, HCA rows that the current plan's tokens list on a rank.
+        context_rows: `[rows]` int32, HCA rows that the current plan's tokens list on a rank.
         plan_buffers: The arrays of the current plan.
         memories: One `LayerMemory` per layer, with workspaces and RoPE rows that all of them share.
     """
@@ -85,7 +85,7 @@ class DeviceMemory:
         if config.num_ranks > 1:
             columns = self.block_table.shape[1] * config.num_ranks
             self.rank_table = self.block_table.new_full((capacity.max_requests, columns), -1)
-        self.context_rows = torch.empty(capacity.context_rows, dtype=torch.int64, device=device)
+        self.context_rows = torch.empty(capacity.context_rows, dtype=torch.int32, device=device)
         self.plan_buffers: PlanBuffers = PlanBuffers(
             capacity, self.block_table, self.rank_table, self.paged.storage, staging,
             first=None if first is None else first.plan_buffers,

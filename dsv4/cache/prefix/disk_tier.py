@@ -26,7 +26,7 @@ from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.journal import Journal
 from dsv4.cache.prefix.prefix_tree import PrefixTree
 from dsv4.cache.prefix.retention import PrefixNode
-from dsv4.cache.prefix.store import BoundStore, PrefixStore
+from dsv4.cache.prefix.store import BoundStore, PrefixStore, RecordName
 from dsv4.cache.prefix.store_reader import ReadHandle
 from dsv4.checks import NotCopyable
 from dsv4.config import CacheConfig
@@ -247,6 +247,15 @@ class DiskTier:
         if not is_checkpoint:
             return [self._host.device_block(node.block)] if node.block >= 0 else []
         return self._checkpoints.cut(node.checkpoint, self._staging.shape[1])
+
+    def name_records(self, digests: Iterable[bytes]) -> list[RecordName]:
+        """Name all records that there can be of these blocks, checkpoints last."""
+        known, row_bytes = list(digests), self._staging.shape[1]
+        names = [RecordName(BLOCK, digest, row_bytes) for digest in known]
+        for piece in range(self._checkpoints.blocks_each):
+            size = min(row_bytes, self._checkpoints.num_bytes - piece * row_bytes)
+            names += [RecordName(_checkpoint(piece), digest, size) for digest in known]
+        return names
 
     def prefetch(
         self, path: Sequence[PrefixNode], num_tokens: int, digests: Iterator[bytes]

@@ -17,6 +17,7 @@ from dsv4.cache.memory.journal import Journal
 from dsv4.cache.prefix.disk_tier import DiskTier, Prefetch
 from dsv4.cache.prefix.prefix_tree import PrefixTree, hash_blocks, root_digest
 from dsv4.cache.prefix.retention import Ghost, PrefixNode
+from dsv4.cache.prefix.store import RecordName
 from dsv4.cache.prefix.token_store import ID_DTYPE, TokenIds, TokenStore, as_token_ids
 from dsv4.config import CacheConfig
 
@@ -158,7 +159,13 @@ class PrefixCache:
         """Check a prompt and the salt of its owner."""
         if not isinstance(salt, bytes):
             raise TypeError(f"Invalid salt: expected bytes, got {type(salt).__name__}")
-        return Prompt(root_digest(self._config.format_fingerprint, salt), as_token_ids(token_ids))
+        return Prompt(self._root(salt), as_token_ids(token_ids))
+
+    def _root(self, salt: bytes) -> bytes:
+        """Return the start of a salt's chain; that of a rank follows from that of one alone."""
+        root = root_digest(self._config.whole.format_fingerprint, salt)
+        has_all = self._config.num_ranks == 1
+        return root if has_all else root_digest(self._config.format_fingerprint, root)
 
     def choose_start(self, path: list[PrefixNode]) -> ResumePoint:
         """Choose the point with the fewest tokens to run: a checkpoint, or the start of a halo.
@@ -241,6 +248,12 @@ class PrefixCache:
             return None
         return self.tier.prefetch(path, num_tokens, self._digests(prompt, path))
 
+    def name_records(self, prompt: Prompt) -> list[RecordName]:
+        """Name the records that a store can have of a prompt."""
+        if self.tier is None:
+            raise ValueError("This manager has no store: expected store=")
+        return self.tier.name_records(self._digests(prompt))
+
     def make_host_room(self, num_blocks: int) -> None:
         """Free blocks on the host, of prefetches too, until there are so many.
 
@@ -300,7 +313,7 @@ class PrefixCache:
         root = None
         for slot in slots[known == 0].tolist():
             if slot not in self.requests:
-                root = root or root_digest(self._config.format_fingerprint, b"")
+                root = root or self._root(b"")
                 self._journal.set_item(self.requests, slot, TrackedRequest(root))
         self.ids.append(slots, ids, counts)
         self.has_news = True
@@ -411,24 +424,42 @@ class PrefixCache:
 
     def cut(self, slots: Int64Array, lengths: Int64Array) -> None:
         """Forget the ids of requests from these lengths on, with all that follows from them."""
-        if not self.requests:
-            return
+        if self.requests:
+            self.cut_blocks(slots, lengths)
+            self.ids.cut(slots, lengths)
+
+    def cut_blocks(self, slots: Int64Array, lengths: Int64Array) -> None:
+        """Forget nodes and pending checkpoints of requests from these lengths on."""
         num_blocks = lengths // self._config.block_tokens
         is_cut = (self._num_published[slots] > num_blocks) | (self._num_pending[slots] > 0)
         for slot, count in zip(slots[is_cut].tolist(), num_blocks[is_cut].tolist(), strict=True):
             self.give_up(slot, count)
-        self.ids.cut(slots, lengths)
+
+    def drop_nodes(self, slots: Int64Array, lengths: Int64Array) -> None:
+        """Forget the nodes of requests from these lengths on; ids and pending checkpoints stay.
+
+        The tree keeps their blocks. The request shares them until it writes there, and may take
+        the nodes again when it publishes next.
+        """
+        num_blocks = lengths // self._config.block_tokens
+        is_cut = self._num_published[slots] > num_blocks
+        for slot, count in zip(slots[is_cut].tolist(), num_blocks[is_cut].tolist(), strict=True):
+            self._cut_nodes(self.requests[slot], count)
+            self._update(slot)
+
+    def _cut_nodes(self, request: TrackedRequest, num_blocks: int) -> None:
+        if len(request.nodes) > num_blocks:
+            self.tree.touch(request.nodes[-1])
+            self._journal.note_tail(request.nodes, num_blocks)
+            del request.nodes[num_blocks:]
 
     def give_up(self, slot: int, num_blocks: int) -> None:
         """Keep the nodes of the first blocks, and the pending checkpoints up to there."""
         request = self.requests.get(slot)
         if request is None:
             return
-        nodes, pending = request.nodes, request.pending
-        if len(nodes) > num_blocks:
-            self.tree.touch(nodes[-1])
-            self._journal.note_tail(nodes, num_blocks)
-            del nodes[num_blocks:]
+        self._cut_nodes(request, num_blocks)
+        pending = request.pending
         limit = num_blocks * self._config.block_tokens
         for boundary in [each for each in pending if each > limit]:
             self._checkpoints.release(np.array([pending[boundary]]))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -104,9 +104,12 @@ class PrefixStore:
         return BoundStore(self, hashlib.sha256(self._identity + _part(fingerprint.encode())))
 
     def read(self, addresses: Sequence[bytes], into: Tensor) -> ReadHandle:
-        """Start to read records by their addresses, which `BoundStore.addresses` returns."""
+        """Start to read records by their addresses, which `BoundStore.addresses` returns.
+
+        A record of another length stays, and is not found: a peer may have asked for it.
+        """
         self._check()
-        return self._reader.start(bytes, list(addresses), _buffers(into))
+        return self._reader.start(bytes, list(addresses), _buffers(into), keeps_damaged=True)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that is queued is written or dropped; say whether it is."""
@@ -155,6 +158,14 @@ class PrefixStore:
             raise RuntimeError(
                 f"The prefix store {self.path} was opened before a fork: open it in each process"
             )
+
+
+class RecordName(NamedTuple):
+    """A record of one format: its kind, the hash of all tokens up to its end, and its bytes."""
+
+    kind: str
+    chain_hash: bytes
+    num_bytes: int
 
 
 class BoundStore:

@@ -78,14 +78,20 @@ class StoreReader:
         self._local = local()
 
     def start(
-        self, address: Callable[[bytes], bytes], hashes: Sequence[bytes], into: Sequence[ByteArray]
+        self,
+        address: Callable[[bytes], bytes],
+        hashes: Sequence[bytes],
+        into: Sequence[ByteArray],
+        *,
+        keeps_damaged: bool = False,
     ) -> ReadHandle:
         """Start to read records; the threads turn hashes into addresses."""
         handle, numbers = ReadHandle(len(into)), count()
 
         def read_some() -> None:
             while (i := next(numbers)) < len(into) and not (handle.is_cancelled or self._is_closed):
-                handle._num_tokens[i] = self._read(address(hashes[i]), into[i])
+                number = self._read(address(hashes[i]), into[i], keeps_damaged)
+                handle._num_tokens[i] = number
 
         num_threads = min(len(into), self._num_threads)
         handle._futures = [self._threads.submit(read_some) for _ in range(num_threads)]
@@ -96,7 +102,7 @@ class StoreReader:
         self._is_closed = True
         self._threads.shutdown()  # what is queued sees the flag
 
-    def _read(self, address: bytes, into: ByteArray) -> int:
+    def _read(self, address: bytes, into: ByteArray, keeps_damaged: bool) -> int:
         """Read one record, and return its tokens; -1 if it was not found."""
         num_tokens, is_damaged = -1, False
         try:
@@ -107,9 +113,10 @@ class StoreReader:
             num_tokens = number
             self._writer.note_use(address)
         except DamagedRecordError:
-            is_damaged = True
-            self._files.remove(address)
-            self._writer.note_removal(address)
+            is_damaged = not keeps_damaged
+            if is_damaged:
+                self._files.remove(address)
+                self._writer.note_removal(address)
         except FileNotFoundError:
             self._writer.note_removal(address)
         except OSError:

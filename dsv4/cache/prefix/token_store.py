@@ -87,6 +87,24 @@ class TokenStore:
             self._journal.set_attribute(self, name, value)
 
 
+def split_ids(
+    num_slots: int, token_ids: TokenIds, starts: Int64Array, counts: object
+) -> tuple[IntArray, Int64Array]:
+    """Read ids of several slots and the counts of each: by default one, or all of a single slot."""
+    ids = as_token_ids(token_ids)
+    if counts is None:
+        sizes = np.full(num_slots, len(ids) if num_slots == 1 else 1, dtype=np.int64)
+    else:
+        sizes = check_ints("counts", counts, at_least=0, at_most=len(ids))
+    if not num_slots == len(starts) == len(sizes) or int(sizes.sum()) != len(ids):
+        raise ValueError(
+            "Invalid sizes: expected one start and one count for each slot, and ids for all "
+            f"counts, got {num_slots} slots, {len(starts)} starts, {len(sizes)} counts with "
+            f"the sum {sizes.sum()}, and {len(ids)} ids"
+        )
+    return ids, sizes
+
+
 def as_token_ids(values: TokenIds) -> IntArray:
     """Copy token ids to little-endian int32, as they are hashed."""
     array = check_ints("token ids", values)

@@ -50,8 +50,8 @@ class PackedModel:
             cache.manager.check_one_device("CUDA graphs")
             check_experts(model)
         elif cuda_graphs is None:
-            is_one = len(cache.manager.devices) == 1
-            cuda_graphs = is_one and model.device.type == "cuda" and can_capture(model)
+            is_fit = cache.manager.can_capture and model.device.type == "cuda"
+            cuda_graphs = is_fit and can_capture(model)
         if mixed_tokens is None:
             is_grouped = model.config._experts_implementation == "grouped_mm"
             mixed_tokens = MOST_MIXED if is_grouped else 0
@@ -62,6 +62,12 @@ class PackedModel:
         self._steps: dict[tuple[int, int], CapturedStep] = {}  # by batch and tokens of a request
         self._mixed: dict[tuple[int, int], CapturedStep] = {}  # by batch and tokens of all
         self._next: CapturedStep | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """The token ids that it knows: those below."""
+        size: int = self._model.config.vocab_size
+        return size
 
     @property
     def captured_sizes(self) -> list[tuple[int, int]]:
