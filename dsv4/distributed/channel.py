@@ -28,6 +28,18 @@ MESSAGE_BYTES = 4096
 CHECKS_PER_MESSAGE = 200
 NUM_PIECES = 4
 MOST_IN_PLACE = 16  # pieces on their way: a sender that polls goes back to its work
+LARGEST = 2**63 - 1
+# The fields of each message, by kind. [type]: a list of such; (type, ..): a list of exactly these.
+MESSAGES: dict[str, dict[str, Any]] = {
+    "offer": {"id": str, "nonce": int, "fingerprint": str, "num_tokens": int, "piece_bytes": int,
+              "has_checks": bool},
+    "accept": {}, "refuse": {"why": str}, "have": {"length": int},
+    "region": {"region": (str, int, int, int)}, "alive": {}, "checked": {},
+    "checks": {"checks": [str]},
+    "end": {"length": str, "rollback_floor": str, "prefix_root": str},
+    "ready": {}, "commit": {}, "done": {},
+    "ask": {"addresses": [str], "row_bytes": int, "is_last": bool}, "found": {"tokens": [int]},
+}  # fmt: skip
 Steps = Generator[Pending | None, None, Any]
 RegionKind = Literal["blocks", "slot", "token_ids", "records"]
 
@@ -59,6 +71,30 @@ def load_xxh3() -> Callable[[Any], bytes]:
     except ImportError as error:
         raise ImportError("Checked hand-overs need xxhash: pip install 'dsv4[store]'") from error
     return xxh3_64_digest
+
+
+def _read_message(data: bytes, expected: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        message = json.loads(data)
+        kind = message["kind"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise PeerLostError("The peer sent what is no message") from None
+    if kind not in expected:
+        raise PeerLostError(f"The peer sent {kind!r}: expected {' or '.join(expected)}")
+    for name, type_of in MESSAGES[kind].items():
+        if not _has_type(message.get(name), type_of):
+            raise PeerLostError(f"The peer sent {kind!r} with {name} that is not expected")
+    return dict(message)
+
+
+def _has_type(value: Any, expected: Any) -> bool:
+    """Whether a field has a type of `MESSAGES`; numbers are those of 64 bits."""
+    if isinstance(expected, list):
+        return type(value) is list and all(_has_type(each, expected[0]) for each in value)
+    if isinstance(expected, tuple):
+        is_whole = type(value) is list and len(value) == len(expected)
+        return is_whole and all(map(_has_type, value, expected))
+    return type(value) is expected and (expected is not int or abs(value) <= LARGEST)
 
 
 def _hash(data: Tensor, check: Callable[[Any], bytes]) -> str:
@@ -94,16 +130,9 @@ class Channel:
         yield from self._until(self.transport.send(self._out))
 
     def get(self, *expected: str, has_deadline: bool = True) -> Steps:
-        """Receive a message of one of these kinds, as a dict."""
+        """Receive a message of one of these kinds, as a dict with the fields of `MESSAGES`."""
         yield from self._until(self.transport.receive(self._in), has_deadline=has_deadline)
-        try:
-            message = json.loads(bytes(self._in.cpu().numpy()))
-            kind = message["kind"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise PeerLostError("The peer sent what is no message") from None
-        if kind not in expected:
-            raise PeerLostError(f"The peer sent {kind!r}: expected {' or '.join(expected)}")
-        return message
+        return _read_message(bytes(self._in.cpu().numpy()), expected)
 
     def rows_per_piece(self, row_bytes: int) -> int:
         """Rows that a piece holds; refuses rows longer than a piece."""

@@ -9,9 +9,11 @@ import hashlib
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.cache.memory.device_memory import DeviceMemory
 from dsv4.cache.plan import ForwardPlan
@@ -21,7 +23,7 @@ from dsv4.errors import RankLostError
 from dsv4.kernels import ops
 from dsv4.kernels.backends import BACKENDS, load_backend
 from dsv4.kernels.contracts import AttentionResult, Selection, TokenMap
-from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.kernels.layer_memory import LayerMemory, existing
 from dsv4.kernels.reference import addressing
 
 NO_ENTRY = torch.iinfo(torch.int32).max  # behind all entries
@@ -59,39 +61,53 @@ class SplitContext:
         capacity: Sizes of the manager, the same on all ranks.
         memory: The manager's tensors.
         group: The ranks.
+        choices: What else the books depend on, the same on all ranks.
+
+    Attributes:
+        can_capture: CUDA graphs can hold the exchanges: they do not go through the host.
     """
 
-    def __init__(self, capacity: Capacity, memory: DeviceMemory, group: Any) -> None:
+    def __init__(
+        self, capacity: Capacity, memory: DeviceMemory, group: Any, *choices: object
+    ) -> None:
         block_table = memory.block_table
         self._config, self._memory, self._group = capacity.config, memory, group
         find = getattr(group, "_get_backend", lambda device: group)  # a group has some by device
         self._is_staged = block_table.is_cuda and find(block_table.device).name() == "gloo"
+        self.can_capture = block_table.is_cuda and not self._is_staged
         self._is_lost = False
-        self._place = [0, 0]  # forwards, and exchanges of the last one
-        # The current plan's tokens as they see the rank's own entries, by ratio.
+        self._place = [0, 0, 0]  # forwards, the last one's digest and exchanges
+        # The current plan's tokens: as they see the rank's own entries, by ratio; as they attend.
         self._own_tokens: dict[int, TokenMap] = {}
+        self._attending: TokenMap | None = None
         self._has_rows = False
-        sizes = repr(replace(capacity, config=capacity.config.whole))
+        sizes = repr((replace(capacity, config=capacity.config.whole), *choices))
         digest = torch.frombuffer(
             bytearray(hashlib.sha256(sizes.encode()).digest()), dtype=torch.uint8
         )
         if not (self._gather(digest.to(block_table.device)) == digest.to(block_table.device)).all():
             raise ValueError(
-                "Invalid process_group: expected the same config and sizes on all ranks"
+                "Invalid process_group: expected the same config, sizes and choices on all ranks"
             )
 
-    def start(self, plan: ForwardPlan) -> None:
-        """Find the rank's own entries that each token of a forward sees."""
-        tokens = plan.tokens
+    def start(self, plan: ForwardPlan, block_table: IntArray) -> None:
+        """Find the rank's own entries that each token of a forward sees.
+
+        Args:
+            block_table: `[max_requests, max_blocks]`, the host's.
+        """
+        tokens = plan.tokens._replace(block_table=self._memory.block_table)
         self._own_tokens = {
-            ratio: tokens._replace(
-                block_table=self._memory.block_table,
-                positions=self._own_entries((tokens.positions + 1) // ratio, ratio) * ratio - 1,
-                positions_after=self._own_entries(tokens.positions_after // ratio, ratio) * ratio,
-            )
+            ratio: own_tokens(tokens, self._config, ratio)
             for ratio in {layer.ratio for layer in self._config.schedule if layer.ratio}
         }
-        self._has_rows, self._place = False, [self._place[0] + 1, 0]
+        if self._config.rank > 0:  # a token before the first sees no window
+            nowhere = torch.full_like(tokens.positions, -1)
+            tokens = tokens._replace(positions=nowhere, chunk_ids=tokens.chunk_ids[:0])
+        self._attending = tokens
+        self._has_rows = False
+        digest = 0 if self.can_capture else _digest(plan, block_table, self._config)
+        self._place = [self._place[0] + 1, digest, 0]
 
     def select_entries(
         self, query: Tensor, head_weights: Tensor, memory: LayerMemory, plan: ForwardPlan,
@@ -143,11 +159,10 @@ class SplitContext:
     ) -> AttentionResult:  # fmt: skip
         """Attend the window on rank 0, each entry on its rank, and join the results."""
         tokens, is_alone = plan.tokens, max_entries == 0
-        if not is_alone and selected_rows is None:
-            selected_rows = self._rows(plan, memory.layout.ratio)
-        if not is_alone and self._config.rank > 0:  # a token before the first sees no window
-            nowhere = torch.full_like(tokens.positions, -1)
-            tokens = tokens._replace(positions=nowhere, chunk_ids=tokens.chunk_ids[:0])
+        if not is_alone:
+            tokens, ratio = existing(self._attending), memory.layout.ratio
+            max_entries = self._most_entries(plan, ratio)
+            selected_rows = self._rows(plan, ratio) if selected_rows is None else selected_rows
         part = ops.attend(
             query, sinks if is_alone else None, memory, selected_rows, tokens,
             max_entries=max_entries, is_query_raw=is_query_raw, batch_invariant=batch_invariant,
@@ -165,13 +180,6 @@ class SplitContext:
             output.copy_(joined.output)
             lse.copy_(joined.lse)
         return part
-
-    def _own_entries(self, counts: Tensor, ratio: int) -> Tensor:
-        """`CacheConfig.own_entries` of many counts."""
-        size = self._config.entries_per_block(ratio)
-        group = size * self._config.num_ranks
-        rest = (counts % group - self._config.rank * size).clamp(0, size)
-        return counts // group * size + rest
 
     def _most_entries(self, plan: ForwardPlan, ratio: int) -> int:
         """Return the most entries of one rank that a token sees."""
@@ -225,12 +233,15 @@ class SplitContext:
         if self._is_lost:
             raise RankLostError("A rank of the split context was lost before: free its requests")
         staged = (mine.cpu() if self._is_staged else mine).contiguous().view(torch.uint8)
-        self._place[1] += 1
+        self._place[2] += 1
         if not staged.is_cuda:
             place = torch.tensor([*self._place, staged.nbytes])
             if (self._allgather(place.view(torch.uint8)).view(place.dtype) != place).any():
                 self._is_lost = True
-                raise RankLostError("A rank of the split context failed alone: it is elsewhere")
+                raise RankLostError(
+                    "A rank of the split context is elsewhere: it failed alone, or has other "
+                    "requests"
+                )
         return self._allgather(staged).to(mine.device).view(mine.dtype)
 
     def _allgather(self, mine: Tensor) -> Tensor:
@@ -241,6 +252,31 @@ class SplitContext:
             self._is_lost = True
             raise RankLostError(f"A rank of the split context is lost: {error}") from error
         return parts
+
+
+def _digest(plan: ForwardPlan, block_table: IntArray, config: CacheConfig) -> int:
+    """Return 63 bits that stand for a plan: slots, positions and blocks."""
+    slots = plan.request_slots[plan.request_slots >= 0]
+    blocks = block_table[slots, : -(-plan.longest // config.block_tokens)]
+    digest = hashlib.blake2b(digest_size=8)
+    for each in (plan.request_slots, plan.positions_before, plan.positions_after, blocks):
+        digest.update(np.ascontiguousarray(each, dtype=np.int32).data)
+    return int.from_bytes(digest.digest()) >> 1
+
+
+def own_tokens(tokens: TokenMap, config: CacheConfig, ratio: int) -> TokenMap:
+    """Return tokens, with the rank's own block table, as they see its own entries of a ratio."""
+    size = config.entries_per_block(ratio)
+
+    def count(entries: Tensor) -> Tensor:
+        """`CacheConfig.own_entries` of many numbers."""
+        rest = (entries % (size * config.num_ranks) - config.rank * size).clamp(0, size)
+        return entries // (size * config.num_ranks) * size + rest
+
+    return tokens._replace(
+        positions=count((tokens.positions + 1) // ratio) * ratio - 1,
+        positions_after=count(tokens.positions_after // ratio) * ratio,
+    )
 
 
 def _pairs(numbers: Tensor, scores: Tensor) -> Tensor:

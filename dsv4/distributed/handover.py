@@ -1,7 +1,8 @@
 """Hand-over of a request to a manager in another process: one of both has it, always.
 
     sender                                        receiver
-    offer: id, fingerprint, most tokens    →
+    offer: id, nonce, fingerprint, most    →
+    tokens
                                            ←      accept | refuse | have
     blocks, as soon as they are final      →      writes to room that nobody sees
     last block, slot, ids; end: length,    →
@@ -13,10 +14,11 @@
 
 Whatever fails before the commit leaves the receiver as before, and the sender with the request.
 After it the sender is in doubt. It offers the request again by its id. A receiver that has it says
-so, and any other takes it anew.
+so, and any other takes it anew. A nonce tells the request from others that had its id.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +26,10 @@ from torch import Tensor
 
 from dsv4.cache.incoming import IncomingRequest
 from dsv4.cache.manager import KVCacheManager
+from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.saved_request import SavedRequest, check_request
 from dsv4.distributed.channel import Channel, Region, RegionRows, Steps, load_xxh3
-from dsv4.distributed.transport import Transport
+from dsv4.distributed.transport import DEADLINE_SECONDS, Transport
 from dsv4.errors import (
     HandoverError,
     HandoverInDoubtError,
@@ -36,9 +39,9 @@ from dsv4.errors import (
     PeerLostError,
 )
 
-DEADLINE_SECONDS = 30.0
 NUM_REMEMBERED = 4096
 MAX_ID = 256  # characters
+MAX_WHY = 600
 WAIT_SECONDS = 0.02
 
 
@@ -115,6 +118,7 @@ class Handover(_Driver):
                 f"Invalid request_id: expected 1 to {MAX_ID} characters, got {len(request_id)}"
             )
         self._slot, self._id, self._num_tokens = slot, request_id, num_tokens
+        self._nonce = manager.request_nonce(slot)
         self._check = load_xxh3() if has_checks else None
         self._rest: SavedRequest | None = None
         self._is_in_doubt = self._is_done = False
@@ -125,9 +129,16 @@ class Handover(_Driver):
         """Say that the request is complete.
 
         Raises:
+            ValueError: It has more tokens than `num_tokens`.
             LiveForwardError: A forward of it is neither complete nor cancelled.
         """
-        self._rest = self._manager.export_request(self._slot, first_block=self._num_final())
+        rest = self._manager.export_request(self._slot, first_block=self._num_final())
+        if rest.length > self._num_tokens:
+            raise ValueError(
+                f"Invalid request: expected at most num_tokens ({self._num_tokens}) tokens, "
+                f"got {rest.length}"
+            )
+        self._rest = rest
 
     def poll(self, seconds: float = 0.0) -> bool:
         """Send what can be sent; return whether the receiver has the request.
@@ -158,15 +169,16 @@ class Handover(_Driver):
 
     def _num_final(self) -> int:
         """Count the blocks that no forward changes any more."""
+        num_blocks = len(self._blocks())
         if self._rest is not None:
-            return len(self._manager.blocks_of(self._slot)) - len(self._rest.blocks)
-        final = self._manager.final_tokens(self._slot) // self._manager.config.block_tokens
-        return min(final, len(self._manager.blocks_of(self._slot)))
+            return num_blocks - len(self._rest.blocks)
+        final = min(self._num_tokens, self._manager.final_tokens(self._slot))
+        return min(final // self._manager.config.block_tokens, num_blocks)
 
     def _run(self) -> Steps:
         channel, config = self._channel, self._manager.config
         yield from channel.put(
-            "offer", id=self._id, fingerprint=config.format_fingerprint,
+            "offer", id=self._id, nonce=self._nonce, fingerprint=config.format_fingerprint,
             num_tokens=self._num_tokens, piece_bytes=channel.piece_bytes,
             has_checks=self._check is not None,
         )  # fmt: skip
@@ -184,18 +196,23 @@ class Handover(_Driver):
             raise HandoverRefusedError(
                 f"The receiver refused request {self._id!r}: {answer['why']}"
             )
+        self._check_unchanged()
         if answer["kind"] == "ready":
-            self._check_unchanged()
             self._is_in_doubt = True
             yield from channel.put("commit")
             yield from channel.get("done")
-        self._manager.free_request(self._slot)
+        elif answer["length"] != (length := int(self._manager.lengths[self._slot])):
+            raise HandoverRefusedError(
+                f"The receiver has request {self._id!r} with {answer['length']} tokens, and it has "
+                f"{length} here"
+            )
+        if self._is_same():
+            self._manager.free_request(self._slot)
 
     def _send_blocks(self) -> Steps:
         """Send final blocks until the request is complete, and a sign of life meanwhile."""
         said = time.monotonic()
         while True:
-            self._check_unchanged()
             count = self._num_final() - self._num_sent
             if count > 0:
                 row_bytes = self._manager.blocks.num_bytes
@@ -226,20 +243,27 @@ class Handover(_Driver):
                 yield from self._channel.send_region(region, reader, self._check)
 
     def _read_blocks(self, first: int, count: int, into: Tensor) -> None:
-        blocks = self._manager.blocks_of(self._slot)[first : first + count]
-        self._manager.blocks.read(blocks, into)
+        self._manager.blocks.read(self._blocks()[first : first + count], into)
 
     def _find_blocks(self, first: int, count: int) -> Tensor | None:
         if not self._is_direct:
             return None
-        return self._manager.blocks.view(self._manager.blocks_of(self._slot)[first : first + count])
+        return self._manager.blocks.view(self._blocks()[first : first + count])
+
+    def _blocks(self) -> IntArray:
+        """Return the blocks of the request, if it is the one that was offered."""
+        self._check_unchanged()
+        return self._manager.blocks_of(self._slot)
+
+    def _is_same(self) -> bool:
+        """Whether the slot has the request that was offered, with all that was sent."""
+        is_open = bool(self._manager.is_open[self._slot])
+        return is_open and self._manager.request_nonce(self._slot) == self._nonce
 
     def _check_unchanged(self) -> None:
         """Refuse a request that has lost tokens that were sent, or changed after `finish`."""
-        manager, rest = self._manager, self._rest
-        length = int(manager.lengths[self._slot]) if manager.is_open[self._slot] else -1
-        is_short = length < self._num_sent * manager.config.block_tokens
-        if is_short or (rest is not None and length != rest.length):
+        length = -1 if self._rest is None else self._rest.length
+        if not self._is_same() or length not in (-1, self._manager.lengths[self._slot]):
             raise HandoverError(
                 f"Request {self._id!r} was freed or changed during its hand-over, which is given up"
             )
@@ -252,36 +276,62 @@ class Arrived(NamedTuple):
     slot: int
 
 
+class Offered(NamedTuple):
+    """One request of one sender: what it says of it whenever it offers it."""
+
+    request_id: str
+    nonce: int
+    fingerprint: str
+
+
+class Taken(NamedTuple):
+    """A request that has arrived, once its room is accepted, and its tokens at that time."""
+
+    incoming: IncomingRequest
+    length: int
+
+
 class Inbox:
     """The requests that one manager takes from other processes, whatever their connections.
 
     Attributes:
-        taken: The last requests that have arrived, by id, with the slots that they got.
+        taken: The last requests that were to arrive. An interrupt may leave one that did not.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.manager = manager
-        self.taken: dict[str, int] = {}
+        self.taken: dict[Offered, Taken] = {}
         self._coming: dict[str, IncomingRequest] = {}
 
     def reserve(self, request_id: str, num_tokens: int) -> IncomingRequest:
-        """Keep room for a request; one with its id that is still on its way is given up."""
+        """Keep room for a request; one with its id that is still on its way is given up.
+
+        Raises:
+            ValueError: Another request that came by this id is open.
+        """
+        named = {
+            taken.incoming.nonce
+            for offered, taken in self.taken.items() if offered.request_id == request_id
+        }  # fmt: skip
+        here = {each.nonce for each in self.manager.swapped_requests}
+        if named and named & here.union(map(self.manager.request_nonce, self.manager.open_slots)):
+            raise ValueError(f"another request has the id {request_id!r} here")
         if request_id in self._coming:
             self.manager.drop_incoming(self._coming.pop(request_id))
         incoming = self._coming[request_id] = self.manager.reserve_request(num_tokens)
         return incoming
 
-    def accept(self, request_id: str, incoming: IncomingRequest, saved: SavedRequest) -> Arrived:
-        """Open a request and remember its id, both or neither."""
-        slot = self.taken[request_id] = incoming.slot
-        try:
-            self.manager.accept_request(incoming, saved)
-        finally:
-            if not incoming.is_accepted:
-                del self.taken[request_id]
-        while len(self.taken) > NUM_REMEMBERED:
+    def find(self, offered: Offered) -> Taken | None:
+        """Return a request that has arrived; None if it did not."""
+        taken = self.taken.get(offered)
+        return taken if taken is not None and taken.incoming.is_accepted else None
+
+    def accept(self, offered: Offered, incoming: IncomingRequest, saved: SavedRequest) -> None:
+        """Open a request, which is remembered first: an interrupt leaves both or neither."""
+        while len(self.taken) >= NUM_REMEMBERED:
             del self.taken[next(iter(self.taken))]
-        return Arrived(request_id, slot)
+        self.taken[offered] = Taken(incoming, saved.length)
+        self.manager.accept_request(incoming, saved)
 
     def drop(self, request_id: str, incoming: IncomingRequest) -> None:
         """Give up what was not accepted; again does nothing more."""
@@ -303,7 +353,7 @@ class Receiver(_Driver):
         self, inbox: Inbox, transport: Transport, *, deadline: float = DEADLINE_SECONDS
     ) -> None:
         self._inbox = inbox
-        self._arrived: list[Arrived] = []
+        self._arriving: list[tuple[str, IncomingRequest]] = []
         super().__init__(inbox.manager, transport, deadline)
 
     def poll(self, seconds: float = 0.0) -> list[Arrived]:
@@ -316,12 +366,16 @@ class Receiver(_Driver):
             PeerLostError: The connection is over, and all that arrived was returned. A request
                 that was on its way is dropped.
         """
+        lost = None
         try:
-            self._advance(seconds)
-        except PeerLostError:
-            if not self._arrived:
-                raise
-        arrived, self._arrived = self._arrived, []
+            if not self._arriving:  # else an interrupt came before they were returned
+                self._advance(seconds)
+        except PeerLostError as error:
+            lost = error
+        arriving, self._arriving = self._arriving, []
+        arrived = [Arrived(name, each.slot) for name, each in arriving if each.is_accepted]
+        if lost is not None and not arrived:
+            raise lost
         return arrived
 
     def wait(self) -> list[Arrived]:
@@ -337,28 +391,28 @@ class Receiver(_Driver):
 
     def _receive(self, offer: dict[str, Any]) -> Steps:
         channel, inbox = self._channel, self._inbox
-        if offer["id"] in inbox.taken:
-            yield from channel.put("have")
+        offered = Offered(offer["id"], offer["nonce"], offer["fingerprint"])
+        if (taken := inbox.find(offered)) is not None:
+            yield from channel.put("have", length=taken.length)
             return
         try:
             self._check_offer(offer)
+            check = load_xxh3() if offer["has_checks"] else None
             incoming = inbox.reserve(offer["id"], offer["num_tokens"])
-        except (ValueError, TypeError, KeyError, NoFreeSlotError, OutOfBlocksError) as error:
-            yield from channel.put("refuse", why=str(error)[:1000])
+        except (ValueError, NoFreeSlotError, OutOfBlocksError, ImportError) as error:
+            yield from channel.put("refuse", why=_reason(str(error)))
             return
         try:
             yield from channel.put("accept")
-            saved = yield from self._receive_parts(offer, incoming)
+            saved = yield from self._receive_parts(incoming, check)
             if isinstance(saved, SavedRequest):
                 yield from channel.put("ready")
                 yield from channel.get("commit")
-                arrived = inbox.accept(offer["id"], incoming, saved)
-                try:
-                    yield from channel.put("done")
-                finally:
-                    self._arrived.append(arrived)
+                self._arriving.append((offer["id"], incoming))
+                inbox.accept(offered, incoming, saved)
+                yield from channel.put("done")
             else:
-                yield from channel.put("refuse", why=saved[:1000])
+                yield from channel.put("refuse", why=_reason(saved))
         except ValueError as error:  # its room was given up meanwhile
             raise PeerLostError(f"The hand-over is over: {error}") from error
         finally:
@@ -371,13 +425,14 @@ class Receiver(_Driver):
         ):  # fmt: skip
             if offer[name] != mine:
                 raise ValueError(f"expected the {name} {mine}, got {offer[name]}")
-        if not isinstance(offer["id"], str) or not 0 < len(offer["id"]) <= MAX_ID:
+        if not 0 < len(offer["id"]) <= MAX_ID:
             raise ValueError(f"expected an id of 1 to {MAX_ID} characters")
 
-    def _receive_parts(self, offer: dict[str, Any], incoming: IncomingRequest) -> Steps:
+    def _receive_parts(
+        self, incoming: IncomingRequest, check: Callable[[Any], bytes] | None
+    ) -> Steps:
         """Receive all regions; return the request, or why it is none."""
-        manager, is_right = self._manager, not offer["has_checks"]
-        check = load_xxh3() if offer["has_checks"] else None
+        manager, is_right = self._manager, check is None
         slot_bytes, page_align = manager.slots.num_bytes, manager.config.page_align
         slot = torch.empty(slot_bytes // page_align, page_align, dtype=torch.uint8)
         ids = torch.zeros(0, 4, dtype=torch.uint8)
@@ -414,10 +469,11 @@ class Receiver(_Driver):
             if message["kind"] == "end":
                 break
             region = Region(*message["region"])
-            most, row_bytes = limits[region.kind]
-            is_next = region.first == num_rows[region.kind] and region.row_bytes == row_bytes
+            most, row_bytes = limits.get(region.kind, (0, 0))
+            is_next = (region.first, region.row_bytes) == (num_rows.get(region.kind), row_bytes)
             if not is_next or not 0 < region.num_rows <= most - region.first:
                 raise PeerLostError(f"The peer sent a region that is not expected: {region}")
+            is_right = check is None  # until all pieces are checked
             if region.kind == "token_ids":
                 ids = torch.cat((ids, torch.zeros(region.num_rows, 4, dtype=torch.uint8)))
             yield from self._channel.receive_region(region, RegionRows(write, find), check)
@@ -425,30 +481,37 @@ class Receiver(_Driver):
             num_rows[region.kind] += region.num_rows
         if not is_right:
             return "some pieces have another xxh3"
-        return self._request(message, slot, ids, num_rows, offer["fingerprint"])
+        if num_rows["slot"] < len(slot):
+            return "expected a whole slot"
+        return self._request(message, incoming, slot, ids, num_rows["blocks"])
 
     def _request(
         self,
         message: dict[str, str],
+        incoming: IncomingRequest,
         slot: Tensor,
         ids: Tensor,
-        num_rows: dict[str, int],
-        fingerprint: str,
+        num_blocks: int,
     ) -> SavedRequest | str:
         """Return the request if it is one, or why not."""
-        token_ids = ids.reshape(-1).view(torch.int32)
-        shape = num_rows["blocks"], self._manager.blocks.num_bytes
+        manager, token_ids = self._manager, ids.reshape(-1).view(torch.int32)
+        shape = num_blocks, manager.blocks.num_bytes
         blocks = torch.empty(shape, dtype=torch.uint8, device="meta")  # written already
         try:
             saved = SavedRequest(
                 int(message["length"]), int(message["rollback_floor"]), slot.reshape(-1), blocks,
-                message["prefix_root"], token_ids, fingerprint,
+                message["prefix_root"], token_ids, manager.config.format_fingerprint,
             )  # fmt: skip
-            manager = self._manager
             check_request(saved, manager.config, manager.layout)
-        except (ValueError, TypeError, KeyError) as error:
+            incoming.check_fits(saved.length)
+        except ValueError as error:
             return str(error)
-        return saved if num_rows["slot"] == len(slot) else "expected a whole slot"
+        return saved
+
+
+def _reason(text: str) -> str:
+    """Cut a text, which may have the peer's own words in it, to what a message has room for."""
+    return text.encode("ascii", "backslashreplace")[:MAX_WHY].decode()
 
 
 def _tensor_rows(rows: Tensor, offset: int, *, in_place: bool) -> RegionRows:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from dsv4.distributed.pull import Place, PullTransport
+from dsv4.distributed.transport import wait_for_key
 
 
 class MooncakeTransport(PullTransport):
@@ -37,7 +38,7 @@ class MooncakeTransport(PullTransport):
         _check(self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices), "start")
         store.set(f"mooncake/{rank}", f"{host}:{self._engine.get_rpc_port()}")
         super().__init__(store, rank, host=host, **sizes)
-        self._peer = store.get(f"mooncake/{1 - rank}").decode()
+        self._peer = wait_for_key(store, f"mooncake/{1 - rank}", self._deadline).decode()
 
     def register(self, memory: Tensor) -> None:
         _check(self._engine.register_memory(memory.data_ptr(), memory.nbytes), "register memory")

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from dsv4.distributed.pull import Place, PullTransport
+from dsv4.distributed.transport import wait_for_key
 
 
 class NixlTransport(PullTransport):
@@ -37,7 +38,7 @@ class NixlTransport(PullTransport):
     def start_read(self, place: Place, data: Tensor) -> Any:
         if place.version != self._known:
             key = f"nixl/{1 - self._rank}/{place.version}"
-            peer = self._agent.add_remote_agent(self._store.get(key))
+            peer = self._agent.add_remote_agent(wait_for_key(self._store, key, self._deadline))
             self._peer = peer.decode() if isinstance(peer, bytes) else peer
             self._known = place.version
         kind = "DRAM" if place.device < 0 else "VRAM"

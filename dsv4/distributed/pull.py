@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.distributed.transport import MEMORY_BYTES, FuturePending, Pending, TorchTransport
+from dsv4.distributed.transport import (
+    DEADLINE_SECONDS,
+    MEMORY_BYTES,
+    FuturePending,
+    Pending,
+    TorchTransport,
+)
 from dsv4.errors import PeerLostError
 
 SHORT_BYTES = 4096
@@ -58,6 +64,7 @@ class PullTransport:
         host: This rank's address, on the network that the peer can reach.
         memory_bytes: Bytes of `memory`; a few pieces of data share it.
         device: The device of `memory`, the CPU or a GPU.
+        deadline: Seconds after which a peer that has not come is lost: a `PeerLostError`.
     """
 
     takes_any = False
@@ -70,9 +77,13 @@ class PullTransport:
         host: str = "127.0.0.1",
         memory_bytes: int = MEMORY_BYTES,
         device: torch.device | str = "cpu",
+        deadline: float = DEADLINE_SECONDS,
     ) -> None:
+        self._deadline = deadline
         self.memory = torch.empty(memory_bytes, dtype=torch.uint8, device=device)
-        self._notes = TorchTransport.connect(store, rank, host=host, memory_bytes=0)
+        self._notes = TorchTransport.connect(
+            store, rank, host=host, deadline=deadline, memory_bytes=0
+        )
         self._registered: dict[int, Any] = {}
         self._lock = threading.Lock()  # of the engine
         self._pulls: SimpleQueue[_Pull | None] = SimpleQueue()

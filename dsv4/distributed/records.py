@@ -1,20 +1,23 @@
 """`RecordExchange`: records of a prefix store from the store of another process.
 
-asks: addresses, and bytes of a row              →
+asks: addresses, bytes of a row, whether it is   →
+the last time
                                                   ←   found, tokens of each
                                                   ←   their rows, and the xxh3 of the pieces
-puts them into its own store
+puts them into its own store; asks again
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4.cache.prefix.store import PrefixStore
+from dsv4.cache.prefix.store import PrefixStore, RecordName
+from dsv4.config import MAX_POSITION
 from dsv4.distributed.channel import Channel, Region, RegionRows, Steps, load_xxh3
-from dsv4.distributed.transport import Transport
+from dsv4.distributed.transport import DEADLINE_SECONDS, Transport
 from dsv4.errors import PeerLostError
 
 ASKED_AT_ONCE = 32  # of a message
@@ -32,86 +35,100 @@ class RecordExchange:
     """
 
     def __init__(
-        self, store: PrefixStore, fingerprint: str, transport: Transport, *, deadline: float = 30.0
+        self,
+        store: PrefixStore,
+        fingerprint: str,
+        transport: Transport,
+        *,
+        deadline: float = DEADLINE_SECONDS,
     ) -> None:
         self._store, self._records = store, store.bind(fingerprint)
         self._channel, self._check = Channel(transport, deadline), load_xxh3()
 
-    def fetch(self, kind: str, hashes: Sequence[bytes], row_bytes: int) -> int:
+    def fetch(self, records: Sequence[RecordName]) -> int:
         """Ask for the records that this store lacks; return how many have come.
 
+        The peer calls `serve`. 32 are asked for at a time, and are put into the store together.
+
         Args:
-            kind, hashes: The records, as `BoundStore.put` is given them.
-            row_bytes: Bytes of each.
+            records: Their names; `KVCacheManager.name_records` has those of a prompt.
 
         Raises:
-            PeerLostError: The peer is lost, or its bytes are wrong. None of them is kept.
+            PeerLostError: The peer is lost, or its bytes are wrong. What came with earlier asks is
+                kept.
         """
-        known = self._records.contains(kind, hashes)
-        missing = [each for each, is_known in zip(hashes, known, strict=True) if not is_known]
-        return sum(
-            _run(self._fetch(kind, missing[start : start + ASKED_AT_ONCE], row_bytes))
-            for start in range(0, len(missing), ASKED_AT_ONCE)
-        )
+        for num_bytes in {each.num_bytes for each in records}:
+            self._channel.rows_per_piece(num_bytes)  # refuse too small a memory
+        asks = list(self._asks(records)) or [[]]  # the peer waits for one
+        return sum(_run(self._fetch(ask, is_last=ask is asks[-1])) for ask in asks)
 
     def serve(self) -> None:
-        """Answer what the peer asks, once; waits for it."""
-        _run(self._serve())
+        """Answer all that one `fetch` of the peer asks; waits for it.
 
-    def _fetch(self, kind: str, hashes: Sequence[bytes], row_bytes: int) -> Steps:
-        channel = self._channel
-        names = [each.hex() for each in self._records.addresses(kind, hashes)]
-        yield from channel.put("ask", addresses=names, row_bytes=row_bytes)
-        answer = yield from channel.get("found")
-        tokens = _checked(answer, "tokens", [-1] * len(hashes))
-        found = [(each, n) for each, n in zip(hashes, tokens, strict=True) if n >= 0]
+        Raises:
+            PeerLostError: The peer is lost, or what it sends is no question.
+        """
+        is_over = _run(self._serve(has_deadline=False))
+        while not is_over:
+            is_over = _run(self._serve(has_deadline=True))
+
+    def _asks(self, records: Sequence[RecordName]) -> Iterator[list[RecordName]]:
+        """Yield records that are not here, as many as are asked for at once, of equal bytes."""
+        missing: dict[int, list[RecordName]] = {}
+        for kind in dict.fromkeys(each.kind for each in records):
+            of_kind = [each for each in records if each.kind == kind]
+            known = self._records.contains(kind, [each.chain_hash for each in of_kind])
+            for each, is_known in zip(of_kind, known, strict=True):
+                if not is_known:
+                    missing.setdefault(each.num_bytes, []).append(each)
+        for same in missing.values():
+            for start in range(0, len(same), ASKED_AT_ONCE):
+                yield same[start : start + ASKED_AT_ONCE]
+
+    def _fetch(self, asked: Sequence[RecordName], *, is_last: bool) -> Steps:
+        channel, row_bytes = self._channel, asked[0].num_bytes if asked else 0
+        names = [self._records.addresses(each.kind, [each.chain_hash])[0].hex() for each in asked]
+        yield from channel.put("ask", addresses=names, row_bytes=row_bytes, is_last=is_last)
+        tokens = (yield from channel.get("found"))["tokens"]
+        if len(tokens) != len(asked) or not all(-1 <= n <= MAX_POSITION for n in tokens):
+            raise PeerLostError(f"The peer sent tokens that are not expected: {tokens}")
+        found = [(each, n) for each, n in zip(asked, tokens, strict=True) if n >= 0]
         if not found:
             return 0
         rows = torch.empty(len(found), row_bytes, dtype=torch.uint8)
-        region = yield from channel.get("region")
-        if region["region"] != [*_region(rows)]:
-            raise PeerLostError(f"The peer sent a region that is not expected: {region['region']}")
+        message = yield from channel.get("region")
+        if message["region"] != [*_region(rows)]:
+            raise PeerLostError(f"The peer sent a region that is not expected: {message['region']}")
         into = RegionRows(lambda first, count, data: rows[first : first + count].copy_(data))
         yield from channel.receive_region(_region(rows), into, self._check)
         if not (yield from channel.receive_checks()):
             raise PeerLostError("The peer sent records that have another xxh3")
         for (each, num_tokens), row in zip(found, rows, strict=True):
-            self._records.put(kind, each, row, num_tokens)
+            self._records.put(each.kind, each.chain_hash, row, num_tokens)
         return len(found)
 
-    def _serve(self) -> Steps:
+    def _serve(self, *, has_deadline: bool) -> Steps:
+        """Answer once; return whether that was the last time."""
         channel = self._channel
-        ask = yield from channel.get("ask", has_deadline=False)
-        names, row_bytes = _checked(ask, "addresses", [""]), _checked(ask, "row_bytes", 0)
-        channel.rows_per_piece(row_bytes)
-        addresses = [bytes.fromhex(each) for each in names[:ASKED_AT_ONCE]]
-        rows = torch.empty(len(addresses), row_bytes, dtype=torch.uint8)
-        read = self._store.read(addresses, rows)
-        read.wait()
-        each = zip(read.num_tokens, read.found, strict=True)
-        tokens = [count if is_found else -1 for count, is_found in each]
+        ask = yield from channel.get("ask", has_deadline=has_deadline)
+        names, row_bytes = ask["addresses"], ask["row_bytes"]
+        is_right = len(names) <= ASKED_AT_ONCE and 0 <= row_bytes <= channel.piece_bytes
+        if not is_right or not all(re.fullmatch("[0-9a-f]{64}", each) for each in names):
+            raise PeerLostError("The peer asks for what can be no records")
+        rows = torch.empty(len(names), row_bytes, dtype=torch.uint8)
+        read = self._store.read([bytes.fromhex(each) for each in names], rows)
+        tokens = read.num_tokens  # waits; -1 where none was found
         yield from channel.put("found", tokens=tokens)
         rows = rows[[idx for idx, count in enumerate(tokens) if count >= 0]]
         if len(rows):
             source = RegionRows(lambda first, count, into: into.copy_(rows[first : first + count]))
             yield from channel.send_region(_region(rows), source, self._check)
             yield from channel.send_checks()
+        return ask["is_last"]
 
 
 def _region(rows: Tensor) -> Region:
     return Region("records", 0, *rows.shape)
-
-
-def _checked(message: dict[str, Any], name: str, like: Any) -> Any:
-    """Return a field that has the type of `like`, and of its items and their number."""
-    value: Any = message.get(name)
-    is_right = type(value) is type(like)
-    if is_right and isinstance(like, list):
-        is_right = all(type(each) is type(like[0]) for each in value)
-        is_right &= name != "tokens" or len(value) == len(like)
-    if not is_right:
-        raise PeerLostError(f"The peer sent {name} that are not expected")
-    return value
 
 
 def _run(steps: Steps) -> Any:

@@ -17,7 +17,8 @@ from torch import Tensor
 from dsv4.errors import PeerLostError
 
 MEMORY_BYTES = 128 << 20
-NO_LIMIT = timedelta(days=1)  # deadlines are the caller's
+DEADLINE_SECONDS = 30.0
+NO_LIMIT = timedelta(days=36500)  # deadlines are the caller's; in ns it fits 63 bits
 AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -104,6 +105,20 @@ class FuturePending(NamedTuple):
         return True
 
 
+def wait_for_key(store: Any, key: str, deadline: float) -> bytes:
+    """Return what the peer puts into a store.
+
+    Raises:
+        PeerLostError: It has not done so before the deadline.
+    """
+    try:
+        store.wait([key], timedelta(seconds=deadline))
+        found: bytes = store.get(key)
+    except RuntimeError as error:
+        raise PeerLostError(f"The peer has not come for {deadline} s: {error}") from error
+    return found
+
+
 class TorchTransport:
     """Messages over a process group of torch.distributed.
 
@@ -133,16 +148,31 @@ class TorchTransport:
 
     @classmethod
     def connect(
-        cls, store: Any, rank: int, *, host: str = "127.0.0.1", **sizes: Any
+        cls,
+        store: Any,
+        rank: int,
+        *,
+        host: str = "127.0.0.1",
+        deadline: float = DEADLINE_SECONDS,
+        **sizes: Any,
     ) -> "TorchTransport":
         """Connect ranks 0 and 1 over gloo; they meet at a store of torch.distributed.
 
         Args:
             host: This rank's address, on the network that the peer can reach.
+            deadline: Seconds after which a peer that has not come is lost.
+
+        Raises:
+            PeerLostError: It has not come.
         """
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        return cls(dist.ProcessGroupGloo(store, rank, 2, options), 1 - rank, **sizes)
+        options._timeout = timedelta(seconds=deadline)
+        try:
+            group = dist.ProcessGroupGloo(store, rank, 2, options)
+        except RuntimeError as error:
+            raise PeerLostError(f"The peer has not come for {deadline} s: {error}") from error
+        return cls(group, 1 - rank, **sizes)
 
     def add_memory(self, memory: Tensor) -> None:
         pass

@@ -1,10 +1,18 @@
 """Two ends of a transport in one process, for tests that look at every message."""
 
+import json
 from collections import deque
 
 import torch
 
+from dsv4.distributed.channel import MESSAGE_BYTES
 from dsv4.errors import PeerLostError
+
+
+def as_message(fields):
+    """A message of fields, or of bytes that may be none."""
+    raw = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    return torch.frombuffer(bytearray(raw.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
 
 
 class Line:

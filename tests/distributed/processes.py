@@ -1,12 +1,16 @@
 """A second process for the tests of hand-over: it sends or receives, and may be killed."""
 
 import contextlib
+import functools
+import hashlib
 import importlib
 import multiprocessing
 import os
 import signal
+import time
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,7 +22,7 @@ from dsv4.distributed.nixl import NixlTransport
 from dsv4.distributed.transport import TorchTransport
 from dsv4.errors import PeerLostError
 from dsv4.model.attention import forward_layer
-from dsv4.testing import Row, model_projections, model_weights, run_forward, take_rows
+from dsv4.testing import Row, model_projections, model_weights, move_to, run_forward, take_rows
 from tests.cache.live import live_bytes
 
 CONFIG = CacheConfig.tiny(
@@ -34,10 +38,25 @@ LONG = 100_000
 LONG_MEMORY = 1 << 20
 LONG_SIZES = {"num_blocks": 790, "max_forward_tokens": 4096}
 MEMORY_BYTES = 32 << 10  # pieces of one block, so that there are many
+MANY = 1 << 30  # messages, of which none is the last
 DEADLINE = 60.0  # two slow cores must be in time
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([__name__])
+
+
+def start_method(options):
+    """How processes start; one that was forked may not have the GPU."""
+    on_gpu = options.get("device") == "cuda"
+    return multiprocessing.get_context("spawn") if on_gpu else context
+
+
+def share_kernels():
+    """Let a process find the kernels that others have compiled."""
+    from tests import kernel_keys
+
+    kernel_keys.install()
+
 
 PACKAGES = {
     "nixl": ("nixl_cu13._api", "nixl-cu13"),
@@ -55,16 +74,29 @@ def loads(module):
 
 
 MISSING = {kind: name for kind, (module, name) in PACKAGES.items() if not loads(module)}
-TRANSPORTS = ["gloo"] + [kind for kind in PACKAGES if kind not in MISSING]
+HAS_CHECKS = loads("xxhash")
+ENGINES = [
+    pytest.param(
+        kind,
+        marks=pytest.mark.skipif(kind in MISSING, reason=f"{MISSING.get(kind)} is not installed"),
+    )
+    for kind in PACKAGES
+]
+KINDS = ["gloo", *ENGINES]
 
 
-def connect(kind, folder, rank, memory_bytes=MEMORY_BYTES):
+def connect(kind, folder, rank, memory_bytes=MEMORY_BYTES, deadline=DEADLINE, **options):
     """Connect to the other rank; the folder is where they meet."""
     store = dist.FileStore(str(folder / "store"), 2)
     classes = {
         "gloo": TorchTransport.connect, "nixl": NixlTransport, "mooncake": MooncakeTransport,
     }  # fmt: skip
-    return classes[kind](store, rank, memory_bytes=memory_bytes)
+    return classes[kind](store, rank, memory_bytes=memory_bytes, deadline=deadline, **options)
+
+
+def memory_of(kind, device):
+    """Where a transport of a manager on this device has its memory; gloo's is on the CPU."""
+    return {"device": device} if kind == "nixl" else {}
 
 
 def new_manager(**sizes):
@@ -75,13 +107,17 @@ def new_manager(**sizes):
     return KVCacheManager(CONFIG, **{**defaults, **sizes})
 
 
+@functools.cache
+def inputs_on(device):
+    """Weights and projections of all layers on a device."""
+    return tuple([move_to(device, layer) for layer in layers] for layers in (WEIGHTS, TOKENS))
+
+
 def feed(manager, slot, after):
     """Run a request to a length; return each layer's output."""
-    before = int(manager.lengths[slot])
-    return [
-        result.output
-        for result in run_forward(manager, WEIGHTS, [Row(slot, TOKENS, before, after)])
-    ]
+    before, (weights, tokens) = int(manager.lengths[slot]), inputs_on(str(manager.device))
+    rows = [Row(slot, tokens, before, after)]
+    return [result.output for result in run_forward(manager, weights, rows)]
 
 
 def write_long(manager):
@@ -105,11 +141,11 @@ def feed_long(manager, slot, count):
 
 def _long_layers(manager, slot, after):
     """Each layer of a forward with its inputs; the inputs repeat, out of step with blocks."""
-    before = int(manager.lengths[slot])
-    rows = torch.arange(before, after) % 887
+    before, (weights, tokens) = int(manager.lengths[slot]), inputs_on(str(manager.device))
+    rows = torch.arange(before, after, device=manager.device) % 887
     plan = prepare_forward(manager, [slot], [before], [after])
-    for idx, weights in enumerate(WEIGHTS):
-        yield manager.acquire(idx, plan), take_rows(TOKENS[idx], rows), weights
+    for idx, layer in enumerate(weights):
+        yield manager.acquire(idx, plan), take_rows(tokens[idx], rows), layer
 
 
 def grown(manager, length=LENGTH, on_chunk=lambda slot: None):
@@ -131,12 +167,12 @@ class KilledAt:
     """A transport whose process is killed at one of its messages, before or after it."""
 
     def __init__(self, transport, number):
-        self._transport, self._left, self.memory = transport, number, transport.memory
+        self._transport, self.left, self.memory = transport, number, transport.memory
         self.takes_any, self.add_memory = transport.takes_any, transport.add_memory
 
     def _count(self):
-        self._left -= 1
-        if self._left < 0:
+        self.left -= 1
+        if self.left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def send(self, data):
@@ -205,6 +241,56 @@ def receive(kind, folder, told, killed_at=None, sizes=None):
             receiver.poll()
 
 
+WIDE = CacheConfig.v4_flash(compress_ratios=(0, 4, 128, 4, 128, 4))
+WIDE_TOKENS, WIDE_MEMORY = 96 * 256 + 40, 96 << 20
+
+
+def wide_manager():
+    return KVCacheManager(WIDE, max_requests=1, num_blocks=97, max_forward_tokens=2048)
+
+
+def wide_request(manager):
+    """A request of 50 MB, whose rows are random; its blocks are two pieces in place."""
+    slot = manager.open_request()
+    for before in range(0, WIDE_TOKENS, 2048):
+        manager.prepare_forward([slot], [before], [min(WIDE_TOKENS, before + 2048)]).complete()
+    for storage in (manager.paged.storage, manager.state.storage):
+        rows = np.frombuffer(np.random.default_rng(5).bytes(storage.numel()), dtype=np.uint8)
+        storage.view(-1).copy_(torch.tensor(rows))
+    return slot
+
+
+def send_wide(folder, told):
+    """Send a request of large pieces, and stay."""
+    manager = wide_manager()
+    slot, transport = wide_request(manager), connect("gloo", folder, 0, WIDE_MEMORY)
+    handover = Handover(manager, slot, transport, "one", num_tokens=WIDE_TOKENS, deadline=DEADLINE)
+    handover.finish()
+    handover.wait()
+    told.recv()
+
+
+def send_late(folder, seconds, told):
+    """Send one message a while after it is told to, and stay."""
+    told.send("up")
+    transport = connect("gloo", folder, 0)
+    told.recv()
+    time.sleep(seconds)
+    transport.send(transport.memory)
+    told.recv()
+
+
+def receive_wide(folder, told):
+    """Receive a request of large pieces, and stay."""
+    manager = wide_manager()
+    receiver = Receiver(Inbox(manager), connect("gloo", folder, 1, WIDE_MEMORY), deadline=DEADLINE)
+    while not manager._requests.incoming:
+        receiver.poll(0.001)
+    told.send("begun")
+    receiver.wait()
+    told.recv()
+
+
 def send_one(kind, folder, num_bytes, told):
     """Send one message, and stay."""
     transport = connect(kind, folder, 0, memory_bytes=num_bytes)
@@ -213,36 +299,47 @@ def send_one(kind, folder, num_bytes, told):
     told.recv()
 
 
-def receive_long(kind, folder, told):
+def receive_long(kind, folder, told, device="cpu"):
     """Receive a long request to blocks that lie in many places; tell its life."""
     torch.set_num_threads(1)
-    manager = new_manager(**LONG_SIZES)
+    if device == "cuda":
+        share_kernels()
+    manager = new_manager(**LONG_SIZES, device=device)
     others = [manager.open_request() for _ in range(2)]
     for tokens in range(128, 128 * 60, 128):
         for slot in others:
             manager.prepare_forward([slot], [tokens - 128], [tokens]).complete()
     for slot in others:
         manager.free_request(slot)
-    receiver = Receiver(
-        Inbox(manager), connect(kind, folder, 1, memory_bytes=LONG_MEMORY), deadline=DEADLINE
-    )
+    transport = connect(kind, folder, 1, memory_bytes=LONG_MEMORY, **memory_of(kind, device))
+    receiver = Receiver(Inbox(manager), transport, deadline=DEADLINE)
     ((_, slot),) = receiver.wait()
     told.send(life_of_long(manager, slot))
     told.recv()
 
 
 def life_of_long(manager, slot):
-    """The bytes of a long request, those after 200 more tokens, and the outputs of these."""
-    before = [part.clone() for part in live_bytes(manager, slot)]
+    """Digests of a long request's bytes, of the outputs of 200 steps, and of the bytes then."""
+    before = digest(live_bytes(manager, slot))
     outputs = feed_long(manager, slot, 200)
-    return before, outputs, live_bytes(manager, slot)
+    assert len(outputs) == 200 * CONFIG.num_layers
+    return before, digest(outputs), digest(live_bytes(manager, slot))
+
+
+def digest(parts):
+    """A hash of the bytes of some tensors."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return whole.hexdigest()
 
 
 @contextlib.contextmanager
 def other_process(target, *args, **options):
     """Run a function in another process; give the pipe to it, and the process."""
-    mine, theirs = context.Pipe()
-    process = context.Process(target=target, args=(*args, theirs), kwargs=options, daemon=True)
+    start = start_method(options)
+    mine, theirs = start.Pipe()
+    process = start.Process(target=target, args=(*args, theirs), kwargs=options, daemon=True)
     process.start()
     theirs.close()
     try:

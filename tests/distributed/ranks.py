@@ -3,7 +3,6 @@
 import dataclasses
 import faulthandler
 import hashlib
-import multiprocessing
 import os
 import random
 import signal
@@ -16,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,14 +23,25 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
-from dsv4 import CacheConfig, KVCacheManager
+from dsv4 import CacheConfig, CapturedForward, KVCacheManager, prepare_forward
+from dsv4.cache.graphs import captured_forward
 from dsv4.distributed import context as split
 from dsv4.errors import RankLostError
 from dsv4.kernels.backends import load_backend
-from dsv4.testing import Row, model_projections, model_weights, move_to, poison
+from dsv4.testing import (
+    Row,
+    forward_inputs,
+    forward_layer,
+    model_projections,
+    model_weights,
+    move_to,
+    poison,
+    take_rows,
+)
 from tests.cache.life import BASE, DRAFTS, V41, Life, World, machine_in, run_layers
-from tests.cache.live import assert_same
-from tests.distributed.processes import context
+from tests.cache.live import assert_same, live_bytes
+from tests.cache.test_captured_forward import EagerGraph, leaves
+from tests.distributed.processes import context, share_kernels, start_method
 from tests.v41 import tiny_v41
 
 DEADLINE = 60.0  # two slow cores must be in time
@@ -44,8 +55,7 @@ def run_ranks(num_ranks, function, *args, killed=(), **options):
 
     Ranks that take longer than LIMIT are asked for their stacks, which are in the error.
     """
-    # A process that was forked may not have the GPU.
-    start = multiprocessing.get_context("spawn") if options.get("device") == "cuda" else context
+    start = start_method(options)
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(num_ranks):
@@ -91,7 +101,8 @@ def _run_rank(rank, num_ranks, folder, told, function, args, options):
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     try:
         store = dist.FileStore(str(folder / "store"), num_ranks)
-        is_compiled = options.get("device") == "cuda"
+        if is_compiled := options.get("device") == "cuda":
+            share_kernels()
         timeout = timedelta(seconds=COMPILE_DEADLINE if is_compiled else DEADLINE)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
@@ -120,7 +131,7 @@ class SplitWorld(World):
     def new_manager(self, **sizes):
         defaults = {
             "max_requests": self.max_requests, "num_blocks": self.num_blocks,
-            "max_forward_tokens": 512, "max_request_tokens": self.max_tokens,
+            "max_forward_tokens": 2048, "max_request_tokens": self.max_tokens,
         }  # fmt: skip
         return KVCacheManager(self.whole, process_group=self.group, **{**defaults, **sizes})
 
@@ -336,6 +347,54 @@ def compare(
     return farthest, digest.hexdigest()
 
 
+def replay(rank, group, make_config=small_config, device="cpu"):
+    """Decode and verification in a graph, beside the same layer by layer; the farthest output."""
+    config, longest = make_config(), 500
+    sizes = {"max_requests": 3, "num_blocks": 40, "max_request_tokens": longest, "device": device}
+    captured, eager = (KVCacheManager(config, process_group=group, **sizes) for _ in range(2))
+    weights = [move_to(device, each) for each in model_weights(config, seed=0)]
+    tokens = [move_to(device, each) for each in model_projections(config, longest, seed=10)]
+    inputs = [take_rows(layer, torch.arange(6, device=device)) for layer in tokens]
+
+    def step(handles):
+        chosen = {}
+        return [
+            forward_layer(handle, layer, weight, chosen).output
+            for handle, layer, weight in zip(handles, inputs, weights, strict=True)
+        ]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            patch.setattr(captured_forward, "CudaGraph", EagerGraph)
+            captured.context.can_capture = True
+        graph = CapturedForward(captured, step, batch=2, tokens_per_request=3)
+    for each in (captured, eager):
+        each.open_requests(2)
+        run_layers(each, weights, [Row(0, tokens, 0, 420), Row(1, tokens, 0, 9)])
+    places, farthest = [420, 9], 0.0
+    for counts in ((1, 1), (3, 2), (2, 3), (1, 1), (0, 3)):
+        rows = [
+            Row(slot, tokens, place, place + count)
+            for slot, (place, count) in enumerate(zip(places, counts, strict=True))
+        ]
+        for idx, layer in enumerate(inputs):
+            fill_rows(layer, forward_inputs(rows, idx))
+        places = [row.after for row in rows]
+        plan = prepare_forward(captured, [0, 1], [row.before for row in rows], places)
+        got, want = graph.replay(plan), run_layers(eager, weights, rows)
+        for mine, other in zip(got, want, strict=True):
+            difference = (mine[: sum(counts)] - other.output).abs().max()
+            farthest = max(farthest, float(difference / other.output.abs().max()))
+    return farthest
+
+
+def fill_rows(layer, rows):
+    """Give the first rows of a layer's inputs their values, in place; the others are NaN."""
+    for mine, theirs in zip(leaves(layer), leaves(rows), strict=True):
+        mine.fill_(torch.nan)
+        mine[: len(theirs)] = theirs
+
+
 def serve(rank, group):
     """The tokens that the example's engine gives some requests, of which not all fit."""
     from decoder import Decoder
@@ -386,6 +445,85 @@ def fail_alone(rank, group):
     with pytest.raises(RankLostError, match="failed alone"):
         run_layers(manager, weights, rows)
     return int(manager.lengths[slot])
+
+
+def promote(rank, group, make_config, lengths, folder):
+    """Requests of a manager without a group go on in one that has it, on every rank.
+
+    They are beside requests that were split from the first token on. Returns how far outputs of
+    the next tokens are from those of one rank, relative to the scale.
+    """
+    config, farthest = make_config(), 0.0
+    sizes = {"max_requests": 2, "num_blocks": 64, "max_forward_tokens": 700, "num_checkpoints": 2}
+    weights, tokens = model_weights(config, seed=0), model_projections(config, 700, seed=1)
+    alone = KVCacheManager(config, **sizes)
+    born, split = (KVCacheManager(config, **sizes, process_group=group) for _ in range(2))
+    for length in lengths:
+        ids = np.arange(length + 96) + 1000 * length  # of each length other ones
+        for each in (alone, born, split):
+            each.reset()
+            poison(each)
+        first, other = (each.resume_request(ids, salt=b"mine").slot
+                        for each in (alone, born))  # fmt: skip
+        for each, slot in ((alone, first), (born, other)):
+            run_layers(each, weights, [Row(slot, tokens, 0, length)])
+        saved = alone.export_request(first)
+        slots = [split.import_request(saved)]
+        alone.save_request(first, folder / f"{rank} {length}")
+        slots.append(split.load_request(folder / f"{rank} {length}"))
+        got, want = split.export_request(slots[0]), born.export_request(other)
+        assert_same(list(got.tensors.values()), list(want.tensors.values()))
+        assert got.description == want.description
+        assert_same(live_bytes(split, slots[1]), live_bytes(born, other))
+        split.free_request(slots[1])
+        place = length
+        for count in (1, 4, 90, 1):
+            results = [
+                run_layers(each, weights, [Row(slot, tokens, place, place + count)])
+                for each, slot in ((split, slots[0]), (alone, first))
+            ]
+            for got, one in zip(*results, strict=True):
+                assert (got.chosen is None) or torch.equal(got.chosen, one.chosen)
+                scale = one.output.abs().max()
+                farthest = max(farthest, float((got.output - one.output).abs().max() / scale))
+            place += count
+        run_layers(born, weights, [Row(other, tokens, length, place)])
+        assert_same(live_bytes(split, slots[0]), live_bytes(born, other))
+        split.free_request(slots[0])
+        hit = split.match_prefix(ids, salt=b"mine")
+        is_long = place > split.config.block_tokens + split.config.halo_tokens
+        assert hit.num_tokens > 0 or not is_long
+        assert not split.match_prefix(ids).num_tokens
+        split.check_integrity()
+    return farthest
+
+
+def go_apart(rank, group, how):
+    """Ranks that run other requests, of as many tokens, or whose books differ."""
+    config, weights = short_config(), model_weights(short_config(), seed=0)
+    tokens = model_projections(config, 60, seed=1)
+    sizes = {"max_requests": 3, "num_blocks": 16, "max_forward_tokens": 128}
+    manager = KVCacheManager(config, process_group=group, **sizes)
+    slots = manager.open_requests(2)
+    if how == "blocks" and rank:
+        manager.prepare_forward([slots[1]], [0], [40]).complete()
+        manager.truncate(slots[1], 0)
+        manager.prepare_forward([slots[1]], [0], [8]).complete()
+        manager.truncate(slots[1], 0)
+        other = manager.open_request(num_tokens=8)
+        manager.prepare_forward([other], [0], [8]).complete()
+    with pytest.raises(RankLostError, match="or has other requests"):
+        run_layers(manager, weights, [Row(slot, tokens, 0, 40) for slot in slots])
+        assert how == "slots"
+        run_layers(manager, weights, [Row(slots[rank], tokens, 40, 41)])
+    return manager.lengths[:2].tolist()
+
+
+def choose_apart(rank, group, choices):
+    config = short_config()
+    with pytest.raises(ValueError, match="same config, sizes and choices on all ranks"):
+        KVCacheManager(config, max_requests=2, num_blocks=16, num_checkpoints=2,
+                       process_group=group, **choices[rank])  # fmt: skip
 
 
 def lose_a_rank(rank, group, folder, dying, number, sign, seconds):

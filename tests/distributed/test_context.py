@@ -1,12 +1,15 @@
 """Ranks that divide a context equal one that has it alone, also when one of them dies."""
 
 import signal
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from dsv4 import CacheConfig, KVCacheManager
+from dsv4 import CacheConfig, CheckpointPolicy, KVCacheManager, PrefixStore, warm_up
 from dsv4.cache.graphs.captured_forward import CapturedForward
+from dsv4.cache.graphs.captured_layers import CapturedLayers
 from dsv4.distributed import context
 from dsv4.kernels.reference.indexer import select_topk
 from dsv4.testing import Row, model_projections, model_weights
@@ -16,12 +19,15 @@ from tests.distributed import ranks
 from tests.v41 import tiny_v41
 
 SHORT_FORWARDS = ((70, 20), (9, 40), (3, 3), (1, 1), (1, 0))
+PAST_A_ROUND = ((550, 20), (3, 3), (1, 1))  # rank 0 of four has its second block
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "call"),
-    [(2, ()), (4, ()), (2, (ranks.latent_config, "cpu", torch.float32, SHORT_FORWARDS))],
-)
+    [(2, ()), (4, ()), (4, (ranks.small_config, "cpu", torch.float32, PAST_A_ROUND)),
+     *((num_ranks, (ranks.latent_config, "cpu", torch.float32, SHORT_FORWARDS))
+       for num_ranks in (2, 4))],
+)  # fmt: skip
 def test_the_ranks_equal_one(num_ranks, call):
     farthest, digests = zip(*ranks.run_ranks(num_ranks, ranks.compare, *call), strict=True)
     assert max(farthest) < 1e-5
@@ -35,23 +41,61 @@ def test_an_engine_serves_from_two_ranks():
 
 
 V4_ROWS = {"head_dim": 512, "rope_dim": 64, "num_query_heads": 64, "index_num_heads": 64,
-           "index_head_dim": 128, "compress_ratios": (4, 128)}  # fmt: skip
+           "index_head_dim": 128}  # fmt: skip
+
+
+# Few layers each: cases are compiled side by side.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("make_config", "ratios", "choices"),
+    [(ranks.small_config, (0, 4), {}), (ranks.small_config, (128,), {}),
+     (ranks.latent_config, None, {}), (ranks.small_config, (4,), V4_ROWS),
+     (ranks.small_config, (128,), V4_ROWS)],
+    ids=["csa", "hca", "v41", "csa-wide", "hca-wide"],
+)  # fmt: skip
+def test_the_ranks_equal_one_on_a_gpu(make_config, ratios, choices):
+    """A chunk, verification and decode.
+
+    BF16 rounds five times, by up to 2^-8 each: weights and outputs of one rank and of a part, and
+    the parts' sum.
+    """
+    dtype, limit = (torch.bfloat16, 5 * 2.0**-8) if choices else (torch.float32, 1e-5)
+    chunk = (70, 20) if ratios is None else (420, 20)
+    choices = choices if ratios is None else {"compress_ratios": ratios, **choices}
+    parts = ranks.run_ranks(
+        2, ranks.compare, make_config, device="cuda", dtype=dtype,
+        forwards=(chunk, (3, 3), (1, 1)), **choices,
+    )  # fmt: skip
+    farthest, digests = zip(*parts, strict=True)
+    assert max(farthest) < limit
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.parametrize("make_config", [ranks.small_config, ranks.latent_config])
+def test_captured_steps_of_ranks(make_config):
+    """Groups that exchange on the GPU can be captured; here the step runs again."""
+    assert max(ranks.run_ranks(2, ranks.replay, make_config)) < 1e-5
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("make_config", "dtype", "choices", "limit"),
-    [(ranks.small_config, torch.float32, {}, 1e-5),
-     (ranks.latent_config, torch.float32, {}, 1e-5),
-     (ranks.small_config, torch.bfloat16, V4_ROWS, 2.0**-7)],
-)  # fmt: skip
-def test_the_ranks_equal_one_on_a_gpu(make_config, dtype, choices, limit):
-    """BF16 parts are rounded before they are joined."""
-    forwards = ((420, 20), (3, 3)) if make_config is ranks.small_config else ((70, 20), (3, 3))
-    parts = ranks.run_ranks(
-        2, ranks.compare, make_config, device="cuda", dtype=dtype, forwards=forwards, **choices
-    )
-    assert max(farthest for farthest, _ in parts) < limit
+@pytest.mark.parametrize("make_config", [ranks.small_config, ranks.latent_config])
+def test_captured_steps_of_a_rank_on_a_gpu(make_config):
+    """NCCL wants a GPU for each rank, so the other one's parts are this one's here."""
+    assert ranks.replay(0, Group(), make_config, device="cuda") < 1e-5
+
+
+def refuse_graphs(rank, group, device):
+    manager = KVCacheManager(CacheConfig.tiny(), max_requests=1, num_blocks=2,
+                             process_group=group, device=device)  # fmt: skip
+    with pytest.raises(ValueError, match="CUDA graphs over NCCL alone"):
+        CapturedForward(manager, lambda handles: None, batch=1)
+    with pytest.raises(ValueError, match="layers one by one in a split context"):
+        CapturedLayers(manager, lambda handle: None, batch=1, max_length=1)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_graphs_over_gloo_are_refused(device):
+    ranks.run_ranks(2, refuse_graphs, device=device)
 
 
 def test_merge_follows_the_rule_of_one_rank():
@@ -85,11 +129,17 @@ EVENTS = {"decode", "verify", "chunk", "checkpoint", "replay", *ranks.COUNTED[:-
 
 
 @pytest.mark.parametrize(
-    "make_config", [ranks.short_config, pytest.param(ranks.shared_config, marks=pytest.mark.slow)]
-)
-def test_schedules(make_config):
+    ("num_ranks", "make_config", "sizes"),
+    [(2, ranks.short_config, (40, 4, 70)),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+         (2, ranks.shared_config, (40, 4, 70)), (2, ranks.whole_config, (640, 16, 80)),
+         (4, ranks.whole_config, (1280, 8, 60)), (4, ranks.short_config, (80, 8, 90)),
+         (4, ranks.shared_config, (80, 8, 90)),
+     ))],
+)  # fmt: skip
+def test_schedules(num_ranks, make_config, sizes):
     """Everything happens to requests that no rank has alone."""
-    counts = ranks.run_ranks(2, ranks.schedule, make_config, 40, 4, 70)
+    counts = ranks.run_ranks(num_ranks, ranks.schedule, make_config, *sizes)
     assert all(each == counts[0] for each in counts)
     assert set(counts[0]) == EVENTS and min(counts[0].values()) > 1
 
@@ -130,6 +180,53 @@ def test_a_rank_that_fails_alone():
     assert ranks.run_ranks(2, ranks.fail_alone) == [4, 4]
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "make_config", "lengths"),
+    [(2, ranks.short_config, (0, 3, 4, 5, 8, 9, 12, 13, 40)),
+     (4, ranks.short_config, (7, 8, 17, 32, 41)),
+     (2, ranks.whole_config, (1, 127, 128, 300, 600)), (2, ranks.shared_config, (2, 9, 33))],
+)  # fmt: skip
+def test_a_whole_request_goes_on_split(num_ranks, make_config, lengths, tmp_path):
+    """Its share is, to the byte, what a rank has of a request that was split from the start."""
+    call = (make_config, lengths, tmp_path)
+    assert max(ranks.run_ranks(num_ranks, ranks.promote, *call)) < 1e-5
+
+
+def test_a_rank_refuses_whole_requests_of_others():
+    config = ranks.short_config()
+    alone = KVCacheManager(config, max_requests=1, num_blocks=8)
+    split = KVCacheManager(config, max_requests=1, num_blocks=8, process_group=Group())
+    slot = alone.open_request()
+    alone.prepare_forward([slot], [0], [20]).complete()
+    saved = alone.export_request(slot)
+    other = replace(config, rope_theta=20000.0)
+    for wrong, match in (
+        (replace(saved, fingerprint=other.format_fingerprint), "with the fingerprint"),
+        (replace(saved, blocks=saved.blocks[:-1]), "expected 5 blocks"), (None, "export_request"),
+        (replace(saved, prefix_root="no"), "hex digits"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=match):
+            split.import_request(wrong)
+    with pytest.raises(ValueError, match="with the fingerprint"):
+        alone.import_request(split.export_request(split.import_request(saved)))
+
+
+@pytest.mark.parametrize(("how", "lengths"), [("slots", [40, 40]), ("blocks", [0, 0])])
+def test_ranks_that_run_other_requests(how, lengths):
+    """Their messages are as long, and nothing else would tell."""
+    assert ranks.run_ranks(2, ranks.go_apart, how) == [lengths] * 2
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [({}, {"wipe_on_free": True}), ({}, {"checkpoint_policy": CheckpointPolicy(every_blocks=1)}),
+     ({}, {"host_blocks": 1}), ({"batch_invariant": True, "backend": "triton"}, {})],
+    ids=str,
+)  # fmt: skip
+def test_ranks_of_other_choices_are_refused(choices):
+    ranks.run_ranks(2, ranks.choose_apart, choices)
+
+
 class Group:
     """A group of ranks that exchanges nothing."""
 
@@ -151,8 +248,8 @@ class Group:
 @pytest.mark.parametrize(
     ("problem", "choices"),
     [("backend 'flashmla'", {"attention_backend": "flashmla"}),
-     ("backend 'deepgemm'", {"index_backend": "deepgemm"}), ("a store", {"store": object()}),
-     ("a rank of", {"process_group": object()})],
+     ("backend 'deepgemm'", {"index_backend": "deepgemm"}),
+     ("a store", {"store": Mock(spec=PrefixStore)}), ("a rank of", {"process_group": object()})],
 )  # fmt: skip
 def test_refusals(problem, choices):
     sizes = {"max_requests": 1, "num_blocks": 2, "process_group": Group()}
@@ -160,11 +257,12 @@ def test_refusals(problem, choices):
         KVCacheManager(CacheConfig.tiny(), **{**sizes, **choices})
 
 
-def test_graphs_are_refused():
-    manager = KVCacheManager(CacheConfig.tiny(), max_requests=1, num_blocks=2,
-                             process_group=Group())  # fmt: skip
-    with pytest.raises(ValueError, match="CUDA graphs"):
-        CapturedForward(manager, lambda handles: None, batch=1)
+def test_warm_up_of_a_rank():
+    """Its scratch holds its own entries of one token, and no more."""
+    config = CacheConfig.tiny(compress_ratios=(4, 128), block_tokens=128)
+    manager = KVCacheManager(config, max_requests=1, num_blocks=130, max_forward_tokens=1,
+                             process_group=Group(1), backend="triton")  # fmt: skip
+    warm_up(manager, model_weights(config, seed=0))
 
 
 def test_candidate_blocks_of_two_ranks_are_refused():
@@ -182,8 +280,9 @@ def test_candidate_blocks_of_two_ranks_are_refused():
 def test_a_plan_has_the_bytes_of_every_rank(make_config, num_ranks, num_stages, num_tokens):
     config, totals = make_config(), set()
     for rank in range(num_ranks):
+        of_three = replace(config, num_query_heads=3 * config.num_query_heads)
         plan = MemoryPlan(
-            config.split_context(rank, num_ranks), 2, num_tokens, gpu_bytes=10**12, num_ranks=3,
+            of_three.split_context(rank, num_ranks), 2, num_tokens, gpu_bytes=10**12, num_ranks=3,
             num_stages=num_stages, max_forward_tokens=300, num_checkpoints=1,
         )  # fmt: skip
         for layers, num_bytes in plan.stages.items():

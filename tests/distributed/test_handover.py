@@ -1,16 +1,25 @@
 """Hand-over: after any failure one side has the whole request, and the other has nothing of it."""
 
+import contextlib
+import functools
+import itertools
+import json
 import random
 import re
+import signal
+import sys
+import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
 
 from dsv4 import KVCacheManager
 from dsv4.distributed.channel import MESSAGE_BYTES
-from dsv4.distributed.handover import Arrived, Handover, Inbox, Receiver
+from dsv4.distributed.handover import Arrived, Handover, Inbox, Receiver, _reason
+from dsv4.distributed.transport import NO_LIMIT
 from dsv4.errors import (
     HandoverError,
     HandoverInDoubtError,
@@ -19,17 +28,20 @@ from dsv4.errors import (
 )
 from tests.cache.live import assert_same, live_bytes
 from tests.distributed import processes
-from tests.distributed.local import Line, LocalTransport
+from tests.distributed.local import Line, LocalTransport, as_message
 from tests.distributed.processes import (
     CONFIG,
     DEADLINE,
+    ENGINES,
+    HAS_CHECKS,
+    KINDS,
     LENGTH,
     LONG,
     LONG_MEMORY,
     LONG_SIZES,
+    MANY,
     MEMORY_BYTES,
-    MISSING,
-    PACKAGES,
+    KilledAt,
     connect,
     feed,
     grown,
@@ -37,16 +49,6 @@ from tests.distributed.processes import (
     other_process,
 )
 from tests.marks import quick
-
-SENDER_POINTS, RECEIVER_POINTS = 60, 35  # messages: before each, and after each that is sent
-ENGINES = [
-    pytest.param(
-        kind,
-        marks=pytest.mark.skipif(kind in MISSING, reason=f"{MISSING.get(kind)} is not installed"),
-    )
-    for kind in PACKAGES
-]
-KINDS = ["gloo", *ENGINES]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,9 @@ class Pair:
     def connect(self, num_messages=None, deadline=DEADLINE, **options):
         self.line = Line(num_messages)
         ends = [LocalTransport(self.line, rank, MEMORY_BYTES) for rank in (0, 1)]
-        options = {"num_tokens": LENGTH, "request_id": "one", **options}
+        options = {
+            "num_tokens": LENGTH, "request_id": "one", "has_checks": HAS_CHECKS, **options
+        }  # fmt: skip
         request_id = options.pop("request_id")
         self.handover = Handover(
             self.sender, self.slot, ends[0], request_id, deadline=deadline, **options
@@ -127,6 +131,13 @@ class Pair:
     def assert_sender_alone(self, expected):
         assert (books(self.sender), books(self.receiver)) == self.before
         assert_same(live_bytes(self.sender, self.slot), expected[0])
+
+    def begin(self):
+        """Exchange the first messages of a request that is complete."""
+        self.handover.finish()
+        for _ in range(2):
+            self.handover.poll()
+            self.taker.poll()
 
     def assert_receiver_alone(self, expected):
         assert self.sender.open_slots == [] and len(self.receiver.open_slots) == 1
@@ -173,32 +184,41 @@ def test_another_process_goes_on_with_it(kind, tmp_path, expected, exported):
 
 @pytest.fixture(scope="module")
 def long_request():
-    """A manager with a request of 100,000 tokens, and its life from there on."""
-    manager = new_manager(**LONG_SIZES)
-    slot = processes.write_long(manager)
-    other = manager.fork(slot)
-    life = processes.life_of_long(manager, other)
-    manager.free_request(other)
-    return manager, slot, life
+    """A request of 100,000 tokens, and its life from there on, on a device."""
+
+    @functools.cache
+    def make(device):
+        manager = new_manager(**LONG_SIZES, device=device)
+        slot = processes.write_long(manager)
+        other = manager.fork(slot)
+        life = processes.life_of_long(manager, other)
+        manager.free_request(other)
+        return manager, slot, life
+
+    return make
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_long_request_goes_on_in_another_process(kind, tmp_path, long_request):
-    manager, slot, life = long_request
-    with other_process(processes.receive_long, kind, tmp_path) as (told, _):
-        transport = connect(kind, tmp_path, 0, memory_bytes=LONG_MEMORY)
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [*(pytest.param(*kind.values, "cpu", marks=[*kind.marks, pytest.mark.slow])
+       for kind in (pytest.param("gloo"), *ENGINES)),
+     pytest.param("gloo", "cuda", marks=pytest.mark.gpu),
+     pytest.param("nixl", "cuda", marks=[*ENGINES[0].marks, pytest.mark.gpu])],
+)  # fmt: skip
+def test_a_long_request_goes_on_in_another_process(kind, device, tmp_path, long_request):
+    manager, slot, life = long_request(device)
+    with other_process(processes.receive_long, kind, tmp_path, device=device) as (told, _):
+        memory = processes.memory_of(kind, device)
+        transport = connect(kind, tmp_path, 0, memory_bytes=LONG_MEMORY, **memory)
         handover = Handover(
-            manager, manager.fork(slot), transport, "long", num_tokens=LONG, deadline=DEADLINE
-        )
+            manager, manager.fork(slot), transport, "long", num_tokens=LONG, deadline=DEADLINE,
+            has_checks=HAS_CHECKS,
+        )  # fmt: skip
         handover.finish()
         handover.wait()
         assert manager.open_slots == [slot]
-        before, outputs, after = told.recv()
-        assert_same(before, life[0])
-        assert len(outputs) == 200 * CONFIG.num_layers
-        assert_same(outputs, life[1])
-        assert_same(after, life[2])
+        assert told.recv() == life
+        assert len(set(life)) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,19 +237,78 @@ def test_nothing_is_written_after_the_end_of_a_connection(kind, tmp_path):
         assert torch.equal(transport.memory, held)
 
 
+@pytest.fixture(scope="module")
+def points(exported):
+    """Where sender and receiver can be killed: before each message, and after each that is sent."""
+    pair, line = Pair(exported), Line()
+    ends = [KilledAt(LocalTransport(line, rank, MEMORY_BYTES), MANY) for rank in (0, 1)]
+    pair.handover = Handover(pair.sender, pair.slot, ends[0], "one", num_tokens=LENGTH)
+    pair.taker = Receiver(pair.inbox, ends[1])
+    assert pair.run()[0] == [None, None]
+    sender, receiver = (MANY - end.left for end in ends)
+    return sender, receiver - 1  # it waits for another offer at last
+
+
+def choose_point(seed, points):
+    """The last ones, where the request changes hands, and then any."""
+    most = points[seed % 2]
+    return most - 1 - seed // 2 if seed < 8 else random.Random(seed).randrange(most)
+
+
 @pytest.mark.parametrize("seed", quick(range(200), range(20)))
-def test_one_side_is_killed(seed, tmp_path, expected, exported):
-    is_sender = seed % 2 == 0
-    killed_at = random.Random(seed).randrange(SENDER_POINTS if is_sender else RECEIVER_POINTS)
-    kill(("gloo", tmp_path), killed_at, expected, exported, is_sender=is_sender)
+def test_one_side_is_killed(seed, tmp_path, expected, exported, points):
+    killed_at = choose_point(seed, points)
+    kill(("gloo", tmp_path), killed_at, expected, exported, is_sender=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("seed", quick(range(20), range(2)))
-def test_one_side_is_killed_under_an_engine(kind, seed, tmp_path, expected, exported):
-    is_sender = seed % 2 == 0
-    killed_at = random.Random(seed).randrange(SENDER_POINTS if is_sender else RECEIVER_POINTS)
-    kill((kind, tmp_path), killed_at, expected, exported, is_sender=is_sender)
+def test_one_side_is_killed_under_an_engine(kind, seed, tmp_path, expected, exported, points):
+    killed_at = choose_point(seed, points)
+    kill((kind, tmp_path), killed_at, expected, exported, is_sender=seed % 2 == 0)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """What a request of large pieces can read."""
+    manager = processes.wide_manager()
+    return live_bytes(manager, processes.wide_request(manager))
+
+
+@pytest.mark.parametrize("seed", quick(range(40), range(4)))
+def test_one_side_is_killed_inside_a_piece(seed, tmp_path, wide):
+    """At any time of some hundredths of a second, in which pieces of 24 MB arrive in place."""
+    manager, is_sender = processes.wide_manager(), seed % 2 == 0
+    killing = threading.Timer(random.Random(seed).uniform(0.0, 0.08), lambda: process.kill())
+    target = processes.send_wide if is_sender else processes.receive_wide
+    slot = None if is_sender else processes.wide_request(manager)
+    before = books(manager)
+    with other_process(target, tmp_path) as (told, process):
+        transport = connect("gloo", tmp_path, int(is_sender), processes.WIDE_MEMORY)
+        try:
+            if is_sender:
+                receiver = Receiver(Inbox(manager), transport, deadline=10.0)
+                while not manager._requests.incoming:
+                    receiver.poll(0.001)
+                killing.start()
+                slot = receiver.wait()[0].slot
+                assert_same(live_bytes(manager, slot), wide)
+            else:
+                handover = Handover(
+                    manager, slot, transport, "one", num_tokens=processes.WIDE_TOKENS,
+                    deadline=10.0,
+                )  # fmt: skip
+                handover.finish()
+                while not told.poll():
+                    handover.poll(0.001)
+                killing.start()
+                handover.wait()
+                assert manager.open_slots == []
+        except PeerLostError:
+            assert books(manager) == before
+            if not is_sender:
+                assert_same(live_bytes(manager, slot), wide)
+        killing.join()
 
 
 def kill(where, killed_at, expected, exported, *, is_sender):
@@ -238,7 +317,7 @@ def kill(where, killed_at, expected, exported, *, is_sender):
     before = books(manager)
     if is_sender:
         options = {"killed_at": killed_at, "saved": exported}
-        with other_process(processes.send_saved, *where, **options):
+        with other_process(processes.send_saved, *where, **options) as (_, process):
             receiver = Receiver(Inbox(manager), connect(*where, 1), deadline=DEADLINE)
             receiver._channel.get = has_deadline(receiver._channel.get)
             try:
@@ -246,10 +325,11 @@ def kill(where, killed_at, expected, exported, *, is_sender):
                 assert_same(live_bytes(manager, slot), expected[0])
             except PeerLostError:
                 assert books(manager) == before
+            assert_killed(process)
         return
     slot = manager.import_request(exported)
     before = books(manager)
-    with other_process(processes.receive, *where, killed_at=killed_at):
+    with other_process(processes.receive, *where, killed_at=killed_at) as (_, process):
         handover = Handover(
             manager, slot, connect(*where, 0), "one", num_tokens=LENGTH, deadline=DEADLINE
         )
@@ -260,11 +340,68 @@ def kill(where, killed_at, expected, exported, *, is_sender):
         except PeerLostError:
             assert books(manager) == before
             assert_same(live_bytes(manager, slot), expected[0])
+        assert_killed(process)
+
+
+def assert_killed(process):
+    process.join(DEADLINE)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def has_deadline(get):
     """Let a receiver that waits for an offer give up too: its peer may be dead."""
     return lambda *expected, **options: get(*expected)
+
+
+def test_blocks_leave_while_the_prefill_runs(expected, exported):
+    """All that are final have arrived when the request is complete."""
+    sender = new_manager()
+    pairs, seen = [], []
+
+    def on_chunk(slot):
+        if not pairs:
+            pairs.append(Pair(exported, sender=sender))
+        (pair,) = pairs
+        for _ in range(30):
+            pair.handover.poll()
+            pair.taker.poll()
+        (incoming,) = pair.receiver._requests.incoming.values()
+        count = sender.final_tokens(slot) // CONFIG.block_tokens
+        rows = torch.empty(2, count, sender.blocks.num_bytes, dtype=torch.uint8)
+        sender.blocks.read(sender.blocks_of(slot)[:count], rows[0])
+        pair.receiver.blocks.read(incoming.blocks[:count], rows[1])
+        assert torch.equal(*rows)
+        crossed = sum(size for size in pair.line.sizes if size != MESSAGE_BYTES)
+        assert crossed == count * sender.blocks.num_bytes
+        seen.append(count)
+
+    grown(sender, on_chunk=on_chunk)
+    assert seen == [1, 2, 3, 4, 5]
+    (pair,) = pairs
+    assert pair.run()[0] == [None, None]
+    pair.assert_receiver_alone(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peer_that_does_not_come_is_lost(kind, tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"has not come for 0\.5 s"):
+        connect(kind, tmp_path, 0, deadline=0.5)
+    assert time.monotonic() - begin < 20.0
+
+
+def test_an_idle_receiver_stays(tmp_path):
+    """The deadline of a connection is not that of messages, which have no limit of their own."""
+    assert timedelta(days=10000) < NO_LIMIT
+    deadline = 3.0
+    with other_process(processes.send_late, tmp_path, deadline + 1.0) as (told, _):
+        assert told.recv() == "up"
+        end = connect("gloo", tmp_path, 1, deadline=deadline)
+        begin, pending = time.monotonic(), end.receive(end.memory)
+        told.send("go")
+        while not pending.wait(0.1):
+            assert time.monotonic() - begin < DEADLINE
+        assert time.monotonic() - begin > deadline
 
 
 def test_every_message_can_be_the_last(expected, exported):
@@ -367,10 +504,7 @@ def test_a_full_receiver_refuses_and_another_request_fits_later(expected, export
 
 def test_a_second_connection_replaces_the_first(expected, exported):
     pair = Pair(exported)
-    pair.handover.finish()
-    for _ in range(2):
-        pair.handover.poll()
-        pair.taker.poll()
+    pair.begin()
     old = pair.taker
     assert len(pair.receiver._requests.incoming) == 1
     pair.connect()
@@ -393,10 +527,7 @@ def test_both_managers_can_sleep_after_it(exported):
 
 def test_a_manager_that_closes_ends_its_hand_over(exported):
     pair = Pair(exported)
-    pair.handover.finish()
-    for _ in range(2):
-        pair.handover.poll()
-        pair.taker.poll()
+    pair.begin()
     pair.receiver.close()
     assert pair.line.is_cut
     with pytest.raises(PeerLostError):
@@ -429,6 +560,297 @@ def test_a_request_that_changes_is_given_up(exported):
     (error, _), _ = pair.run(is_finished=True)
     assert "was freed or changed" in str(error)
     assert pair.sender.lengths[pair.slot] == LENGTH + 1 and pair.receiver.open_slots == []
+
+
+def go_back_and_grow(manager, slot):
+    manager.truncate(slot, 0)
+    for length in (150, 300, 450, 600, LENGTH):
+        feed(manager, slot, length)
+
+
+def replace_request(manager, slot):
+    manager.free_request(slot)
+    assert manager.open_request() == slot
+    for length in (150, 300, 450, 600, LENGTH):
+        feed(manager, slot, length)
+
+
+@pytest.mark.parametrize("change", [go_back_and_grow, replace_request])
+def test_a_request_of_the_same_length_is_another_one(change, exported):
+    """Nothing of it arrives, neither alone nor behind blocks of the first one."""
+    pair = Pair(exported)
+    while not pair.handover._num_sent:
+        pair.handover.poll()
+        pair.taker.poll()
+    change(pair.sender, pair.slot)
+    with pytest.raises(HandoverError, match="was freed or changed"):
+        pair.handover.finish()
+    (error, _), arrived = pair.run(is_finished=True)
+    assert "was freed or changed" in str(error) and not arrived
+    assert pair.sender.lengths[pair.slot] == LENGTH and pair.receiver.open_slots == []
+
+
+def test_a_request_freed_by_its_owner_is_given_up(exported):
+    pair = Pair(exported)
+    pair.begin()
+    pair.sender.free_request(pair.slot)
+    (error, _), arrived = pair.run(is_finished=True)
+    assert "was freed or changed" in str(error) and not arrived
+
+
+def test_a_request_that_adopts_blocks_arrives(expected, exported):
+    """Its blocks become those of another with the same bytes, after they were sent."""
+    sender = new_manager()
+    other, slot = (sender.import_request(exported) for _ in range(2))
+    pair = Pair(exported, sender=sender)
+    pair.slot = slot
+    pair.connect()
+    while not pair.handover._num_sent:
+        pair.handover.poll()
+        pair.taker.poll()
+    before = sender.blocks_of(slot)[:5].tolist()
+    sender.stats()  # publishes
+    assert sender.blocks_of(slot)[:5].tolist() == sender.blocks_of(other)[:5].tolist() != before
+    assert pair.run()[0] == [None, None]
+    sender.free_request(other)
+    pair.assert_receiver_alone(expected)
+
+
+class Place:
+    """A manager with its inbox, which can send too."""
+
+    def __init__(self, **sizes):
+        self.manager = new_manager(**sizes)
+        self.inbox = Inbox(self.manager)
+
+    def send_to(self, other, slot, request_id="one", num_tokens=LENGTH):
+        """Hand a request over; return what has arrived."""
+        line = Line()
+        ends = [LocalTransport(line, rank, MEMORY_BYTES) for rank in (0, 1)]
+        handover = Handover(self.manager, slot, ends[0], request_id, num_tokens=num_tokens)
+        taker, arrived = Receiver(other.inbox, ends[1]), []
+        handover.finish()
+        while not handover.poll():
+            arrived += taker.poll()
+        return arrived + taker.poll()
+
+
+def test_a_request_comes_back_and_goes_again(expected, exported):
+    """The same id names it on all its ways, and each time one side has it."""
+    first, second = Place(), Place()
+    slot = first.manager.import_request(exported)
+    for _ in range(2):
+        ((_, slot),) = first.send_to(second, slot)
+        assert first.manager.open_slots == [] and second.manager.open_slots == [slot]
+        ((_, slot),) = second.send_to(first, slot)
+        assert second.manager.open_slots == [] and first.manager.open_slots == [slot]
+    assert_same(live_bytes(first.manager, slot), expected[0])
+
+
+def test_another_request_with_an_old_id_is_taken_or_refused(exported):
+    first, second = Place(), Place(host_slots=1, host_blocks=8)
+    ((_, slot),) = first.send_to(second, first.manager.import_request(exported))
+    other = first.manager.open_request()
+    feed(first.manager, other, 150)
+    with pytest.raises(HandoverError, match="another request has the id 'one' here"):
+        first.send_to(second, other)
+    assert first.manager.lengths[other] == 150 and second.manager.open_slots == [slot]
+    swapped = second.manager.swap_out(slot)
+    for is_back in (False, True):  # in another slot
+        with pytest.raises(HandoverError, match="another request has the id 'one' here"):
+            first.send_to(second, other)
+        if not is_back:
+            empty = second.manager.open_request()
+            slot = second.manager.swap_in(swapped)
+            second.manager.free_request(empty)
+    second.manager.free_request(slot)
+    ((_, slot),) = first.send_to(second, other)
+    assert first.manager.open_slots == [] and second.manager.lengths[slot] == 150
+
+
+def test_a_reason_fits_a_message():
+    assert len(json.dumps(_reason('\U0001f600"\\' * 2000))) < MESSAGE_BYTES // 2
+
+
+def test_an_interrupted_arrival_is_whole(exported):
+    """At any line the request is here and reported, or neither here nor remembered."""
+    for point in itertools.count():
+        pair, points = Pair(exported), iter(range(point, -1, -1))
+
+        def on_line(frame, event, _, points=points):
+            if event == "line" and next(points, None) == 0:
+                raise KeyboardInterrupt
+            return on_line
+
+        pair.handover.finish()
+        accept = Inbox.accept.__code__
+        sys.settrace(lambda frame, *_, on_line=on_line, accept=accept: (
+            on_line if frame.f_code is accept else None
+        ))  # fmt: skip
+        arrived = []
+        try:
+            while not pair.handover.poll():
+                arrived += pair.taker.poll()
+            is_interrupted = False
+        except KeyboardInterrupt:
+            is_interrupted = True
+        finally:
+            sys.settrace(None)
+        is_here = bool(pair.receiver.open_slots)
+        assert is_here == any(map(pair.inbox.find, pair.inbox.taken))
+        if is_interrupted:
+            with contextlib.suppress(PeerLostError, KeyboardInterrupt):
+                arrived += pair.taker.poll()
+        assert is_here == bool(arrived) and (is_here or pair.sender.open_slots)
+        if not is_interrupted:
+            break
+    assert point >= 3
+
+
+def in_doubt(exported, **sizes):
+    """A pair after the answer to the commit was lost: both have the request."""
+    whole = Pair(exported)
+    whole.run()
+    sender = new_manager(**sizes)
+    pair = Pair(exported, sender=sender, num_messages=len(whole.line.sizes) - 1)
+    (error, _), arrived = pair.run()
+    assert isinstance(error, HandoverInDoubtError) and len(arrived) == 1
+    return pair
+
+
+def test_a_request_in_doubt_is_known_after_it_was_swapped(expected, exported):
+    pair = in_doubt(exported, host_blocks=8, host_slots=1)
+    other = pair.sender.open_request()
+    pair.slot = pair.sender.swap_in(pair.sender.swap_out(pair.slot))
+    pair.connect()
+    (error, _), again = pair.run()
+    assert error is None and not again
+    pair.sender.free_request(other)
+    pair.assert_receiver_alone(expected)
+
+
+def test_a_request_in_doubt_that_ran_on_is_not_freed(exported):
+    pair = in_doubt(exported)
+    feed(pair.sender, pair.slot, LENGTH + 1)
+    pair.connect(num_tokens=LENGTH + 1)
+    (error, _), _ = pair.run()
+    assert "has request 'one' with 650 tokens, and it has 651 here" in str(error)
+    assert pair.sender.lengths[pair.slot] == LENGTH + 1
+
+
+@pytest.mark.parametrize("num_tokens", [645, 640, 100])
+def test_a_request_longer_than_it_was_said_to_be(num_tokens, expected, exported):
+    """The sender refuses it; a receiver does so too, before it is ready."""
+    pair = Pair(exported)
+    pair.connect(num_tokens=num_tokens)
+    for _ in range(9):
+        pair.handover.poll()
+        pair.taker.poll()
+    with pytest.raises(ValueError, match=f"num_tokens .{num_tokens}. tokens, got 650"):
+        pair.handover.finish()
+    if num_tokens == 645:
+        pair.handover._num_tokens = LENGTH
+        (error, _), arrived = pair.run()
+        assert "at most the 645 tokens that room is kept for, got 650" in str(error)
+        assert not arrived and not isinstance(error, PeerLostError)
+    pair.handover.close()
+    pair.taker.close()
+    pair.assert_sender_alone(expected)
+
+
+BLOCK_BYTES = new_manager().blocks.num_bytes
+END = {"kind": "end", "length": "0", "rollback_floor": "0", "prefix_root": ""}
+
+
+def hostile_receiver(*messages):
+    """A receiver that gets these messages, and what it answers; it is as before."""
+    manager, line = new_manager(), Line()
+    before = books(manager)
+    receiver = Receiver(Inbox(manager), LocalTransport(line, 1, MEMORY_BYTES), deadline=0.05)
+    offer = {
+        "kind": "offer", "id": "x", "nonce": 1, "num_tokens": LENGTH, "has_checks": False,
+        "fingerprint": CONFIG.format_fingerprint, "piece_bytes": receiver._channel.piece_bytes,
+    }  # fmt: skip
+    first, *rest = messages
+    offer = {name: value for name, value in {**offer, **first}.items() if value is not None}
+    line.queues[0].extend(map(as_message, [offer, *rest]))
+    try:
+        for _ in range(3):
+            receiver.poll()
+    finally:
+        answers = [json.loads(bytes(each.numpy()))["kind"] for each in line.queues[1]]
+        receiver.close()
+        assert books(manager) == before
+    return answers
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        *([{name: None}] for name in ("id", "nonce", "fingerprint", "num_tokens", "has_checks")),
+        [{"id": ["a"]}], [{"id": 5}], [{"nonce": 2**70}], [{"nonce": True}], [{"has_checks": 1}],
+        [{"num_tokens": 650.0}], [{"num_tokens": float("inf")}], [{"num_tokens": 10**300}],
+        [{}, {"kind": "region"}], [{}, {"kind": "region", "region": [1]}],
+        *([{}, {"kind": "region", "region": region}] for region in (
+            ["what", 0, 1, 5], [["x"], 0, 1, 5], ["records", 0, 1, BLOCK_BYTES],
+            ["blocks", 0, -3, BLOCK_BYTES], ["blocks", 0, 10**18, BLOCK_BYTES],
+            ["blocks", 0, 10**30, BLOCK_BYTES], ["blocks", 0, 1.5, BLOCK_BYTES],
+            ["blocks", 0, "1", BLOCK_BYTES], ["blocks", 0, 1, BLOCK_BYTES - 1],
+            ["blocks", -1, 1, BLOCK_BYTES], ["blocks", 0, True, BLOCK_BYTES],
+        )),
+        [{}, {"kind": "end"}], [{}, {**END, "length": 5}], [{}, {**END, "prefix_root": 5}],
+        [{}, b'{"kind": "end", "length": 1e999, "rollback_floor": "0", "prefix_root": ""}'],
+        [{}, {"kind": "commit"}], [{}, b"\xff\xfe"], [{}, b"[" * 4000], [{}, b"[1]"],
+        [{}, {"kind": ["end"]}],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_receiver_loses_a_peer_that_sends_no_messages(messages):
+    with pytest.raises(PeerLostError):
+        hostile_receiver(*messages)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[{"num_tokens": -1}], [{"num_tokens": 2**62}], [{"id": ""}], [{"id": "x" * 300}],
+     [{"fingerprint": "\u4e2d" * 500}], [{}, END], [{}, {**END, "length": "9" * 4000}],
+     [{}, {**END, "length": "-1"}]],
+    ids=str,
+)  # fmt: skip
+def test_a_receiver_refuses_what_it_cannot_take(messages):
+    assert hostile_receiver(*messages)[-1] == "refuse"
+
+
+@pytest.mark.parametrize(
+    "answer", [{"kind": "refuse"}, {"kind": "refuse", "why": 5}, {"kind": "have"},
+               {"kind": "have", "length": "650"}, {"kind": "ready"}, {"kind": 5}, b"no"],
+    ids=str,
+)  # fmt: skip
+def test_a_sender_loses_a_peer_that_sends_no_messages(answer, expected, exported):
+    pair = Pair(exported)
+    pair.handover.finish()
+    pair.line.queues[1].append(as_message(answer))
+    with pytest.raises(PeerLostError):
+        while not pair.handover.poll():
+            pass
+    pair.assert_sender_alone(expected)
+
+
+def test_pieces_after_the_checks_are_checked_too(expected, exported):
+    """A sender that checks its first pieces alone is refused."""
+    pair = Pair(exported)
+    send_rest, channel = pair.handover._send_rest, pair.handover._channel
+
+    def check_early(rest):
+        yield from channel.put("checked")
+        yield from channel.send_checks()
+        pair.handover._check = None
+        yield from send_rest(rest)
+
+    pair.handover._send_rest = check_early
+    (error, _), arrived = pair.run()
+    assert "some pieces have another xxh3" in str(error) and not arrived
+    pair.assert_sender_alone(expected)
 
 
 @pytest.mark.gpu
