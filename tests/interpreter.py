@@ -1,6 +1,7 @@
 """Triton's interpreter without most of its overhead: types are made once, modules patched once.
 
-Values and checks stay Triton's own, but for misaligned addresses: it refuses them as a GPU does.
+Values and checks stay Triton's own, but for two: misaligned addresses are refused, as by a GPU, and
+products are summed in fp64.
 Most tests of kernels spend their time here.
 """
 
@@ -8,6 +9,7 @@ import functools
 import math
 
 import numpy as np
+import torch
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
@@ -34,6 +36,7 @@ def install() -> None:
     core.dtype.__eq__ = lambda self, other: self is other or _equal_dtypes(self, other)
     core.tuple.__eq__ = _equal_shapes
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
+    interpreter.InterpreterBuilder.create_dot = _dot_in_fp64
     interpreter.InterpreterBuilder.create_masked_load = _load_aligned
     interpreter.InterpreterBuilder.create_masked_store = _store_aligned
 
@@ -100,6 +103,19 @@ def _check_overflow(self, lhs, rhs, binary_op) -> None:
     """Skip a check whose result Triton reads in debug mode alone."""
     if self.builder.options.debug:
         _sanitize_overflow(self, lhs, rhs, binary_op)
+
+
+def _dot_in_fp64(self, a, b, d, *precision):
+    """Multiply in fp64: bits then depend neither on the CPU nor on the number of columns."""
+    values = []
+    for each in (a, b):
+        data = each.data
+        if each.dtype.primitive_bitwidth == 8:
+            data = interpreter._convert_float(data, each.dtype, core.float16, None).view(np.float16)
+        with np.errstate(invalid="ignore"):  # NaN in FP16
+            values.append(torch.from_numpy(np.asarray(data, np.float64)))
+    product = torch.matmul(*values).numpy().astype(d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
 def _load_aligned(self, ptrs, mask, *others):

@@ -56,7 +56,7 @@ def check_backend(name: str, device: torch.device) -> None:
 def experience(capability: tuple[int, int]) -> str:
     """Say what the kernels have shown on GPUs of that compute capability."""
     if capability in RUN:
-        return "all GPU tests were run"
+        return "GPU tests were run; docs/gpu-tests.json says at which commit"
     seen = "compiled in tests" if capability in COMPILED else "never compiled in tests"
     return f"{seen}, never run on such a GPU" if capability >= OLDEST else "refused"
 

@@ -118,9 +118,7 @@ def index_row_bytes(
 def index_scratch_bytes(
     key_format: str, *, num_heads: int, dim: int, topk: int, max_entries: int, max_tokens: int
 ) -> int:
-    """Bytes of a workspace for forwards of up to max_tokens; 0 if nothing is ever scored."""
-    if max_entries <= topk:
-        return 0
+    """Bytes of a workspace for forwards of up to max_tokens."""
     row = sum(
         index_row_bytes(
             key_format, num_heads=num_heads, dim=dim, topk=topk, max_entries=max_entries

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.layer_checks import INPUT_DTYPES
+from dsv4.cache.layer_checks import INPUT_DTYPES, check_tensor
 from dsv4.checks import check_int, check_type
 from dsv4.config import LAYER_TYPE_NAMES, CacheConfig
 from dsv4.kernels.contracts import (
@@ -96,9 +96,10 @@ class AttentionSubBlock:
         """Make a layer of DeepSeek-V4.1 of its tensors, shared but for a pair's projections.
 
         Args:
-            tensors: By their names in the layer's attention, such as `wq_a.weight`; others are
-                ignored.
+            tensors: By their names in the layer's attention, such as `wq_a.weight`, fp32 or bf16
+                on one device; others are ignored.
         """
+        check_type("tensors", tensors, Mapping)
         check_type("config", config, CacheConfig)
         layer_idx = check_int("layer_idx", layer_idx, at_least=0, at_most=config.num_layers - 1)
         layer = config.schedule[layer_idx]
@@ -113,7 +114,9 @@ class AttentionSubBlock:
                 f"Invalid tensors of layer {layer_idx}: expected {', '.join(needed)}, "
                 f"without {', '.join(missing)}"
             )
-        return cls(_named_module(tensors, config, layer), config, layer)
+        named = {name: tensors[name] for name in needed}
+        _check_tensors(named, config)
+        return cls(_named_module(named, config, layer), config, layer)
 
     @torch.no_grad()
     def __call__(
@@ -136,7 +139,6 @@ class AttentionSubBlock:
 
     def _check(self, hidden: Tensor, handle: LayerCacheHandle) -> None:
         check_type("handle", handle, LayerCacheHandle)
-        check_type("hidden", hidden, Tensor)
         is_own = handle.config == self.config or handle.config.whole == self.config.whole
         if handle.layer != self.layer or not is_own:
             raise ValueError(
@@ -144,10 +146,7 @@ class AttentionSubBlock:
                 f"got layer {handle.layer.layer_idx}" + ("" if is_own else " of another config")
             )
         expected = (handle.plan.num_tokens, self.module.q_a_proj.in_features)
-        if tuple(hidden.shape) != expected:
-            raise ValueError(
-                f"Invalid shape of hidden: expected {list(expected)}, got {list(hidden.shape)}"
-            )
+        check_tensor("hidden", hidden, expected, INPUT_DTYPES, handle.tokens.positions.device)
 
 
 def learned_weights(module: Any) -> LayerWeights:
@@ -262,6 +261,35 @@ class _Norm:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], config: CacheConfig) -> None:
+    """Check shapes, dtypes and devices; a layer's other widths are those of wq_a and wo_a."""
+    for name in ("wq_a.weight", "wo_a.weight"):
+        check_type(name, tensors[name], Tensor)
+        if tensors[name].ndim != 2:
+            got = list(tensors[name].shape)
+            raise ValueError(f"Invalid shape of {name}: expected two dimensions, got {got}")
+    (low, hidden), (rank, width) = tensors["wq_a.weight"].shape, tensors["wo_a.weight"].shape
+    heads, dim = config.num_query_heads, config.head_dim
+    if not width or heads * dim % width or rank % (heads * dim // width):
+        raise ValueError(
+            "Invalid shape of wo_a.weight: expected [groups * rank, columns] with groups * columns "
+            f"= {heads * dim}, got {[rank, width]}"
+        )
+    index_heads, index_dim = config.index_num_heads, config.index_head_dim
+    shapes = {
+        "wq_a.weight": (low, hidden), "q_norm.weight": (low,), "wq_b.weight": (heads * dim, low),
+        "wkv.weight": (dim, hidden), "kv_norm.weight": (dim,), "attn_sink": (heads,),
+        "wo_a.weight": (rank, width), "wo_b.weight": (hidden, rank),
+        "compressor.wkv.weight": (dim, hidden), "compressor.norm.weight": (dim,),
+        "compressor.wgate.weight": (dim, hidden), "indexer.wk.weight": (index_dim, dim),
+        "indexer.k_norm.weight": (index_dim,),
+        "indexer.wq_b.weight": (index_heads * index_dim, low),
+        "indexer.weights_proj.weight": (index_heads, hidden),
+    }  # fmt: skip
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor, shapes[name], INPUT_DTYPES, tensors["wq_a.weight"].device)
 
 
 def _named_module(tensors: Mapping[str, Tensor], config: CacheConfig, layer: LayerSpec) -> Any:

@@ -128,6 +128,11 @@ def write_book(num_tokens: int, *, seed: int = 0) -> Book:
     return Book(torch.tensor(ids), questions)
 
 
+def write_draft(name: Question, num_tokens: int) -> list[int]:
+    """Write a record on a name, to be read behind `num_tokens` tokens: it fills a CSA window."""
+    return [STOP] * (-num_tokens % 4) + [*name.ids, IDS["number"][5], STOP]
+
+
 def _scatter(number: int, bits: int, seed: int) -> int:
     """Permute the integers of `bits` bits."""
     mask = (1 << bits) - 1

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -52,7 +53,8 @@ TYPES = {
 class AttentionCase(NamedTuple):
     """A layer's ratio, its heads, its row format, and whether a chunk or one token attends.
 
-    is_raw gives it queries as they are projected.
+    is_raw gives it queries as they are projected. is_invariant has splits of one size, which one
+    program joins, or others combine.
     """
 
     ratio: int
@@ -60,6 +62,7 @@ class AttentionCase(NamedTuple):
     kv_format: str
     is_chunk: bool
     is_raw: bool = False
+    is_invariant: bool = False
 
 
 ATTENTION = [
@@ -72,7 +75,8 @@ ATTENTION = [
     AttentionCase(4, 64, "fp8", False, True), AttentionCase(4, 64, "fp8", True, True),
     AttentionCase(4, 8, "fp8", False, True), AttentionCase(128, 64, "bf16", True, True),
     AttentionCase(2, 64, "fp8_32", False, True), AttentionCase(1, 64, "fp8_32", True),
-    AttentionCase(1, 64, "fp8_32", False),
+    AttentionCase(1, 64, "fp8_32", False), AttentionCase(4, 64, "fp8", False, True, True),
+    AttentionCase(1, 64, "fp8_32", True, False, True),
 ]  # fmt: skip
 
 
@@ -160,7 +164,7 @@ def record_acceptance() -> list:
     return launches
 
 
-def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list:
+def record_index(index_format: str, *, length: int, num_tokens: int = 1, heads: int = 64) -> list:
     """Record the launches that select entries of a request of that length, at V4-Flash's width."""
     launches: list = []
     owners = [(indexer, "_query_kernel"), (indexer, "_score_kernel"), (topk, "_group_kernel"),
@@ -170,7 +174,7 @@ def record_index(index_format: str, *, length: int, num_tokens: int = 1) -> list
     for (module, name), kernel in zip(owners, kernels, strict=True):
         setattr(module, name, Recorder(kernel, launches))
     config = CacheConfig.v4_flash(
-        compress_ratios=(4,), num_query_heads=1, index_format=index_format
+        compress_ratios=(4,), num_query_heads=1, index_format=index_format, index_num_heads=heads
     )
     manager = KVCacheManager(
         config, max_requests=1, num_blocks=1, max_forward_tokens=num_tokens,
@@ -241,13 +245,20 @@ def record_attention(case: AttentionCase) -> list:
     memories = [handle.memory, handle.memory._replace(index_scratch=torch.empty(0))]
     is_cut = case.heads == 64 and case.kv_format in ("fp8", "fp8_32")
 
+    joined = attention.combine_launch(torch.device("cpu"))._replace(joined_rows=128)
+    combine = mock.patch.object(attention, "combine_launch", lambda *_: joined)
+
     def attend(memory):
+        with combine if case.is_invariant else nullcontext():
+            call(memory)
+
+    def call(memory):
         attention.attend(
             query, torch.zeros(case.heads), memory, rows, handle.tokens, max_entries=1,
-            is_query_raw=case.is_raw,
+            is_query_raw=case.is_raw, batch_invariant=case.is_invariant,
         )  # fmt: skip
 
-    for memory in memories if is_cut and case.is_chunk else memories[:1]:
+    for memory in memories if is_cut and case.is_chunk and not case.is_invariant else memories[:1]:
         attend(memory)
     if is_cut and not case.is_chunk:
         with mock.patch.object(attention, "num_multiprocessors", lambda device: 132):
@@ -340,12 +351,14 @@ def main(arch: int, step: int) -> None:
     report(record_acceptance(), "acceptance", arch)
     for index_format in INDEX_FORMATS:
         report(record_index(index_format, length=2**14)[:2], index_format, arch)
-    for index_format in chunk_scores.DTYPES:
+    chunk_scores.HEADS = (32, 64)
+    for index_format, heads in itertools.product(chunk_scores.DTYPES, chunk_scores.HEADS):
         names = ("_operand_kernel", "_score_kernel", "_rescore_kernel")
-        launches = record_index(index_format, length=2**14, num_tokens=8)  # no room for operands
-        launches += record_index(index_format, length=2**14, num_tokens=64)
+        launches = []
+        for num_tokens in (8, 64):  # without room for operands, and with it
+            launches += record_index(index_format, length=2**14, num_tokens=num_tokens, heads=heads)
         first = {launch[0]: launch for launch in launches if launch[0].__name__ in names}
-        report(list(first.values()), f"{index_format} chunk", arch)
+        report(list(first.values()), f"{index_format} chunk of {heads} heads", arch)
     for length in (2**14, 2**18):  # of one part, and of several
         report(record_index("fp8", length=length)[2:], f"{length} tokens", arch)
     for case in ATTENTION[::step]:

@@ -99,6 +99,20 @@ class FakePrefill:
         return Decoded(output.bfloat16()[:, None], lse[:, :, None], None)
 
 
+def fake_mqa_logits(query, keys, scales, weights, first, end) -> Tensor:
+    """An `MqaLogits`; undefined scores are NaN."""
+    num_tokens, heads, dim = query.shape
+    assert query.dtype is keys.dtype is torch.float8_e4m3fn and dim == keys.shape[1] == 128
+    assert heads in (32, 64) and query.is_contiguous() and keys.is_contiguous()
+    assert weights.shape == (num_tokens, heads) and weights.dtype is scales.dtype is torch.float32
+    assert scales.shape == keys.shape[:1] and first.dtype is end.dtype is torch.int32
+    products = torch.einsum("thd,ed->the", query.float(), keys.float()).relu()
+    scores = (products * weights[:, :, None]).sum(dim=1) * scales
+    entry = torch.arange(len(keys))
+    is_seen = (entry >= first[:, None]) & (entry < end[:, None])
+    return torch.where(is_seen, scores, torch.nan)
+
+
 class FakeDeepGEMM:
     """A `PagedLogits` that records its batch sizes; undefined scores are NaN."""
 

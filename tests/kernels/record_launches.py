@@ -4,7 +4,9 @@ Launches are recorded and not run, so that no GPU is needed. Run as a script, wi
 interpreter: `python -m tests.kernels.record_launches`.
 """
 
+import dataclasses
 import json
+from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -29,7 +31,7 @@ from dsv4.kernels.triton.hopper import attention as hopper
 from dsv4.kernels.triton.hopper import dense_attention, index_scores
 from dsv4.model.attention import forward_layer
 from dsv4.testing import model_projections, model_weights, take_rows
-from tests.kernels.serving import Server, attend, serve
+from tests.kernels.serving import LONGEST, Server, attend, serve
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
@@ -86,17 +88,21 @@ def new_keys(keys: dict[str, dict], warmed: set[str]) -> list[dict]:
 def use_triton(manager: KVCacheManager) -> None:
     """Let a manager of the CPU use Triton, which it refuses; nothing is launched here."""
     manager.backend = manager.attention_backend = manager.index_backend = "triton"
-    manager._backends[:] = ["triton"]  # of its only device; the planner has the same list
-    manager._layers = [manager._layer_parts(idx) for idx in range(len(manager.schedule))]
+    names = {"attention": "triton", "index": "triton"}
+    manager._backends = dataclasses.replace(manager._backends, **names)
+    manager._backends.by_part[:] = ["triton"]  # of its only device; the planner has the same list
+    manager._layers = manager._make_layers()
 
 
-def serve_one_layer_per_type(keys: dict[str, dict], **sizes: int) -> dict:
+def serve_one_layer_per_type(
+    keys: dict[str, dict], *, longest: int = LONGEST, **sizes: Any
+) -> dict:
     keys.clear()
     server = Server(**sizes)
     use_triton(server.manager)
     warm_up(server.manager, server.weights)
     warmed = set(keys)
-    serve(server)
+    serve(server, longest=longest)
     return {"case": f"{sizes}", "warmed": len(warmed), "new": new_keys(keys, warmed)}
 
 
@@ -212,10 +218,14 @@ def main() -> None:
     keys = record_kernels()
     print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=0, max_requests=7)))
     print(json.dumps(serve_one_layer_per_type(keys, drafts_per_step=2, index_num_heads=64)))
+    v41 = {"model": "v41_flash", "drafts_per_step": 2, "max_requests": 7, "longest": 1100}
+    print(json.dumps(serve_one_layer_per_type(keys, **v41)))
     print(json.dumps(serve_all_layers(keys)))
     for is_query_raw in (False, True):
         print(json.dumps(serve_chunks(keys, is_query_raw=is_query_raw)))
     print(json.dumps(attend_few_tokens(keys)))
+    print(json.dumps(serve_candidates(keys)))
+    chunk_scores.HEADS = (32, 64)
     print(json.dumps(serve_candidates(keys)))
 
 

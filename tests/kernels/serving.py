@@ -10,10 +10,15 @@ from dsv4.testing import model_projections, model_weights, move_to, take_rows
 LONGEST = 5000
 BATCH = 256
 CHUNKS = (*range(2, 300), 383, 384, 385, 511, 512, 513, 1000, 1024, 2047, 2048, 3333, 4096)
+LAYERS: dict[str, dict] = {
+    "v4_flash": {"compress_ratios": (0, 4, 128)},
+    "v41_flash": {"compress_ratios": (0, 2, 2, 1, 1), "kv_source_layer_ids": (1, 3),
+                  "index_source_layer_ids": (1, 3, 4), "candidate_source_layer_id": 3},
+}  # fmt: skip
 
 
 class Server:
-    """A manager of one layer per type at V4-Flash's width, and what its forwards are given."""
+    """A manager of one layer per type at a model's width, and what its forwards are given."""
 
     def __init__(
         self,
@@ -23,9 +28,10 @@ class Server:
         index_num_heads: int = 1,
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
+        model: str = "v4_flash",
     ) -> None:
-        config = CacheConfig.v4_flash(
-            compress_ratios=(0, 4, 128),
+        config = getattr(CacheConfig, model)(
+            **LAYERS[model],
             num_query_heads=1,
             index_num_heads=index_num_heads,
             drafts_per_step=drafts_per_step,
@@ -56,7 +62,7 @@ class Server:
         """Some requests go on by some tokens each."""
         before = [self.lengths[slot] for slot in counts]
         after = [b + n for b, n in zip(before, counts.values(), strict=True)]
-        plan = prepare_forward(self.manager, list(counts), before, after)
+        plan, chosen = prepare_forward(self.manager, list(counts), before, after), {}
         for layer_idx, weights in enumerate(self.weights):
             handle = self.manager.acquire(layer_idx, plan)
             inputs = take_rows(self.inputs[layer_idx], slice(0, plan.num_tokens))
@@ -66,7 +72,7 @@ class Server:
                 handle.write(inputs, weights)
             if gathers:
                 gather(handle)
-                attend(handle, inputs, weights.sinks)
+                attend(handle, inputs, weights.sinks, chosen)
         self.lengths.update(zip(counts, after, strict=True))
 
 
@@ -91,12 +97,15 @@ def gather(handle) -> None:
         handle.gather_all_compressed_kv()
 
 
-def attend(handle, inputs, sinks, *, is_query_raw: bool = False) -> None:
-    selection = None
+def attend(handle, inputs, sinks, chosen=None, *, is_query_raw: bool = False) -> None:
+    """Select and attend; `chosen` has the selections of this forward, if layers share them."""
+    layer, chosen = handle.layer, {} if chosen is None else chosen
     if inputs.indexer is not None:
-        selection = handle.select_entries(inputs.indexer.query, inputs.indexer.head_weights)
+        query, head_weights = inputs.indexer.query, inputs.indexer.head_weights
+        candidates = chosen.get(layer.candidates_of)
+        chosen[layer.layer_idx] = handle.select_entries(query, head_weights, candidates)
     for given in (sinks, None):
-        handle.attend(inputs.query, given, selection, is_query_raw=is_query_raw)
+        handle.attend(inputs.query, given, chosen.get(layer.choice_of), is_query_raw=is_query_raw)
 
 
 def serve(server: Server, *, longest: int = LONGEST) -> None:

@@ -1,7 +1,7 @@
 """Scores of chunks on Hopper are bitwise those of `indexer._score_kernel`, and so are selections.
 
-Gluon has no interpreter. What stands in for it on the CPU: keys become operands there too, and
-every tile of a chunk is in exactly one work item.
+On the CPU `test_hopper` runs the kernel by a model of Gluon. Its sums are not in the GPU's order,
+so bits are compared on a GPU alone. 32 heads are switched on here.
 """
 
 import pytest
@@ -24,12 +24,25 @@ from tests.kernels.test_triton_indexer import (
 )
 
 FORMATS = list(chunk_scores.DTYPES)
+HEADS = (32, 64)
+V41 = {"kv_source_layer_ids": (0,), "index_source_layer_ids": (0,), "candidate_source_layer_id": -1}
+all_heads = pytest.mark.parametrize("heads", HEADS)
 
 
-def handle_of(name: str, before, after, *, topk: int = 8, device: str = "cuda", **choices):
-    config = CacheConfig.v4_flash(
-        compress_ratios=(4,), num_query_heads=1, index_format=name, index_topk=topk, **choices
-    )
+@pytest.fixture(autouse=True)
+def switch_on(monkeypatch):
+    monkeypatch.setattr(chunk_scores, "HEADS", HEADS)
+
+
+def handle_of(
+    name: str, before, after, *, heads: int = 64, ratio: int = 4, topk: int = 8,
+    device: str = "cuda", **choices,
+):  # fmt: skip
+    make, own = (CacheConfig.v4_flash, {}) if ratio == 4 else (CacheConfig.v41_flash, V41)
+    config = make(
+        compress_ratios=(ratio,), num_query_heads=1, index_format=name, index_num_heads=heads,
+        index_topk=topk, **own, **choices,
+    )  # fmt: skip
     return filled(config, list(before), list(after), device=device)
 
 
@@ -82,15 +95,16 @@ def test_keys_become_operands(name):
 
 @pytest.mark.parametrize("num_programs", [4, 132])
 def test_splits_have_every_tile(num_programs):
-    for num_pairs in (1, 2, 66, 131, 132, 133, 1056):
+    for num_groups in (1, 2, 66, 131, 132, 133, 1056):
         for num_tiles in (1, 7, 8, 9, 128, 513, 1024):
-            splits, tiles = choose_splits(num_pairs, num_tiles, num_programs)
+            splits, tiles = choose_splits(num_groups, num_tiles, num_programs)
             assert splits >= 1 and (splits - 1) * tiles < num_tiles <= splits * tiles
 
 
 def test_whole_waves_of_programs():
     cpu = torch.device("cpu")  # with 4 multiprocessors
-    assert [tokens_at_once(n, cpu) for n in (1, 7, 8, 9, 23, 24)] == [1, 7, 8, 8, 16, 24]
+    assert [tokens_at_once(n, 64, cpu) for n in (1, 7, 8, 9, 23, 24)] == [1, 7, 8, 8, 16, 24]
+    assert [tokens_at_once(n, 32, cpu) for n in (7, 15, 16, 17, 47)] == [7, 15, 16, 16, 32]
 
 
 @pytest.mark.gpu
@@ -110,8 +124,8 @@ def test_where_chunks_are_scored_apart(name, after, num_rows, is_apart):
 
 
 def both_scores(handle, query, weights, *, num_rows: int | None = None) -> list[torch.Tensor]:
-    """Scores by pairs of chunk tokens, and by the kernel of steps; NaN where nothing is scored."""
-    max_entries, found = handle.plan.max_entries(4), []
+    """Scores by groups of chunk tokens, and by the kernel of steps; NaN where nothing is scored."""
+    max_entries, found = handle.plan.max_entries(handle.layer.ratio), []
     arguments = {"num_heads": query.shape[1], "max_entries": max_entries}
     for is_apart in (True, False):
         handle.memory.index_scratch.fill_(POISON_BYTE)
@@ -164,14 +178,16 @@ CHUNKS = [
     ([3000, 7, 1500], [3065, 8, 1571]),  # odd chunks and a step
     ([700, 200, 300, 4000], [733, 260, 333, 4001]),
     ([500, 501], [502, 577]),
+    ([900, 40, 700, 30, 800], [906, 42, 703, 34, 805]),  # 2 to 6 tokens
 ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", CHUNKS, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_scores_are_those_of_steps(name, lengths, monkeypatch):
-    handle = handle_of(name, *lengths)
+@all_heads
+def test_scores_are_those_of_steps(heads, name, lengths, monkeypatch):
+    handle = handle_of(name, *lengths, heads=heads)
     query, weights = random_query(handle)
     apart, alone = both_scores(handle, query, weights)
     assert (alone != 0).any()
@@ -180,9 +196,10 @@ def test_scores_are_those_of_steps(name, lengths, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [2, 3, 31, 64, 65, 263, 264, 265, 529])
-def test_chunks_of_any_length(num_tokens, monkeypatch):
-    handle = handle_of("fp8", [2000], [2000 + num_tokens])
+@pytest.mark.parametrize("num_tokens", [2, 3, 5, 31, 64, 65, 263, 264, 265, 529, 8191, 8192, 8193])
+@all_heads
+def test_chunks_of_any_length(heads, num_tokens, monkeypatch):
+    handle = handle_of("fp8", [2000], [2000 + num_tokens], heads=heads)
     query, weights = random_query(handle)
     assert_same_bits(*both_scores(handle, query, weights))
     both_selections(handle, query, weights, monkeypatch)
@@ -190,16 +207,27 @@ def test_chunks_of_any_length(num_tokens, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
-def test_parts_of_a_chunk(num_rows):
-    handle = handle_of("mxfp4", [900, 40], [1003, 177])
+@all_heads
+def test_parts_of_a_chunk(heads, num_rows):
+    handle = handle_of("mxfp4", [900, 40], [1003, 177], heads=heads)
     query, weights = random_query(handle)
     assert_same_bits(*both_scores(handle, query, weights, num_rows=num_rows))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_ratios_of_v41(ratio, monkeypatch):
+    handle = handle_of("mxfp4", [600, 40], [667, 177], heads=32, ratio=ratio)
+    query, weights = random_query(handle)
+    assert_same_bits(*both_scores(handle, query, weights))
+    both_selections(handle, query, weights, monkeypatch)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("first", "last"), [(107, 133), (106, 134), (0, 220)])
-def test_keys_that_e5m2_does_not_hold(first, last):
-    handle = handle_of("mxfp4", [2000, 60], [2033, 61])
+@all_heads
+def test_keys_that_e5m2_does_not_hold(heads, first, last):
+    handle = handle_of("mxfp4", [2000, 60], [2033, 61], heads=heads)
     replace_keys(handle.memory.index_keys, first, last)
     apart, alone = both_scores(handle, *random_query(handle))
     assert not alone.isnan().any()
@@ -207,8 +235,9 @@ def test_keys_that_e5m2_does_not_hold(first, last):
 
 
 @pytest.mark.gpu
-def test_queries_that_e5m2_does_not_hold():
-    handle = handle_of("mxfp4", [2000], [2033], index_hadamard=False)
+@all_heads
+def test_queries_that_e5m2_does_not_hold(heads):
+    handle = handle_of("mxfp4", [2000], [2033], heads=heads, index_hadamard=False)
     query, weights = random_query(handle)
     query[5, :, :32] *= 2.0**-40
     apart, alone = both_scores(handle, query, weights)
@@ -231,29 +260,47 @@ def hostile_scales(kind: str, shape: torch.Size, topk: int) -> torch.Tensor:
     return scales[kind].reshape(shape)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("topk", [8, 512])
-@pytest.mark.parametrize(
-    "kind", ["equal", "nan", "zero", "ascending", "descending", "lognormal", "repeated"]
-)
-def test_hostile_scores(kind, topk, monkeypatch):
-    handle = handle_of("fp8", [9000], [9135], topk=topk)
+HOSTILE = ["equal", "nan", "zero", "ascending", "descending", "lognormal", "repeated"]
+
+
+def hostile_case(name: str, kind: str, before: int, after: int, *, topk: int = 8, **choices):
+    """A chunk, its queries and weights; keys differ by their scales alone.
+
+    Scales of mxfp4 are powers of two, so that many are equal. None is NaN: weights are instead.
+    """
+    handle = handle_of(name, [before], [after], topk=topk, **choices)
     keys = handle.memory.index_keys
     keys.data[:] = keys.data[0, 0].clone()
-    scales = keys.field("scale")
-    scales.copy_(hostile_scales(kind, scales.shape, topk))
     query, weights = random_query(handle)
-    apart, alone = both_scores(handle, query, weights.abs())
+    if name == "fp8":
+        scales = keys.field("scale")
+        scales.copy_(hostile_scales(kind, scales.shape, topk))
+        return handle, query, weights.abs()
+    rows = hostile_scales("equal" if kind == "nan" else kind, keys.scales.shape[:2], topk)
+    powers = 127 + (8 * rows.log2()).round().clamp(-23, 23)
+    keys.scales.copy_(powers[..., None].expand(keys.scales.shape))
+    return handle, query, weights.fill_(torch.nan) if kind == "nan" else weights.abs()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", [8, 512])
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("name", FORMATS)
+@all_heads
+def test_hostile_scores(heads, name, kind, topk, monkeypatch):
+    handle, query, weights = hostile_case(name, kind, 9000, 9135, heads=heads, topk=topk)
+    apart, alone = both_scores(handle, query, weights)
     assert_same_bits(apart, alone)
-    chosen, _same = both_selections(handle, query, weights.abs(), monkeypatch)
+    chosen, _same = both_selections(handle, query, weights, monkeypatch)
     best = select_topk(alone, visible_counts(handle), topk)
     assert torch.equal(chosen.entry_idx.long(), best)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
-def test_keys_and_weights_that_are_nan(name, monkeypatch):
-    handle = handle_of(name, [2000], [2065])
+@all_heads
+def test_keys_and_weights_that_are_nan(heads, name, monkeypatch):
+    handle = handle_of(name, [2000], [2065], heads=heads)
     query, weights = random_query(handle)
     weights[10, 3], weights[11, 5] = torch.nan, torch.inf
     query[20, 7, 9] = torch.nan
@@ -267,8 +314,9 @@ def test_keys_and_weights_that_are_nan(name, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
-def test_long_chunks_again_and_again(name):
-    handle = handle_of(name, [30000], [30700], topk=512)
+@all_heads
+def test_long_chunks_again_and_again(heads, name):
+    handle = handle_of(name, [30000], [30700], heads=heads, topk=512)
     query, weights = random_query(handle, dtype=torch.bfloat16)
     first, alone = both_scores(handle, query, weights)
     assert_same_bits(first, alone)

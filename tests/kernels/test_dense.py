@@ -12,7 +12,7 @@ from dsv4.kernels.reference.codec import EncodedRows, read_rows
 from dsv4.rope import build_rope_table
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 from tests.dense import DenseLayer, dense_layers
-from tests.v41 import tiny_v41
+from tests.v41 import random_v41_choices, tiny_v41
 
 LENGTHS = (389, 260, 131, 5, 1)
 
@@ -202,3 +202,16 @@ def test_many_random_runs(seed):
         drafts_per_step=rng.choice([0, 1, 4]),
     )
     run_randomly(config, seed=seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60, 80))
+def test_many_random_runs_of_v41(seed):
+    rng = random.Random(seed)
+    choices = {
+        **rng.choice(list(V41_CHOICES.values())), **random_v41_choices(rng),
+        "index_format": rng.choice(INDEX_FORMATS), "kv_format": rng.choice(KV_FORMATS),
+        "block_tokens": rng.choice([8, 16, 48]), "sliding_window": rng.choice([5, 16, 40]),
+        "drafts_per_step": rng.choice([0, 1, 4]), "index_topk": 4,
+    }  # fmt: skip
+    run_randomly(tiny_v41(**choices), seed=seed, num_blocks=128)

@@ -1,7 +1,7 @@
 """Attention of chunks over dense rows on Hopper, within the bound of `test_triton_attention`.
 
-Gluon has no interpreter. What stands in for it on the CPU: rows become dense there too, and the
-choice of dense rows is made from sizes alone.
+On the CPU rows become dense, and the choice of dense rows is made from sizes. `test_hopper` runs
+the kernel there by a model of Gluon, with NaN rows of this file.
 """
 
 import pytest
@@ -214,8 +214,10 @@ def test_raw_queries_give_the_bits_of_prepared_ones(preset, heads, ratios, lengt
 
 
 @pytest.mark.gpu
-def test_a_long_chunk(always_dense):
-    handle = real("flash", CSA, [300], [8493])
+@pytest.mark.parametrize("num_tokens", [8191, 8192, 8193])
+@pytest.mark.parametrize("ratios", BOTH, ids=list(TYPES))
+def test_a_long_chunk(ratios, num_tokens, always_dense):
+    handle = real("flash", ratios, [300], [300 + num_tokens])
     inputs = make_inputs(handle)
     got = run(triton(), handle, inputs)
     in_place = run(triton(), handle, inputs, batch_invariant=True)
@@ -267,41 +269,39 @@ def test_rows_of_another_request_and_of_no_closed_entry(always_dense):
     assert sorted(left[1 : 1 + int(left[0])].tolist()) == [0, 10, 64, len(rows) - 1]
 
 
+def assert_a_nan_is_seen_by_those_that_attend_it(handle, token_pos: int) -> None:
+    """Spoil the first chunk's entry that starts at a token, or the window row of that token."""
+    inputs = make_inputs(handle)
+    before = run(triton(), handle, inputs)
+    ratio, layout, chunk = handle.layer.ratio, handle.memory.layout, handle.tokens.chunk_ids[0]
+    is_mine = handle.tokens.request_ids == chunk
+    if ratio == 0:
+        first = int(handle.positions[is_mine][0])
+        handle.memory.window.workspace.data[0, layout.window - 1 + token_pos - first, 3] = 0x7F
+        is_seen = is_mine & (handle.positions >= token_pos)
+        is_seen &= handle.positions < token_pos + layout.window
+    else:
+        entry, slot = token_pos // ratio, int(handle.tokens.request_slots[chunk])
+        block = int(handle.tokens.block_table[slot, entry // layout.entries_per_block])
+        row = entry % layout.entries_per_block
+        handle.memory.entries.data[block, row, 65] = 0x7F
+        is_seen = is_mine & (handle.positions + 1 >= token_pos + ratio)
+        if ratio == 4:
+            is_seen = (inputs.rows == block * layout.entries_per_block + row).any(1)
+    got = run(triton(), handle, inputs)
+    assert is_seen.any() and not is_seen[is_mine].all()
+    assert got.output[is_seen].isnan().all()
+    assert torch.equal(got.output[~is_seen], before.output[~is_seen])
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("ratios", [CSA, HCA], ids=["csa", "hca"])
-def test_a_nan_entry_is_seen_by_those_that_attend_it(ratios, always_dense):
+@pytest.mark.parametrize(
+    ("ratios", "token_pos"), [(SWA, 1100), (CSA, 1152), (HCA, 1152)], ids=list(TYPES)
+)
+def test_a_nan_row(ratios, token_pos, always_dense):
     """Also within a tile that other tokens read in part."""
     handle = real("flash", ratios, [1000, 900], [1400, 950])
-    inputs = make_inputs(handle)
-    before = run(triton(), handle, inputs)
-    ratio, layout = ratios[0], handle.memory.layout
-    entry = 1152 // ratio
-    slot = int(handle.tokens.request_slots[1])
-    block = int(handle.tokens.block_table[slot, entry // layout.entries_per_block])
-    row = entry % layout.entries_per_block
-    handle.memory.entries.data[block, row, 65] = 0x7F
-    got = run(triton(), handle, inputs)
-    if ratio == 4:
-        is_seen = (inputs.rows == block * layout.entries_per_block + row).any(1)
-    else:
-        is_seen = (handle.positions + 1 >= 1152 + 128) & (handle.tokens.request_ids == 1)
-    assert is_seen.any() and not is_seen[1:401].all()
-    assert got.output[is_seen].isnan().all()
-    assert torch.equal(got.output[~is_seen], before.output[~is_seen])
-
-
-@pytest.mark.gpu
-def test_a_nan_window_row_is_seen_by_those_that_attend_it(always_dense):
-    handle = real("flash", SWA, [300], [700])
-    inputs = make_inputs(handle)
-    before = run(triton(), handle, inputs)
-    handle.memory.window.workspace.data[0, 127 + 200, 3] = 0x7F  # the token at 500
-    got = run(triton(), handle, inputs)
-    is_seen = (handle.positions >= 500) & (handle.positions < 628)
-    is_seen &= handle.tokens.request_ids == 1
-    assert int(is_seen.sum()) == 128
-    assert got.output[is_seen].isnan().all()
-    assert torch.equal(got.output[~is_seen], before.output[~is_seen])
+    assert_a_nan_is_seen_by_those_that_attend_it(handle, token_pos)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from dsv4 import warm_up
 from dsv4.kernels.triton import (
     acceptance,
     attention,
+    candidates,
     chunk_scores,
     dense_rows,
     flush_write,
@@ -34,7 +35,7 @@ def test_serving_launches_nothing_that_was_not_warmed_up():
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
     assert result.returncode == 0, result.stderr
     cases = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(cases) == 7
+    assert len(cases) == 9
     for case in cases:
         assert case["warmed"] >= 28
         assert case["new"] == [], case["case"]
@@ -54,14 +55,18 @@ def test_keys_hold_the_constants_of_callees():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("drafts_per_step", [0, 2])
-def test_serving_compiles_nothing(drafts_per_step, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "index_num_heads", "drafts_per_step"),
+    [("v4_flash", 64, 0), ("v4_flash", 64, 2), ("v41_flash", 32, 2)],
+)
+def test_serving_compiles_nothing(model, index_num_heads, drafts_per_step, monkeypatch):
     server = Server(
-        drafts_per_step=drafts_per_step, max_requests=64, index_num_heads=64, device="cuda"
-    )
+        model=model, drafts_per_step=drafts_per_step, max_requests=64,
+        index_num_heads=index_num_heads, device="cuda",
+    )  # fmt: skip
     for module in (
-        acceptance, attention, chunk_scores, dense_attention, dense_rows, flush_write, gather,
-        indexer, rope, topk, hopper, index_scores,
+        acceptance, attention, candidates, chunk_scores, dense_attention, dense_rows, flush_write,
+        gather, indexer, rope, topk, hopper, index_scores,
     ):  # fmt: skip
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):  # an earlier test may have compiled what is missing

@@ -309,7 +309,7 @@ def split_as_often_as(wave: int, monkeypatch) -> None:
     replace_combine(monkeypatch, combine_cost=0, part_cost=0)
 
 
-def replace_combine(monkeypatch, **fields: int) -> None:
+def replace_combine(monkeypatch, **fields: int | None) -> None:
     """Other constants by which rows are split."""
     changed = attention.combine_launch(torch.device("cpu"))._replace(**fields)
     monkeypatch.setattr(attention, "combine_launch", lambda device, num_splits=1: changed)
@@ -625,9 +625,14 @@ def test_reruns_are_bitwise_equal(ratios, step):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("joined_rows", [None, 128])
 @pytest.mark.parametrize("ratios", [SWA, CSA, HCA], ids=list(TYPES))
-def test_batch_invariant_bits_at_the_real_width(ratios):
-    """The last request of a decode step, alone and beside a chunk: its rows are the same."""
+def test_batch_invariant_bits_at_the_real_width(ratios, joined_rows, monkeypatch):
+    """The last request of a decode step, alone and beside a chunk: its rows are the same.
+
+    Alone its splits have programs of their own, beside the chunk one program may join them.
+    """
+    replace_combine(monkeypatch, joined_rows=joined_rows)
     handle = real("flash", ratios, "chunk")
     inputs = make_inputs(handle)
     token = 130  # the request of 255 tokens, between two chunks

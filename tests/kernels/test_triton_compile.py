@@ -51,24 +51,31 @@ def test_no_kernel_spills(arch):
     assert counts["_score_listed_kernel"] == counts["_largest_kernel"] == 1
     assert counts["_accept_kernel"] == 1
     assert counts["_query_kernel"] == 5 + 2  # key formats; candidates are published and used
-    assert counts["_score_kernel"] == 5 + 2 + 1  # two are in a chunk, one is of V4.1
-    assert counts["gluon_score_kernel"] == counts["_operand_kernel"] == (2 if arch == 90 else 0)
-    assert counts["_rescore_kernel"] == (1 if arch == 90 else 0)
-    assert counts["_attend_kernel"] == (5 if arch == 90 else 29)
-    assert counts["gluon_attend_kernel"] == (13 if arch == 90 else 0)
-    assert counts["gluon_attend_chunk_kernel"] == (1 + 5 * 2 if arch == 90 else 0)
+    assert counts["_score_kernel"] == 5 + 4 + 1  # four are in a chunk, one is of V4.1
+    assert counts["gluon_score_kernel"] == counts["_operand_kernel"] == (4 if arch == 90 else 0)
+    assert counts["_rescore_kernel"] == (2 if arch == 90 else 0)
+    assert counts["_attend_kernel"] == (5 if arch == 90 else 32)
+    assert counts["gluon_attend_kernel"] == (15 if arch == 90 else 0)
+    assert counts["gluon_attend_chunk_kernel"] == (1 + 5 * 2 + 1 if arch == 90 else 0)
     assert counts["gluon_attend_dense_kernel"] == (5 if arch == 90 else 0)
     assert counts["_dense_rows_kernel"] == counts["gluon_attend_dense_kernel"]
     names = {"_write_kernel", "_edge_kernel", "_topk_kernel", "_combine_kernel", "_rope_kernel"}
     assert counts.keys() >= names
     spilling: Counter[str] = Counter()
+    # A join has two sets of accumulators. A split without fused products spills outside of tiles.
+    invariant = [kernel for kernel in kernels if kernel["kind"].endswith("True)")]
+    assert max(kernel["spilled_bytes"] for kernel in invariant) <= 760
     for kernel in kernels:
+        if kernel in invariant:
+            continue
         spilling[kernel["kernel"]] = max(spilling[kernel["kernel"]], kernel["spilled_bytes"])
     # Their warps share all registers there are. What few tiles change is put aside, and of a
     # chunk, whose decoding has fewer, some numbers in every tile.
     assert spilling.pop("gluon_attend_kernel", 0) <= 40
     assert spilling.pop("gluon_attend_chunk_kernel", 0) <= 200
     assert spilling.pop("gluon_score_kernel", 0) <= 80
+    fewer = [kernel for kernel in kernels if kernel["kind"].endswith("of 32 heads")]
+    assert max(kernel["spilled_bytes"] for kernel in fewer) <= 24
     assert +spilling == {}
     if arch == 90:  # the table's 5 programs run at once on a multiprocessor
         of_kinds = [k for k in kernels if k["kind"] in ("mxfp4", "candidates")]

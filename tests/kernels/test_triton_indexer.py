@@ -96,7 +96,7 @@ def random_query(handle, *, dtype=torch.float32, seed: int = 7):
 def select(backend, handle, query, weights, *, memory=None) -> Selection:
     return backend.select_entries(
         query, weights, handle.memory if memory is None else memory, handle.tokens,
-        max_entries=handle.plan.max_entries(4),
+        max_entries=handle.plan.max_entries(handle.layer.ratio),
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def prepared(handle, query, weights):
 
 def visible_counts(handle) -> torch.Tensor:
     slots = addressing.token_slots(handle.tokens)
-    return torch.where(slots >= 0, (handle.positions.long() + 1) // 4, 0)
+    return torch.where(slots >= 0, (handle.positions.long() + 1) // handle.layer.ratio, 0)
 
 
 def reference_query(handle, query):
@@ -132,9 +132,9 @@ def reference_query(handle, query):
 
 def exact_scores(handle, query, weights):
     """fp64 scores of the quantised queries and keys, and the bound of their error."""
-    keys, config = handle.memory.index_keys, handle.config
+    keys, config, ratio = handle.memory.index_keys, handle.config, handle.layer.ratio
     rows = visible_entry_rows(
-        keys, handle.tokens, slice(None), ratio=4, max_entries=handle.plan.max_entries(4)
+        keys, handle.tokens, slice(None), ratio=ratio, max_entries=handle.plan.max_entries(ratio)
     )
     values = gather_rows(keys, rows, global_scale=handle.memory.global_scale).double()
     ready = reference_query(handle, query).double()

@@ -149,7 +149,6 @@ WRITES = {
     "chunks": ("chunks", {}, torch.float32, 1.0),
     "chunks_bf16": ("chunks", {"tail_dtype": "bfloat16"}, torch.bfloat16, 1.0),
     "split_pages": ("chunks", {"page_arrangement": "split"}, torch.float32, 1.0),
-    "small_values": ("steps", {"scale_floor": "scale"}, torch.float32, 1e-3),
     "zeros": ("steps", {}, torch.float32, 0.0),
     "specials": ("chunks", {}, torch.float32, torch.nan),
     "v4_rows": ("chunks", {"kv_format": "fp8", "page_arrangement": "joined"}, torch.float32, 1.0),
@@ -158,12 +157,13 @@ WRITES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("steps", "choices", "dtype", "scale"), WRITES.values(), ids=WRITES)
-def test_writes_store_the_same_bytes(steps, choices, dtype, scale):
+def write_steps(steps, choices, dtype=torch.float32, scale=1.0, norm_scale=1.0):
+    """Compare what both backends store after each step; return the fixed state at last."""
     config = tiny_v41(**{**SMALL, "compress_ratios": (0, 2, 1), "kv_source_layer_ids": (1, 2),
                          "index_source_layer_ids": (1, 2), "candidate_source_layer_id": -1,
                          **choices})  # fmt: skip
     weights = moved(model_weights(config, seed=3))
+    weights = [learned._replace(kv_norm=norm_scale * learned.kv_norm) for learned in weights]
     layers = [
         moved(scaled(model_projections(config, 60, seed=7 * i, dtype=dtype), scale)) for i in (1, 2)
     ]
@@ -184,6 +184,21 @@ def test_writes_store_the_same_bytes(steps, choices, dtype, scale):
             assert torch.equal(mine, theirs), (name, step)
         mine, theirs = (manager.device_memory.memories[0].workspace for manager in made)
         assert torch.equal(mine, theirs), step
+    return made[1].state.storage
+
+
+@pytest.mark.parametrize(("steps", "choices", "dtype", "scale"), WRITES.values(), ids=WRITES)
+def test_writes_store_the_same_bytes(steps, choices, dtype, scale):
+    write_steps(steps, choices, dtype, scale)
+
+
+@pytest.mark.parametrize("steps", ["steps", "chunks"])
+def test_floors_of_small_values(steps):
+    """The norm's weight makes rows small, whose scales the two rules bound differently."""
+    stored = [
+        write_steps(steps, {"scale_floor": floor}, norm_scale=1e-3) for floor in ("amax", "scale")
+    ]
+    assert not torch.equal(*stored)
 
 
 def test_gathers_and_refusals():
@@ -297,6 +312,34 @@ def test_scores_of_choices(kept):
             assert torch.allclose(each, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("beyond", [0, 10**6, 2**31 // 3 - 1])
+def test_blocks_beyond_the_table_have_no_page(beyond):
+    """The next column of a request's table is the first of another's."""
+    config = tiny_v41(**SMALL)
+    weights = moved(model_weights(config, seed=3))
+    manager = KVCacheManager(
+        config, device=DEVICE, backend="reference", max_requests=3, num_blocks=24
+    )
+    plan, rows = fill(manager, weights, [61, 61], [62, 62])
+    chosen = {}
+    for idx, learned in enumerate(weights):
+        inputs = forward_inputs(rows, idx)
+        forward_layer(manager.acquire(idx, plan), inputs, learned, chosen)
+    blocks, size = chosen[3].blocks.clone(), config.candidate_block_size
+    num_columns = plan.tokens.block_table.shape[1]
+    blocks[:, -1] = -(-num_columns * config.block_tokens // size) + beyond
+    index = forward_inputs(rows, 4).indexer
+    got = load_backend("triton").select_entries(
+        index.query, index.head_weights, manager.acquire(4, plan).memory, plan.tokens,
+        max_entries=plan.max_entries(1), candidates=blocks,
+    )  # fmt: skip
+    is_beyond = got.entry_idx >= num_columns * config.block_tokens
+    assert beyond > 10**6 or is_beyond.any()
+    assert (got.rows[is_beyond] == -1).all()
+    inside = (got.entry_idx >= 0) & ~is_beyond
+    assert (got.rows[inside] >= 0).all()
+
+
 @pytest.mark.parametrize("has_room", [True, False])
 @pytest.mark.parametrize(("size", "num_blocks", "longest"), [(8, 40, 70001), (3, 4, 50)])
 def test_blocks_by_their_largest_score(size, num_blocks, longest, has_room):
@@ -326,10 +369,11 @@ WIDE_STEPS = {
 
 
 @cache
-def wide_inputs():
+def wide_inputs(num_tokens: int):
     """Projections and weights of the two groups of `wide`, without queries."""
     config = wide_config(num_query_heads=1, index_num_heads=1)
-    return moved(model_projections(config, 6000, seed=1)), moved(model_weights(config, seed=0))
+    projections = model_projections(config, num_tokens, seed=1)
+    return moved(projections), moved(model_weights(config, seed=0))
 
 
 def wide_config(**choices):
@@ -339,16 +383,16 @@ def wide_config(**choices):
     return CacheConfig.v41_flash(**own, **choices)
 
 
-def wide(layer: int, step: str, **choices):
+def wide(layer: int, step: str, *, steps=WIDE_STEPS, backend: str = "triton", **choices):
     """A handle of a layer with written rows, between poison and tokens of padding."""
-    before, after, more = WIDE_STEPS[step]
+    before, after, more = steps[step]
     manager = KVCacheManager(
         wide_config(**choices, **more), max_requests=8, num_blocks=64, device=DEVICE,
-        max_forward_tokens=8192, backend="triton",
+        max_forward_tokens=8192, backend=backend,
     )  # fmt: skip
     poison(manager)
     slots = [manager.open_request() for _ in before]
-    projections, weights = wide_inputs()
+    projections, weights = wide_inputs(sum(after) + 2)
     owner = manager.config.schedule[layer].entries_of
     layers = sorted({owner, layer} - {-1})
     for starts, ends in (([0] * len(before), before), (before, after)):
@@ -363,14 +407,14 @@ def wide(layer: int, step: str, **choices):
 
 def wide_query(handle, *, seed: int = 0) -> Inputs:
     """Random queries and sinks, and of a layer with entries, rows of 512 visible ones or -1."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     config, tokens = handle.config, handle.tokens
     shape = handle.plan.num_tokens, config.num_query_heads, config.head_dim
-    query = torch.randn(shape, generator=generator, device="cuda").bfloat16()
-    sinks, rows = torch.randn(shape[1], generator=generator, device="cuda"), None
+    query = torch.randn(shape, generator=generator, device=DEVICE).bfloat16()
+    sinks, rows = torch.randn(shape[1], generator=generator, device=DEVICE), None
     if handle.layer.ratio:
         visible = (tokens.positions.long() + 1)[:, None] // handle.layer.ratio
-        drawn = torch.rand(shape[0], 512, generator=generator, device="cuda")
+        drawn = torch.rand(shape[0], 512, generator=generator, device=DEVICE)
         entry, per_block = (drawn * 1.2 * visible).long(), handle.memory.layout.entries_per_block
         slots = tokens.request_slots[tokens.request_ids].long()[:, None]
         is_entry = (entry < visible) & (slots >= 0)

@@ -257,7 +257,7 @@ def test_arguments_of_other_types(model):
         block(torch.zeros(5, 64), 3)
     manager = KVCacheManager(config, max_requests=1, num_blocks=4)
     plan = prepare_forward(manager, [manager.open_request()], [0], [5])
-    with pytest.raises(TypeError, match="Invalid hidden: expected a Tensor, got list"):
+    with pytest.raises(TypeError, match="Invalid hidden: expected a tensor, got list"):
         block([1.0], manager.acquire(1, plan))
 
 
@@ -275,6 +275,9 @@ def test_refusals(model):
         ValueError, match=r"Invalid shape of hidden: expected \[5, 64\], got \[4, 64\]"
     ):
         block(torch.zeros(4, 64), manager.acquire(0, plan))
+    for dtype in (torch.float16, torch.int64):
+        with pytest.raises(TypeError, match=f"expected float32 or bfloat16, got {dtype}"):
+            block(torch.zeros(5, 64, dtype=dtype), manager.acquire(0, plan))
     with pytest.raises(ValueError, match="expected layer 0 of this block's config, got layer 1"):
         block(torch.zeros(5, 64), manager.acquire(1, plan))
     other = KVCacheManager(exact_config(model, block_tokens=128), max_requests=1, num_blocks=4)

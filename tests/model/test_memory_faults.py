@@ -8,7 +8,7 @@ import torch
 
 from dsv4.integrations.transformers import PagedCache, attach
 from dsv4.kernels.reference import addressing, codec, compressor, indexer
-from dsv4.model.memory_book import IDS, STOP, Book, Question, write_book
+from dsv4.model.memory_book import Book, Question, write_book, write_draft
 from dsv4.model.memory_hf import memory_hf_model
 from dsv4.tools.demo.ask import ask, is_right
 
@@ -173,15 +173,9 @@ def test_an_entry_that_starts_one_token_too_early(model, monkeypatch):
     assert failed == late | those(lambda question: question.kind == "chapter")
 
 
-def draft(cache: PagedCache) -> list[int]:
-    """A record that closes the second window from here."""
-    skipped = -cache.lengths[0] % 4
-    return [STOP] * skipped + [*NOBODY.ids, IDS["number"][5], STOP]
-
-
 def test_an_entry_visible_one_too_early(model, cache, monkeypatch):
     """Entries of rejected drafts are still there, behind those that are visible."""
-    ids = draft(cache)
+    ids = write_draft(NOBODY, cache.lengths[0])
     read(model, cache, ids)
     cache.crop(-len(ids))
     assert wrong(model, cache) == set()
@@ -195,7 +189,7 @@ def test_an_entry_visible_one_too_early(model, cache, monkeypatch):
 
 
 def test_a_rejected_draft_left_in(model, cache):
-    ids = draft(cache)
+    ids = write_draft(NOBODY, cache.lengths[0])
     read(model, cache, ids)
     assert wrong(model, cache) == {NOBODY}
     cache.crop(-len(ids))

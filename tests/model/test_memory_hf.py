@@ -10,6 +10,7 @@ from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.integrations.transformers import PagedCache
 from dsv4.integrations.transformers.columns import Columns
 from dsv4.model.memory_book import (
+    CHAPTER_TOKENS,
     IDS,
     MAX_TOKENS,
     UNKNOWN,
@@ -20,7 +21,7 @@ from dsv4.model.memory_book import (
 )
 from dsv4.model.memory_hf import FLASH_WIDTHS, codes, memory_hf_model
 from dsv4.tools.demo.ask import ask, is_right, open_cache, read_book
-from dsv4.tools.demo.memory_run import make_model
+from dsv4.tools.demo.memory_run import ask_after_moves, make_model
 
 
 class Story(NamedTuple):
@@ -45,7 +46,10 @@ everywhere = pytest.mark.parametrize("story", STORIES)
 def wrong(model, cache, book, num_questions: int) -> list[str]:
     questions = book.choose(num_questions)
     assert {question.kind for question in questions} == {"record", "chapter", "line", "nobody"}
-    answers = ask(model, cache, questions)
+    return wrong_answers(questions, ask(model, cache, questions))
+
+
+def wrong_answers(questions, answers) -> list[str]:
     pairs = zip(questions, answers, strict=True)
     return [text_of((*q.ids, *answer)) for q, answer in pairs if not is_right(q, answer)]
 
@@ -120,14 +124,25 @@ def test_fp8_and_mxfp4(story):
     with open_cache(model, len(book.ids), "fp8", "mxfp4") as cache:
         read_book(model, cache, book.ids)
         assert wrong(model, cache, book, story.num_questions) == []
+        questions = book.choose(story.num_questions)
+        for move, answers in ask_after_moves(model, cache, questions).items():
+            assert (move, wrong_answers(questions, answers)) == (move, [])
 
 
 @everywhere
+@torch.inference_mode()
 def test_eight_books(story):
+    """Questions on each book alone, and one on each of them together."""
     books = [write_book(story.num_tokens, seed=seed) for seed in range(8)]
     model, longest = story.model, len(books[0].ids)
     with open_cache(model, longest, "fp8", "mxfp4", num_books=8) as cache:
         read_book(model, cache, torch.stack([book.ids for book in books]))
+        for nth in (0, 20, 30, -2):  # a record, one that straddles, a chapter, a line
+            questions = [book.questions[nth] for book in books]
+            ids = torch.tensor([question.ids for question in questions], device=model.device)
+            answers = model(input_ids=ids, past_key_values=cache).logits[:, -1].argmax(dim=-1)
+            cache.crop(-ids.shape[1])
+            assert answers.tolist() == [question.answer for question in questions]
         for book in books:
             slots = cache._slots
             cache._slots, cache._columns = slots[:1], Columns(1)
@@ -158,8 +173,10 @@ def test_a_prefix_hit(story):
 
 @everywhere
 def test_drafts_rejected_at_random(story):
+    """From the last chapter but one on: its tokens are in entries, those of the line are not."""
     model, book = story.model, write_book(story.num_tokens)
-    start, draw = len(book.ids) - 60, torch.Generator().manual_seed(0)
+    start = first = story.num_tokens - CHAPTER_TOKENS - 9
+    draw = torch.Generator().manual_seed(0)
     with open_cache(model, len(book.ids), "fp8", "mxfp4") as cache:
         read_book(model, cache, book.ids[:start])
         while start < len(book.ids):
@@ -170,6 +187,9 @@ def test_drafts_rejected_at_random(story):
             cache.crop(-num_rejected)
             start += len(kept)
         assert wrong(model, cache, book, story.num_questions) == []
+        written = [question for question in book.questions if question.token_pos >= first]
+        assert len(written) == 2 + 1 + 30 + 1 + 32
+        assert wrong_answers(written, ask(model, cache, written)) == []
 
 
 def test_a_folder_with_a_tokenizer(tmp_path):

@@ -36,17 +36,18 @@ SHAPES = {
 }  # fmt: skip
 
 
-def make_tensors(layer):
+def make_tensors(layer, dtype=torch.float32):
     """Draw the tensors that a layer has, and no others."""
     generator = torch.Generator().manual_seed(layer.layer_idx)
     names = [*TENSORS, *(KV_TENSORS if layer.owns_entries else ())]
     names += [GATE_TENSOR] if layer.owns_entries and layer.ratio > 1 else []
     names += INDEX_TENSORS if layer.owns_choice else ()
-    return {name: torch.randn(SHAPES[name], generator=generator) / 6 for name in names}
+    drawn = {name: torch.randn(SHAPES[name], generator=generator) / 6 for name in names}
+    return {name: tensor.to(dtype) for name, tensor in drawn.items()}
 
 
 def expected_layers(layers, hidden):
-    """Project by plain products, and run the oracle without a cache."""
+    """Project by plain products, and run the oracle without a cache, its outputs in fp32."""
     ropes = {
         base: build_rope_table(CONFIG, base, num_positions=NUM_TOKENS, device=torch.device("cpu"))
         for base in ("main", "compress")
@@ -54,14 +55,17 @@ def expected_layers(layers, hidden):
     inputs, weights = [], []
     for spec, named, x in zip(CONFIG.schedule, layers, hidden, strict=True):
         low = linear(x, named["wq_a.weight"])
-        low = low * torch.rsqrt(low.square().mean(-1, keepdim=True) + 1e-20)
-        low = low * named["q_norm.weight"]
-        query = linear(low, named["wq_b.weight"]).view(NUM_TOKENS, HEADS, DIM)
+        normed = low.float() * torch.rsqrt(low.float().square().mean(-1, keepdim=True) + 1e-20)
+        low = normed.to(low.dtype) * named["q_norm.weight"]
+        query = linear(low, named["wq_b.weight"]).view(NUM_TOKENS, HEADS, DIM).float()
         cos, sin = (rows[:, None] for rows in ropes[spec.rope_base])
         compressor = index = pooling = keys = None
         if spec.owns_entries:
-            gate = linear(x, named[GATE_TENSOR]) if spec.ratio > 1 else None
-            compressor = CompressorInputs(linear(x, named["compressor.wkv.weight"]), gate)
+            wkv, gate = named["compressor.wkv.weight"], None
+            if spec.ratio > 1:  # a pair is projected in fp32
+                gate = linear(x.float(), named[GATE_TENSOR].float())
+            pooled = linear(x.float(), wkv.float()) if spec.ratio > 1 else linear(x, wkv)
+            compressor = CompressorInputs(pooled, gate)
             pooling = CompressorWeights(None, named["compressor.norm.weight"])
             keys = KeyWeights(named["indexer.wk.weight"], named["indexer.k_norm.weight"])
         if spec.owns_choice:
@@ -75,17 +79,17 @@ def expected_layers(layers, hidden):
     outputs = []
     for named, made in zip(layers, dense_layers(CONFIG, inputs, weights, ropes), strict=True):
         grouped = made.output.float().reshape(NUM_TOKENS, GROUPS, -1)
-        blocks = named["wo_a.weight"].view(GROUPS, RANK, -1)
+        blocks = named["wo_a.weight"].float().view(GROUPS, RANK, -1)
         mixed = torch.cat([grouped[:, g] @ blocks[g].T for g in range(GROUPS)], dim=1)
-        outputs.append(linear(mixed, named["wo_b.weight"]))
+        outputs.append(linear(mixed, named["wo_b.weight"].float()))
     return outputs
 
 
-@pytest.mark.parametrize("size", [1, 2, 33, NUM_TOKENS])
-def test_blocks_of_named_tensors(size):
+def relative_errors(size, dtype=torch.float32):
+    """Run all tokens in chunks of a size; return each layer's error, relative to its outputs."""
     generator = torch.Generator().manual_seed(99)
-    layers = [make_tensors(layer) for layer in CONFIG.schedule]
-    hidden = [torch.randn(NUM_TOKENS, HIDDEN, generator=generator) for _ in layers]
+    layers = [make_tensors(layer, dtype) for layer in CONFIG.schedule]
+    hidden = [torch.randn(NUM_TOKENS, HIDDEN, generator=generator).to(dtype) for _ in layers]
     blocks = [AttentionSubBlock.from_tensors(t, CONFIG, idx) for idx, t in enumerate(layers)]
     manager = KVCacheManager(CONFIG, max_requests=1, num_blocks=16)
     slot, outputs = manager.open_request(), [[] for _ in layers]
@@ -96,10 +100,31 @@ def test_blocks_of_named_tensors(size):
             handle = manager.acquire(idx, plan)
             outputs[idx].append(block(hidden[idx][start:end], handle, chosen))
         assert set(chosen) == set(CONFIG.index_source_layer_ids)
-    for got, expected in zip(outputs, expected_layers(layers, hidden), strict=True):
-        # A projection of other rows at a time may differ in its last bit, and so may a code.
-        error = (torch.cat(got) - expected).norm() / expected.norm()
-        assert error < 2e-2
+    pairs = zip(outputs, expected_layers(layers, hidden), strict=True)
+    assert {output.dtype for each in outputs for output in each} == {dtype}
+    return [
+        float((torch.cat(got).float() - expected).norm() / expected.norm())
+        for got, expected in pairs
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 33])
+def test_chunks_of_named_tensors(size):
+    """A projection of other rows at a time may differ in its last bit, and so may a code."""
+    assert max(relative_errors(size)) < 2e-2
+
+
+# All rows at once have the oracle's projections, bit by bit, and so its codes and choices. What is
+# left in fp32 is the order of three sums of at most 192 terms, some √192 · 2^-25 = 4e-7 each if
+# roundings are random, and less as they are summed in parts. In BF16 it is one rounding each of
+# attention's output and of two projections.
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3 * 2**-9}
+
+
+@pytest.mark.parametrize(("dtype", "bound"), BOUNDS.items(), ids=["fp32", "bf16"])
+def test_a_prompt_of_named_tensors(dtype, bound):
+    errors = relative_errors(NUM_TOKENS, dtype)
+    assert max(errors) < bound, errors
 
 
 @pytest.mark.slow
@@ -137,6 +162,36 @@ def test_tensors_are_refused_by_name():
         AttentionSubBlock.from_tensors(tensors, CONFIG, 1)
     with pytest.raises(ValueError, match=r"expected DeepSeek-V4\.1's; from_hf makes V4's"):
         AttentionSubBlock.from_tensors(tensors, CacheConfig.tiny(), 0)
+
+
+WRONG_TENSORS = {
+    "wider": (lambda w: torch.cat([w, w[..., :1]], dim=-1), ValueError, "shape of"),
+    "transposed": (lambda w: w.T if w.ndim > 1 else w[None], ValueError, "shape of"),
+    "fp16": (torch.Tensor.half, TypeError, "dtype of"),
+    "fp8": (lambda w: w.to(torch.float8_e4m3fn), TypeError, "dtype of"),
+    "numpy": (torch.Tensor.numpy, TypeError, ""),
+    "none": (lambda w: None, TypeError, ""),
+    "elsewhere": (lambda w: w.to("meta"), ValueError, "device of"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("change", "error", "what"), WRONG_TENSORS.values(), ids=WRONG_TENSORS)
+def test_wrong_tensors_are_refused(name, change, error, what):
+    """Refusals come before a cache, and name the tensor, or one whose width must be the same."""
+    tensors = make_tensors(CONFIG.schedule[1])
+    assert set(tensors) == set(SHAPES)
+    tensors[name] = change(tensors[name])
+    is_measure = name in ("wq_a.weight", "wo_a.weight") and what in ("shape of", "device of")
+    with pytest.raises(error, match=f"Invalid {what} ?{'' if is_measure else name}"):
+        AttentionSubBlock.from_tensors(tensors, CONFIG, 1)
+
+
+def test_tensors_of_other_layers_are_ignored():
+    tensors = {**dict.fromkeys(SHAPES), **make_tensors(CONFIG.schedule[3]), "wq_a.scale": None}
+    AttentionSubBlock.from_tensors(tensors, CONFIG, 3)  # of ratio 1: no gate
+    with pytest.raises(TypeError, match="Invalid tensors: expected a Mapping, got list"):
+        AttentionSubBlock.from_tensors(list(tensors), CONFIG, 3)
 
 
 def test_layers_that_share_need_what_was_chosen():

@@ -11,7 +11,7 @@ rounded to BF16. Otherwise all is fp32.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import triton
@@ -59,6 +59,7 @@ from dsv4.kernels.triton.primitives import (
 LN_2 = tl.constexpr(0.6931471805599453)
 HOPPER_FORMATS = {("fp8", "fp8"), ("fp8_32", "nvfp4_16")}  # of windows and entries
 HEAD_BLOCK = 64  # heads of the largest program, and of a split that `part_cost` is for
+MOST_JOINED = 24  # tiles of a token, by the layer, whose splits are as short as one program joins
 
 
 class RowSource(NamedTuple):
@@ -405,6 +406,29 @@ def _attend_kernel(
                            ROW.DIM, ROW.ROTATED)  # fmt: skip
 
 
+@triton.jit
+def load_part(partials_ptr, stats_ptr, at, channel, is_there, DIM: tl.constexpr):
+    """Load a split's accumulators `[1, BLOCK]`, largest logit and sum `[1]`."""
+    is_there = is_there & (at >= 0)
+    largest = tl.load(stats_ptr + 2 * at, mask=is_there, other=float("-inf"))
+    total = tl.load(stats_ptr + 2 * at + 1, mask=is_there, other=0.0)
+    acc = tl.load(partials_ptr + at[:, None] * DIM + channel,
+                  mask=is_there[:, None] & (channel < DIM), other=0.0)  # fmt: skip
+    return acc, largest, total
+
+
+@triton.jit
+def join_part(acc, largest, total, part_acc, part_largest, part_total):
+    """Join a split to those before it; one without rows, which stored nothing, changes nothing."""
+    is_there = part_largest != float("-inf")
+    new_largest = tl.maximum(largest, part_largest)
+    base = finite_base(new_largest)
+    shrink, grow = tl.exp2(largest - base), tl.exp2(part_largest - base)  # [1]
+    total = tl.where(is_there, total * shrink + part_total * grow, total)
+    joined = acc * shrink[:, None] + part_acc * grow[:, None]
+    return tl.where(is_there[:, None], joined, acc), new_largest, total
+
+
 @triton.jit(
     do_not_specialize=["first_token", "num_splits"],
     do_not_specialize_on_alignment=["sinks_ptr"],
@@ -413,9 +437,12 @@ def _combine_kernel(
     sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr, first_token,
     num_splits,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, IN_TURN: tl.constexpr,
 ):  # fmt: skip
-    """Combine BLOCK channels of the splits of a token's head, SPLITS at a time, in their order."""
+    """Combine BLOCK channels of the splits of a token's head, SPLITS at a time, in their order.
+
+    IN_TURN joins them one by one, as `hopper.many_heads.join_part` does.
+    """
     wait_for_launch_before(STARTS_NEXT=True)
     nth, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
     first = tl.program_id(1) * BLOCK
@@ -424,26 +451,37 @@ def _combine_kernel(
     largest = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     for start in range(0, loop_bound(num_splits), SPLITS):
-        split = start + tl.arange(0, SPLITS)  # [SPLITS]
-        is_split = split < num_splits
-        at = (nth.to(tl.int64) * num_splits + split) * NUM_HEADS + head
-        split_largest = tl.load(stats_ptr + 2 * at, mask=is_split, other=float("-inf"))
-        split_total = tl.load(stats_ptr + 2 * at + 1, mask=is_split, other=0.0)
-        is_part = is_split[:, None]
-        if DIM % BLOCK != 0:
-            is_part = is_part & (channel < DIM)
-        split_acc = tl.load(partials_ptr + at[:, None] * DIM + channel, mask=is_part,
-                            other=0.0)  # [SPLITS, BLOCK]  # fmt: skip
-        # A split without rows stored no accumulators. A mask by its largest logit would make
-        # this load wait for that one.
-        split_acc = tl.where(split_largest[:, None] != float("-inf"), split_acc, 0.0)
-        new_largest = tl.maximum(largest, tl.max(split_largest, axis=0))
-        base = finite_base(new_largest)
-        grow = tl.exp2(split_largest - base)  # [SPLITS]
-        shrink = tl.exp2(largest - base)  # [1]
-        total = total * shrink + tl.sum(split_total * grow, axis=0)
-        acc = acc * shrink[:, None] + tl.sum(split_acc * grow[:, None], axis=0)[None, :]
-        largest = new_largest
+        if IN_TURN:
+            accs, maxima, sums = tl.tuple(()), tl.tuple(()), tl.tuple(())
+            for ahead in tl.static_range(SPLITS):  # all are loaded before the first is joined
+                at = (nth.to(tl.int64) * num_splits + start + ahead) * NUM_HEADS + head
+                part = load_part(partials_ptr, stats_ptr, at + tl.zeros((1,), tl.int64), channel,
+                                 start + ahead < num_splits, DIM)  # fmt: skip
+                accs, maxima, sums = accs + (part[0],), maxima + (part[1],), sums + (part[2],)
+            for ahead in tl.static_range(SPLITS):
+                acc, largest, total = join_part(acc, largest, total, accs[ahead], maxima[ahead],
+                                                sums[ahead])  # fmt: skip
+        else:
+            split = start + tl.arange(0, SPLITS)  # [SPLITS]
+            is_split = split < num_splits
+            at = (nth.to(tl.int64) * num_splits + split) * NUM_HEADS + head
+            split_largest = tl.load(stats_ptr + 2 * at, mask=is_split, other=float("-inf"))
+            split_total = tl.load(stats_ptr + 2 * at + 1, mask=is_split, other=0.0)
+            is_part = is_split[:, None]
+            if DIM % BLOCK != 0:
+                is_part = is_part & (channel < DIM)
+            split_acc = tl.load(partials_ptr + at[:, None] * DIM + channel, mask=is_part,
+                                other=0.0)  # [SPLITS, BLOCK]  # fmt: skip
+            # A split without rows stored no accumulators. A mask by its largest logit would make
+            # this load wait for that one.
+            split_acc = tl.where(split_largest[:, None] != float("-inf"), split_acc, 0.0)
+            new_largest = tl.maximum(largest, tl.max(split_largest, axis=0))
+            base = finite_base(new_largest)
+            grow = tl.exp2(split_largest - base)  # [SPLITS]
+            shrink = tl.exp2(largest - base)  # [1]
+            total = total * shrink + tl.sum(split_total * grow, axis=0)
+            acc = acc * shrink[:, None] + tl.sum(split_acc * grow[:, None], axis=0)[None, :]
+            largest = new_largest
     token, head = first_token + nth, head + tl.zeros((1,), tl.int32)
     LAST: tl.constexpr = (DIM - 1) // BLOCK * BLOCK
     if first == LAST:
@@ -483,20 +521,26 @@ def attend(
     launch = attend_launch(num_heads, query.dtype, memory)
     num_listed = None if selected_rows is None else selected_rows.shape[1]
     num_tiles = count_tiles(memory, launch, max_entries if num_listed is None else num_listed)
+    num_joining = 0
     if batch_invariant:
         longest = tokens.block_table.shape[1] * memory.layout.entries_per_block
         most_tiles = count_tiles(memory, launch, longest if num_listed is None else num_listed)
         splits = invariant_splits(num_tiles, most_tiles, launch, memory)
+        num_joining = count_joining(num_tokens, num_heads, num_tiles, splits, launch, memory)
     else:
         if not len(tokens.chunk_ids):
             launch = choose_launch(num_tokens, num_heads, num_tiles, launch, memory)
         splits = choose_splits(num_tokens, num_heads, num_tiles, launch, memory)
     cos, sin = memory.rope
-    results = {"sinks_ptr": sinks, "output_ptr": output, "lse_ptr": lse, "cos_ptr": cos,
-               "sin_ptr": sin}  # fmt: skip
+    results: dict[str, Any] = {
+        "sinks_ptr": sinks, "output_ptr": output, "lse_ptr": lse, "cos_ptr": cos, "sin_ptr": sin,
+    }  # fmt: skip
     rows = _row_arguments(memory, selected_rows, tokens, max_entries)
     rows["QUERY_EPS"] = memory.layout.query_eps if is_query_raw else None
-    if splits is None:
+    # Programs of several kinds round alike.
+    is_joined = batch_invariant and combine_launch(query.device).joined_rows is not None
+    rows["enable_fp_fusion"] = not is_joined
+    if splits is None or num_joining:
         whole, left = Splits(1, 0, 1, num_tiles), None
         sizes = None
         if not batch_invariant and is_hopper_chunk(launch, tokens) and query.data_ptr() % 16 == 0:
@@ -508,8 +552,8 @@ def attend(
             left = attend_dense(
                 query, output, sizes, memory, tokens, results | rows, scale=softmax_scale(memory)
             )
-        _launch(query, memory, launch, whole, 0, num_tokens, **results, **rows, IS_SPLIT=False,
-                left=left)  # fmt: skip
+        _launch(query, memory, launch, splits or whole, 0, num_tokens, **results, **rows,
+                IS_SPLIT=num_joining > 0, left=left, num_joining=num_joining)  # fmt: skip
         return AttentionResult(output, lse)
     step = memory.partials.shape[0] // splits.num_splits
     # The order of sums must not depend on the batch's longest request.
@@ -517,7 +561,7 @@ def attend(
     for first in range(0, num_tokens, step):
         count = min(step, num_tokens - first)
         _launch(query, memory, launch, splits, first, count, **results, **rows, IS_SPLIT=True)
-        _combine(memory, combine, splits, first, count, **results)
+        _combine(memory, combine, splits, first, count, in_turn=is_joined, **results)
     return AttentionResult(output, lse)
 
 
@@ -530,7 +574,7 @@ def attend_launch(num_heads: int, dtype: torch.dtype, memory: LayerMemory) -> Pr
     is_aligned = layout.page_arrangement == "split" or formats != ("fp8", "fp8")
     is_fit = formats in HOPPER_FORMATS and is_aligned and layout.window % 64 == 0
     is_fit = is_fit and (layout.head_dim, layout.rope_dim) == (512, 64)
-    if not INTERPRETED and is_hopper(device) and is_fit:
+    if is_hopper(device) and is_fit:
         return find_launch(HopperLaunch, "attend hopper", device, num_heads)
     return find_launch(AttendLaunch, "attend bf16", device, num_heads)
 
@@ -611,11 +655,44 @@ def invariant_splits(
     num_tiles: int, most_tiles: int, launch: ProgramLaunch, memory: LayerMemory
 ) -> Splits | None:
     """Split rows independently of the batch, by the most tiles that any token can ever have."""
-    rows = combine_launch(memory.partials.device).invariant_rows
+    combine = combine_launch(memory.partials.device)
+    rows = combine.invariant_rows
+    if combine.joined_rows and can_join(launch) and most_tiles <= MOST_JOINED:
+        rows = combine.joined_rows
     per_split = max(rows // launch.tile, -(-most_tiles // memory.partials.shape[0]))
     if most_tiles <= per_split:
         return None
     return Splits(-(-num_tiles // per_split), per_split, 1, per_split)
+
+
+def can_join(launch: ProgramLaunch) -> TypeGuard[HopperLaunch]:
+    """Whether a program can join the splits of its token itself."""
+    return isinstance(launch, HopperLaunch) and launch.heads == HEAD_BLOCK
+
+
+def count_joining(
+    num_tokens: int,
+    num_heads: int,
+    num_tiles: int,
+    splits: Splits | None,
+    launch: ProgramLaunch,
+    memory: LayerMemory,
+) -> int:
+    """Count the programs that each join the splits of their tokens; 0 if others combine them."""
+    device, combine = memory.partials.device, combine_launch(memory.partials.device)
+    if splits is None or not combine.joined_rows or not can_join(launch):
+        return 0
+    part = HEAD_BLOCK * memory.layout.head_dim
+    wave, works = num_multiprocessors(device), num_tokens * -(-num_heads // HEAD_BLOCK)
+    joining = min(works, wave, memory.cut_partials[0].numel() // part)
+    if not joining:
+        return 0
+    start, tile = launch.start_cost, launch.tile_cost
+    num_splits, in_turn = splits.num_splits, start + tile * num_tiles
+    in_turn = -(-works // joining) * (in_turn + combine.join_cost * (num_splits - 1))
+    apart = -(-works * num_splits // wave) * (start + tile * splits.tiles_per_split)
+    apart += combine.combine_cost + combine.part_cost * works * num_splits
+    return joining if in_turn < apart else 0
 
 
 def combine_launch(device: torch.device, num_splits: int = 1) -> CombineLaunch:
@@ -672,24 +749,26 @@ def _launch(
     first_token: int,
     num_tokens: int,
     left: Tensor | None = None,
+    num_joining: int = 0,
     **arguments: Any,
 ) -> None:
     layout, num_heads = memory.layout, query.shape[1]
     partials, stats = memory.cut_partials
-    grid = (num_tokens * -(-num_heads // launch.heads), splits.num_splits)
+    grid = (num_tokens * -(-num_heads // launch.heads), 1 if num_joining else splits.num_splits)
     arguments |= {
         "query_ptr": query, "partials_ptr": partials, "stats_ptr": stats,
         "scale": softmax_scale(memory), "first_token": first_token, **splits._asdict(),
         "NUM_HEADS": num_heads,
     }  # fmt: skip
     if isinstance(launch, HopperLaunch):
-        _launch_on_hopper(grid, launch, arguments, query.device, left)
+        _launch_on_hopper(grid, launch, arguments, query.device, left, num_joining)
         return
+    arguments["enable_fp_fusion"] = False
     _attend_kernel[grid](
         **arguments, IS_MIXED=layout.entry_format != layout.kv_format,
         IS_BF16=_is_bf16(query.dtype, memory), HEADS=launch.heads,
         TILE=launch.tile, num_warps=launch.num_warps, num_stages=1,
-        launch_pdl=starts_early(query.device), enable_fp_fusion=False,
+        launch_pdl=starts_early(query.device),
     )  # fmt: skip
 
 
@@ -699,15 +778,18 @@ def _launch_on_hopper(
     arguments: dict[str, Any],
     device: torch.device,
     left: Tensor | None,
+    num_joining: int,
 ) -> None:
     """Launch a program per token and block of heads, or for chunks as many as run at once.
 
-    left lists the work items of chunks that are left to do, after their number.
+    left lists the work items of chunks that are left to do, after their number. num_joining
+    programs, if there are any, take one work item after another and join its splits.
     """
     from dsv4.kernels.triton.hopper import attention
 
     num_works, num_splits = grid
     is_chunk = launch.heads == HEAD_BLOCK and arguments["SPEC"].HAS_CHUNKS and num_splits == 1
+    is_chunk = is_chunk or num_joining > 0
     if is_chunk and arguments["SPEC"].ROW.FORMAT == "kv_fp8":  # others need registers to decode
         launch = find_launch(HopperLaunch, "attend hopper chunk", device)
     arguments |= {
@@ -716,7 +798,7 @@ def _launch_on_hopper(
         "launch_pdl": starts_early(device),
     }  # fmt: skip
     if is_chunk:
-        programs = min(num_works, num_multiprocessors(device))
+        programs = num_joining or min(num_works, num_multiprocessors(device))
         attention._attend_chunk_kernel[(programs,)](
             **arguments, num_works=num_works, HAS_LEFT=left is not None,
             left_ptr=arguments["request_ids_ptr"] if left is None else left,
@@ -736,6 +818,8 @@ def _combine(
     splits: Splits,
     first_token: int,
     num_tokens: int,
+    *,
+    in_turn: bool,
     **results: Any,
 ) -> None:
     layout, num_heads = memory.layout, results["lse_ptr"].shape[1]
@@ -745,6 +829,7 @@ def _combine(
     _combine_kernel[(num_tokens * num_heads, -(-layout.head_dim // block))](
         **results, partials_ptr=partials, stats_ptr=stats, first_token=first_token,
         num_splits=splits.num_splits, NUM_HEADS=num_heads, DIM=layout.head_dim,
-        ROPE=layout.rope_dim, BLOCK=block, SPLITS=launch.splits, num_warps=launch.num_warps,
+        ROPE=layout.rope_dim, BLOCK=block, SPLITS=launch.splits, IN_TURN=in_turn,
+        num_warps=launch.num_warps,
         launch_pdl=starts_early(partials.device), enable_fp_fusion=False,
     )  # fmt: skip

@@ -103,8 +103,11 @@ def _score_listed_kernel(
             place = tile * TILE + tl.arange(0, TILE)[:, None]  # [TILE, 1]
             block = tl.load(blocks_ptr + place // SIZE, mask=place < count, other=-1)
             entry = block * SIZE + place % SIZE
-            page = tl.load(pages_ptr + entry // ENTRIES_PER_BLOCK, mask=block >= 0, other=-1)
-            key_row = tl.where(block >= 0, entry % ENTRIES_PER_BLOCK, 0)
+            column = entry // ENTRIES_PER_BLOCK
+            # Blocks are a caller's tensor: those that its request's table lacks have no page.
+            is_listed = (entry >= 0) & (column < table_stride)
+            page = tl.load(pages_ptr + column, mask=is_listed, other=-1)
+            key_row = tl.where(is_listed, entry % ENTRIES_PER_BLOCK, 0)
             page_start = tl.maximum(page, 0).to(tl.int64) * page_stride
             data_page, scale_page = data_ptr + page_start, scale_ptr + page_start
             words = load_words(data_page, key_row, KEY.DATA_BYTES, KEY.DIM, KEY.BLOCK)

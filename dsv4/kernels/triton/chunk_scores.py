@@ -2,8 +2,8 @@
 
 The keys of each chunk's request are made operands once per layer, in entry order: E4M3 codes of fp8
 keys as they are, E5M2 codes of mxfp4 keys (`mxfp4_scores`). They take the front of the workspace.
-`hopper.index_scores` multiplies them by the queries of two tokens at a time. Tokens of steps, and
-pairs of tokens of two requests, are left to `indexer._score_kernel`.
+`hopper.index_scores` multiplies them by the queries of a group of tokens: 2 of 64 heads, 4 of 32.
+Tokens of steps, and groups of tokens of two requests, are left to `indexer._score_kernel`.
 
 mxfp4 scores that E5M2 cannot hold come out NaN here too. `_rescore_kernel` computes them again.
 """
@@ -30,14 +30,15 @@ from dsv4.kernels.triton.mxfp4_scores import (
     score_by_groups,
 )
 from dsv4.kernels.triton.operands import PLAN_PTRS, row_spec
-from dsv4.kernels.triton.primitives import INTERPRETED, loop_bound, wait_for_launch_before
+from dsv4.kernels.triton.primitives import loop_bound, wait_for_launch_before
 from dsv4.kernels.triton.topk import visible_entries
 
-HEADS, DIM = 64, 128  # the queries that these kernels take
+HEADS = (64,)  # of queries; 32 are written too, and have not run on a GPU yet
+DIM = 128  # of queries
+COLUMNS = 128  # heads of the tokens that share keys
 DTYPES = {"fp8": torch.float8_e4m3fn, "mxfp4": torch.float8_e5m2}  # of operands, by key format
 EXTRA_BYTES = 4  # beside the codes of a key
 KEY_BYTES = DIM + EXTRA_BYTES
-PAIR = 2  # tokens that share keys
 KEY_TILE = 64  # keys of a program that makes operands; their flag is one number
 FLAGS = 128  # tiles of keys that a program of `_rescore_kernel` looks at
 SCORE_TILE = 256  # keys of a program's product
@@ -67,12 +68,13 @@ def find_chunk(request, chunk_ids_ptr):
 
 
 @triton.jit
-def are_pairs_scored(row, num_rows, first_token, request_ids_ptr, workspace_starts_ptr):
-    """Whether `hopper.index_scores` scores a row, or each of several: its pair is of one chunk."""
-    first = row // 2 * 2
+def are_groups_scored(row, num_rows, first_token, request_ids_ptr, workspace_starts_ptr,
+                      TOKENS: tl.constexpr):  # fmt: skip
+    """Whether `hopper.index_scores` scores a row, or each of several: its group is of one chunk."""
+    first = row // TOKENS * TOKENS
     token = first_token + tl.minimum(first, num_rows - 1)
     request = tl.load(request_ids_ptr + token)
-    last = tl.load(request_ids_ptr + first_token + tl.minimum(first + 1, num_rows - 1))
+    last = tl.load(request_ids_ptr + first_token + tl.minimum(first + TOKENS - 1, num_rows - 1))
     return (request == last) & (tl.load(workspace_starts_ptr + request) >= 0)
 
 
@@ -142,13 +144,14 @@ def _rescore_kernel(
     scale_ptr, page_stride, flags_ptr, key_stride, first_token, num_tokens, topk, positions_ptr,
     request_ids_ptr, request_slots_ptr, chunk_ids_ptr, workspace_starts_ptr, block_table_ptr,
     table_stride, RATIO: tl.constexpr, KEY: tl.constexpr, SPEC: tl.constexpr, FLAGS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Compute NaN scores of a token again: all of them, or those of tiles with a flag."""
     row = tl.program_id(0)
     slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
                                   request_slots_ptr, RATIO)  # fmt: skip
-    is_scored = are_pairs_scored(row, num_tokens, first_token, request_ids_ptr,
-                                 workspace_starts_ptr)  # fmt: skip
+    is_scored = are_groups_scored(row, num_tokens, first_token, request_ids_ptr,
+                                  workspace_starts_ptr, TOKENS)  # fmt: skip
     wait_for_launch_before(STARTS_NEXT=False)
     first = tl.program_id(1) * FLAGS
     if is_scored & (count > topk) & (first * SPEC.TILE < count):
@@ -175,11 +178,12 @@ def _rescore_kernel(
                     score_by_groups(nth, pages_ptr, counts, out_ptr, operands, keys, KEY, SPEC)
 
 
-def has_chunk_kernel(memory: LayerMemory, tokens: TokenMap, *, num_heads: int) -> bool:
-    """Whether `hopper.index_scores` can score the chunks of a forward."""
+def group_tokens(memory: LayerMemory, tokens: TokenMap, *, num_heads: int) -> int:
+    """The tokens that `hopper.index_scores` scores at once; 0 if it cannot score a forward."""
     layout, device = memory.layout, memory.index_scratch.device
-    is_fit = (num_heads, layout.index_row.dim) == (HEADS, DIM) and layout.index_format in DTYPES
-    return not INTERPRETED and len(tokens.chunk_ids) > 0 and is_fit and is_hopper(device)
+    is_fit = num_heads in HEADS and layout.index_row.dim == DIM and layout.index_format in DTYPES
+    has_kernel = len(tokens.chunk_ids) > 0 and is_fit and is_hopper(device)
+    return COLUMNS // num_heads if has_kernel else 0
 
 
 def cut_chunk_keys(
@@ -187,22 +191,22 @@ def cut_chunk_keys(
 ) -> ChunkKeys | None:
     """Cut the operands of a forward's chunks from the front of the layer's workspace.
 
-    None without `has_chunk_kernel`, or if they would take more than half of the workspace.
+    None if `group_tokens` gives 0, or if they would take more than half of the workspace.
     """
     storage, name = memory.index_scratch, memory.layout.index_format
     stride = round_up(max_entries, KEY_TILE)
     num_keys = stride * len(tokens.chunk_ids)
     has_room = num_keys * KEY_BYTES <= storage.numel() // 2
-    if not has_room or not has_chunk_kernel(memory, tokens, num_heads=query.shape[1]):
+    if not has_room or not group_tokens(memory, tokens, num_heads=query.shape[1]):
         return None
     codes, extras = storage[: num_keys * KEY_BYTES].split((num_keys * DIM, num_keys * EXTRA_BYTES))
     operands = codes.view(DTYPES[name]).view(num_keys, DIM)
     return ChunkKeys(operands, extras.view(torch.float32), stride)
 
 
-def tokens_at_once(num_rows: int, device: torch.device) -> int:
+def tokens_at_once(num_rows: int, num_heads: int, device: torch.device) -> int:
     """The tokens to score at once if the workspace holds num_rows: whole waves of programs."""
-    wave = PAIR * num_multiprocessors(device)
+    wave = COLUMNS // num_heads * num_multiprocessors(device)
     return num_rows // wave * wave or num_rows
 
 
@@ -232,7 +236,7 @@ def score_chunks(
     *,
     max_entries: int,
 ) -> None:
-    """Write the workspace's scores of the tokens `part` that are in pairs of one chunk.
+    """Write the workspace's scores of the tokens `part` that are in groups of one chunk.
 
     shared are the arguments that the kernels of the index have in common.
     """
@@ -245,8 +249,10 @@ def score_chunks(
     is_mxfp4 = keys.format.name == "mxfp4"
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8)
     queries = scratch.queries.view(-1, DIM).view(codes.dtype)
-    num_pairs, num_programs = -(-len(part) // PAIR), num_multiprocessors(codes.device)
-    splits, split_tiles = choose_splits(num_pairs, -(-max_entries // SCORE_TILE), num_programs)
+    num_heads = len(queries) // scratch.num_rows
+    num_tokens, num_programs = COLUMNS // num_heads, num_multiprocessors(codes.device)
+    num_groups = -(-len(part) // num_tokens)
+    splits, split_tiles = choose_splits(num_groups, -(-max_entries // SCORE_TILE), num_programs)
     names = ("first_token", "topk", "positions_ptr", "request_ids_ptr", "request_slots_ptr")
     common = {name: shared[name] for name in names} | {
         "scores_ptr": scratch.scores, "scores_stride": scratch.scores.stride(0),
@@ -254,32 +260,32 @@ def score_chunks(
         "key_stride": chunk_keys.stride, "RATIO": memory.layout.ratio, "num_warps": 4,
         "launch_pdl": starts_early(codes.device),
     }  # fmt: skip
-    index_scores._score_kernel[(min(num_programs, num_pairs * splits),)](
+    index_scores._score_kernel[(min(num_programs, num_groups * splits),)](
         key_desc=TensorDescriptor.from_tensor(codes, [KEY_TILE, DIM], layout),
-        query_desc=TensorDescriptor.from_tensor(queries, [PAIR * HEADS, DIM], layout),
+        query_desc=TensorDescriptor.from_tensor(queries, [COLUMNS, DIM], layout),
         weights_ptr=scratch.weights, weights_stride=scratch.weights.stride(0),
         scales_ptr=chunk_keys.extras, num_chunks=len(tokens.chunk_ids),
-        num_items=num_pairs * splits, num_pairs=num_pairs, split_tiles=split_tiles,
-        IS_MXFP4=is_mxfp4, **common,
+        num_items=num_groups * splits, num_groups=num_groups, split_tiles=split_tiles,
+        IS_MXFP4=is_mxfp4, HEADS=num_heads, **common,
     )  # fmt: skip
     if is_mxfp4:
-        spec = ScoreSpec(HEADS, HEADS, KEY_TILE, 1, 1, 4, keys.rows_per_page)
+        spec = ScoreSpec(num_heads, num_heads, KEY_TILE, 1, 1, 4, keys.rows_per_page)
         grid = (len(part), -(-max_entries // (KEY_TILE * FLAGS)))
         _rescore_kernel[grid](
             query_operand_ptr=scratch.queries, query_weights_ptr=scratch.weights,
             query_weights_stride=scratch.weights.stride(0), flags_ptr=chunk_keys.extras,
             workspace_starts_ptr=tokens.workspace_starts, KEY=shared["KEY"], SPEC=spec,
-            FLAGS=FLAGS, **_page_arguments(keys, tokens), **common,
+            FLAGS=FLAGS, TOKENS=num_tokens, **_page_arguments(keys, tokens), **common,
         )  # fmt: skip
 
 
 @functools.cache
-def choose_splits(num_pairs: int, num_tiles: int, num_programs: int) -> tuple[int, int]:
+def choose_splits(num_groups: int, num_tiles: int, num_programs: int) -> tuple[int, int]:
     """Choose how keys are split into work items, and the tiles of one, for the shortest time."""
     costs = {}
     for splits in range(1, max(1, num_tiles // 8) + 1):
         tiles = -(-num_tiles // splits)
-        costs[splits, tiles] = -(-num_pairs * splits // num_programs) * (tiles + ITEM_COST)
+        costs[splits, tiles] = -(-num_groups * splits // num_programs) * (tiles + ITEM_COST)
     return min(costs, key=lambda choice: costs[choice])
 
 

@@ -42,9 +42,9 @@ from dsv4.kernels.triton.candidates import (
 )
 from dsv4.kernels.triton.chunk_scores import (
     ChunkKeys,
-    are_pairs_scored,
+    are_groups_scored,
     cut_chunk_keys,
-    has_chunk_kernel,
+    group_tokens,
     score_chunks,
     store_operands,
     tokens_at_once,
@@ -315,11 +315,11 @@ def _score_kernel(
     scale_ptr, page_stride, first_token, num_tokens, topk, positions_ptr, request_ids_ptr,
     request_slots_ptr, workspace_starts_ptr, block_table_ptr, table_stride, are_chunks_scored,
     RATIO: tl.constexpr, KEY: tl.constexpr, OPERAND_BYTES: tl.constexpr, TOGETHER: tl.constexpr,
-    ALONE: tl.constexpr, HAS_CHUNK_KERNEL: tl.constexpr,
+    ALONE: tl.constexpr, CHUNK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Score a part of the entries that TOKENS tokens see: TOGETHER if they are of one request.
 
-    With HAS_CHUNK_KERNEL and are_chunks_scored, pairs of tokens of one chunk are scored already.
+    With are_chunks_scored, groups of CHUNK_TOKENS tokens of one chunk are scored already.
     """
     TOKENS: tl.constexpr = TOGETHER.TOKENS
     start = tl.program_id(0) * TOKENS
@@ -327,9 +327,9 @@ def _score_kernel(
     token = first_token + tl.minimum(row, num_tokens - 1)
     slots, counts = visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RATIO)
     counts = tl.where((row < num_tokens) & (counts > topk), counts, 0)  # [TOKENS]
-    if HAS_CHUNK_KERNEL:
-        is_scored = are_pairs_scored(row, num_tokens, first_token, request_ids_ptr,
-                                     workspace_starts_ptr)  # fmt: skip
+    if CHUNK_TOKENS:
+        is_scored = are_groups_scored(row, num_tokens, first_token, request_ids_ptr,
+                                      workspace_starts_ptr, CHUNK_TOKENS)  # fmt: skip
         counts = tl.where(is_scored & (are_chunks_scored != 0), 0, counts)
     slot = tl.max(slots, axis=0)
     wait_for_launch_before(STARTS_NEXT=False)
@@ -489,7 +489,7 @@ def index_scratch(
     if chunk_keys is not None:
         storage = storage[chunk_keys.codes.nbytes + chunk_keys.extras.nbytes :]
         num_rows = min(num_tokens, storage.numel() // sum(row))
-        num_tokens = max(1, tokens_at_once(num_rows, storage.device))
+        num_tokens = max(1, tokens_at_once(num_rows, num_heads, storage.device))
     return cut_index_scratch(storage, row, num_tokens=num_tokens)
 
 
@@ -558,7 +558,7 @@ def score_entries(
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         workspace_starts_ptr=tokens.workspace_starts,
         are_chunks_scored=int(chunk_keys is not None),
-        HAS_CHUNK_KERNEL=has_chunk_kernel(memory, tokens, num_heads=num_heads),
+        CHUNK_TOKENS=group_tokens(memory, tokens, num_heads=num_heads),
         num_tokens=len(part), TOGETHER=spec, ALONE=spec._replace(TOKENS=1),
         num_warps=launch.num_warps, maxnreg=launch.maxnreg,
         launch_pdl=starts_early(keys.data.device), **shared,

@@ -22,7 +22,7 @@ import torch
 from dsv4.formats import INDEX_FORMATS
 from dsv4.kernels.triton import launch_table
 from dsv4.kernels.triton.operands import PLAN_PTRS
-from dsv4.kernels.triton.primitives import EARLY_ARCH
+from dsv4.kernels.triton.primitives import EARLY_ARCH, INTERPRETED
 from dsv4.layer_schedule import SHARED_RATIOS, AttentionType
 
 Kind = Literal["decode", "step", "chunk"]
@@ -123,7 +123,9 @@ class CombineLaunch(NamedTuple):
     """Splits of attention, and the programs that combine them.
 
     Costs are in 1/64 of a tile's time. invariant_rows are the rows of a split that does not depend
-    on the batch: V4-Flash's CSA has two.
+    on the batch. joined_rows are those of one that its program joins to others, None if none does:
+    it has not run on a GPU yet. join_cost is that of storing accumulators of 64 heads and loading
+    them again, by their bytes.
     """
 
     splits: int  # read at once
@@ -132,6 +134,8 @@ class CombineLaunch(NamedTuple):
     combine_cost: int = 48  # of combining at all
     part_cost: int = 1  # of each split of 64 heads
     invariant_rows: int = 320
+    joined_rows: int | None = None
+    join_cost: int = 48
 
 
 AnyLaunch = (
@@ -233,8 +237,8 @@ def architecture(device: torch.device) -> str:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether the kernels of `hopper` run on that device."""
-    return architecture(device) == "sm_90"
+    """Whether the kernels of `hopper` run on that device; the interpreter has none for them."""
+    return not INTERPRETED and architecture(device) == "sm_90"
 
 
 @functools.cache

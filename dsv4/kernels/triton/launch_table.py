@@ -148,6 +148,17 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
                 "maxnreg": 104,
             },
         ],
+        "score mxfp4 chunk": [
+            {
+                "up_to": None,
+                "tile": 64,
+                "num_warps": 4,
+                "stages": 2,
+                "programs_per_sm": 3,
+                "tokens": 4,
+                "maxnreg": 200,
+            },
+        ],
         "attend bf16": [
             {"up_to": 16, "heads": 16, "tile": 32, "num_warps": 8},
             {"up_to": None, "heads": 32, "tile": 32, "num_warps": 8},

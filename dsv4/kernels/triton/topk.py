@@ -572,7 +572,8 @@ def _topk_kernel(
         place = tl.load(entries_ptr + lane, mask=lane < topk, other=-1)
         block = tl.load(blocks_ptr + token * num_blocks + place // SIZE, mask=place >= 0, other=-1)
         entry = tl.where(block >= 0, block * SIZE + place % SIZE, -1)
-        page = tl.load(pages + entry // ENTRIES_PER_BLOCK, mask=entry >= 0, other=-1)
+        is_listed = (entry >= 0) & (entry // ENTRIES_PER_BLOCK < table_stride)
+        page = tl.load(pages + entry // ENTRIES_PER_BLOCK, mask=is_listed, other=-1)
         tl.debug_barrier()  # all places are read before they are overwritten
         tl.store(entries_ptr + lane, entry, mask=lane < topk)
         tl.store(rows_ptr + lane, page_row(page, entry, ENTRIES_PER_BLOCK), mask=lane < topk)

@@ -8,21 +8,31 @@ others multiply, and compute the softmax (`hopper.many_heads`, `hopper.few_heads
 groups of warps, the sides.
 
 In forwards with chunks, a program of 64 heads takes one work item (`hopper.program`) after another.
-The next item's rows are loaded and decoded while the last one's output is stored.
+The next item's rows are loaded and decoded while the last one's output is stored. Where bits must
+not depend on the batch, a work item is split even so, and its program joins the splits in turn.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, decode_tiles
+from dsv4.kernels.triton.hopper.decode import DECODING_WARPS, DIM, TILE, Tiles, decode_tiles
 from dsv4.kernels.triton.hopper.few_heads import make_sides, merge_sides, multiply_few
-from dsv4.kernels.triton.hopper.many_heads import HEADS, make_exchange, multiply_many, store_many
+from dsv4.kernels.triton.hopper.many_heads import (
+    HEADS,
+    join_part,
+    make_exchange,
+    multiply_many,
+    start_many,
+    store_many,
+    store_part,
+)
 from dsv4.kernels.triton.hopper.program import (
     EntryPtrs,
     ResultPtrs,
     Tokens,
     WindowPtrs,
+    count_splits,
     find_work,
     make_memory,
     place_rows,
@@ -97,7 +107,8 @@ def _attend_kernel(
     entries = EntryPtrs(entries_ptr, entries_stride, rows_ptr, rows_stride, row_stride,
                         pool_rows, block_table_ptr, table_stride)  # fmt: skip
     results = ResultPtrs(sinks_ptr, output_ptr, lse_ptr, cos_ptr, sin_ptr, partials_ptr, stats_ptr)
-    tiles, token, out_loc = find_work(gl.program_id(0), tokens, splits, NUM_HEADS, HEADS, SPEC)
+    tiles, token, out_loc = find_work(gl.program_id(0), gl.program_id(1), tokens, splits, NUM_HEADS,
+                                      HEADS, SPEC)  # fmt: skip
     row_source = place_rows(token, window, entries, SPEC)
     # With 64 heads both sides read every tile, with fewer each takes every second one.
     query, memory = make_memory(HEADS, STAGES, 2 if HEADS == 64 else 1)
@@ -134,10 +145,34 @@ def nth_work(nth, left_ptr, HAS_LEFT: gl.constexpr):
 
 
 @gluon.jit
+def multiply_splits(work, count, tokens, splits, memory, query, exchange, scale, partials_ptr,
+                    NUM_HEADS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
+                    SIDE: gl.constexpr):  # fmt: skip
+    """Multiply one side's share of a work item, split by split, and join each to those before.
+
+    Accumulators so far wait in the program's part of the partials, which its threads alone read.
+    """
+    part_ptr = partials_ptr + gl.program_id(0).to(gl.int64) * (HEADS * DIM)
+    _tiles, token, _out_loc = find_work(work, 0, tokens, splits, NUM_HEADS, HEADS, SPEC)
+    num_splits = count_splits(token, splits)
+    acc, largest, total = start_many()
+    for split in range(num_splits):
+        tiles, _token, _out_loc = find_work(work, split, tokens, splits, NUM_HEADS, HEADS, SPEC)
+        before = largest, total
+        acc, largest, total, count = multiply_many(tiles, count, memory, query, exchange, scale,
+                                                   STAGES, SIDE)  # fmt: skip
+        if split > 0:
+            acc, largest, total = join_part(acc, largest, total, before, part_ptr, SIDE)
+        if split + 1 < num_splits:
+            store_part(acc, part_ptr, SIDE)
+    return acc, largest, total, count
+
+
+@gluon.jit
 def multiply_in_turn(num_works, left_ptr, tokens, splits, memory, query_ptr, query, sums, exchange,
                      scale, results, NUM_HEADS: gl.constexpr, QUERY_EPS: gl.constexpr,
-                     SPEC: gl.constexpr, STAGES: gl.constexpr, HAS_LEFT: gl.constexpr,
-                     SIDE: gl.constexpr):  # fmt: skip
+                     SPEC: gl.constexpr, STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
+                     HAS_LEFT: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """Multiply and store one side's share of one work item after another.
 
     An item is found again before its results are stored, which leaves registers to the products.
@@ -145,12 +180,20 @@ def multiply_in_turn(num_works, left_ptr, tokens, splits, memory, query_ptr, que
     count, num_done = gl.to_tensor(0), gl.to_tensor(0)
     for nth in range(gl.program_id(0), num_works, gl.num_programs(0)):
         work = nth_work(nth, left_ptr, HAS_LEFT)
-        tiles, _token, out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
+        tiles, _token, out_loc = find_work(work, gl.program_id(1), tokens, splits, NUM_HEADS, HEADS,
+                                           SPEC)  # fmt: skip
         load_or_prepare(query, query_ptr, sums, results, out_loc, num_done, NUM_HEADS, QUERY_EPS,
                         SIDE)  # fmt: skip
-        acc, largest, total, count = multiply_many(tiles, count, memory, query, exchange, scale,
-                                                   STAGES, SIDE)  # fmt: skip
-        _tiles, _token, out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
+        if IS_SPLIT:
+            acc, largest, total, count = multiply_splits(
+                work, count, tokens, splits, memory, query, exchange, scale, results.partials_ptr,
+                NUM_HEADS, SPEC, STAGES, SIDE,
+            )  # fmt: skip
+        else:
+            acc, largest, total, count = multiply_many(tiles, count, memory, query, exchange, scale,
+                                                       STAGES, SIDE)  # fmt: skip
+        _tiles, _token, out_loc = find_work(work, gl.program_id(1), tokens, splits, NUM_HEADS,
+                                            HEADS, SPEC)  # fmt: skip
         store_many(acc, largest, total, query, results, out_loc, True, NUM_HEADS, False, SIDE)
         gl.thread_barrier()
         num_done += 1
@@ -159,13 +202,16 @@ def multiply_in_turn(num_works, left_ptr, tokens, splits, memory, query_ptr, que
 @gluon.jit
 def decode_in_turn(num_works, left_ptr, tokens, splits, memory, window, entries,
                    NUM_HEADS: gl.constexpr, SPEC: gl.constexpr, STAGES: gl.constexpr,
-                   HAS_LEFT: gl.constexpr):  # fmt: skip
-    """Decode the rows of one work item after another."""
+                   IS_SPLIT: gl.constexpr, HAS_LEFT: gl.constexpr):  # fmt: skip
+    """Decode the rows of one work item after another, split by split."""
     count = gl.to_tensor(0)
     for nth in range(gl.program_id(0), num_works, gl.num_programs(0)):
         work = nth_work(nth, left_ptr, HAS_LEFT)
-        tiles, token, _out_loc = find_work(work, tokens, splits, NUM_HEADS, HEADS, SPEC)
+        tiles, token, _out_loc = find_work(work, gl.program_id(1), tokens, splits, NUM_HEADS, HEADS,
+                                           SPEC)  # fmt: skip
         row_source = place_rows(token, window, entries, SPEC)
+        if IS_SPLIT:  # they follow each other
+            tiles = Tiles(tiles.first, gl.cdiv(token.num_rows, TILE), tiles.step)
         count = decode_tiles(tiles, count, memory, row_source, SPEC, STAGES, False, False)
 
 
@@ -186,7 +232,8 @@ def _attend_chunk_kernel(
 ):  # fmt: skip
     """Attend for tokens and 64 of their heads each, one after another, over all of their rows.
 
-    HAS_LEFT takes only the work items that `_attend_dense_kernel` has left.
+    IS_SPLIT joins the splits of each, one after another. HAS_LEFT takes only the work items that
+    `_attend_dense_kernel` has left.
     """
     gdc_wait()
     if HAS_LEFT:
@@ -205,12 +252,12 @@ def _attend_chunk_kernel(
         [
             (multiply_in_turn, (num_works, left_ptr, tokens, splits, memory, query_ptr, query, sums,
                                 exchange, scale, results, NUM_HEADS, QUERY_EPS, SPEC, STAGES,
-                                HAS_LEFT, 0)),
+                                IS_SPLIT, HAS_LEFT, 0)),
             (multiply_in_turn, (num_works, left_ptr, tokens, splits, memory, query_ptr, query, sums,
                                 exchange, scale, results, NUM_HEADS, QUERY_EPS, SPEC, STAGES,
-                                HAS_LEFT, 1)),
+                                IS_SPLIT, HAS_LEFT, 1)),
             (decode_in_turn, (num_works, left_ptr, tokens, splits, memory, window, entries,
-                              NUM_HEADS, SPEC, STAGES, HAS_LEFT)),
+                              NUM_HEADS, SPEC, STAGES, IS_SPLIT, HAS_LEFT)),
         ],
         [4, DECODING_WARPS],
         [MULTIPLYING_REGISTERS, DECODING_REGISTERS],

@@ -291,7 +291,7 @@ def multiply(num_works, tokens, rows, shared, output_desc, results, scale, NUM_H
 def find_pairs(work, tokens, rows, NUM_HEADS: gl.constexpr, SPEC: gl.constexpr):
     """Find the pairs of tiles of a work item; none if its window is not among the dense rows."""
     whole = Splits(gl.to_tensor(1), gl.to_tensor(0), gl.to_tensor(1), gl.to_tensor(1 << 24))
-    tiles, token, out_loc = find_work(work, tokens, whole, NUM_HEADS, HEADS, SPEC)
+    tiles, token, out_loc = find_work(work, gl.program_id(1), tokens, whole, NUM_HEADS, HEADS, SPEC)
     start = gl.load(rows.starts_ptr + token.request)
     end = start + token.position - gl.load(rows.before_ptr + token.request) + SPEC.WINDOW
     is_dense = (start >= 0) & (end <= rows.first_entry)

@@ -2,13 +2,15 @@
 
 `kernels.triton.chunk_scores` launches it, over keys that it has made dense operands.
 
-A work item is a pair of tokens of one request and a range of its keys. One warp copies the pair's
-queries and tiles of 256 keys to shared memory. Four groups of warps each multiply 64 keys of a tile
-by the 2 × 64 heads. While one group sums over heads, the products of others run.
+A work item is a group of tokens of one request, 2 of 64 heads or 4 of 32, and a range of its keys.
+One warp copies the group's queries and tiles of 256 keys to shared memory. Four groups of warps
+each multiply 64 keys of a tile by the 128 heads. While one group sums over heads, the products of
+others run.
 
-A thread has 16 heads of two keys for both tokens. It adds them in ascending order, then the four
-threads that share the keys add theirs: lanes 0 and 2, 1 and 3, then both. `_score_kernel` adds in
-the same order, so scores are the same bits. The exchange leaves one score to each of the four.
+A thread has a quarter of the heads of two keys for each token. It adds them in ascending order,
+then the four threads that share the keys add theirs: lanes 0 and 2, 1 and 3, then both.
+`_score_kernel` adds in the same order, so scores are the same bits. The exchange leaves one score
+of each pair of tokens to each of the four.
 """
 
 from typing import NamedTuple
@@ -25,10 +27,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from dsv4.kernels.triton.operands import PLAN_PTRS
 
-HEADS = gl.constexpr(64)
 DIM = gl.constexpr(128)
-TOKENS = gl.constexpr(2)  # tokens of a work item
-COLUMNS = gl.constexpr(128)  # heads of both
+COLUMNS = gl.constexpr(128)  # heads of all tokens of a work item
 ROWS = gl.constexpr(64)  # keys of a product
 SIDES = gl.constexpr(4)  # groups of warps that multiply
 TILE = gl.constexpr(256)  # keys of all sides
@@ -36,16 +36,27 @@ STAGES = gl.constexpr(4)  # tiles in shared memory
 REGISTERS = gl.constexpr(112)  # of a thread that multiplies; with 120 the first side spills more
 GROUPS = gl.constexpr(4)  # groups of channels that have scales in mxfp4
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
-# Warp, row of 8, lane of 4: the scores of a side, one a thread.
-SCORES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[],
-        lane_bases=[[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[1, 0, 0], [2, 0, 0]],
+
+
+@gluon.constexpr_function
+def scores_layout(PAIRS):
+    """Pair of tokens, warp, row of 8, lane of 4: the scores of a side, PAIRS a thread."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1, 0, 0, 0]] if PAIRS == 2 else [],
+        lane_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
+        warp_bases=[[0, 1, 0, 0], [0, 2, 0, 0]],
         block_bases=[],
-        shape=[4, 8, 4],
+        shape=[PAIRS, 4, 8, 4],
     )
-)
+
+
+@gluon.constexpr_function
+def along(AXIS, LAYOUT):
+    """The layout of one of four axes."""
+    for axis in (3, 2, 1, 0):
+        if axis != AXIS:
+            LAYOUT = gl.SliceLayout(axis, LAYOUT)
+    return LAYOUT
 
 
 class Works(NamedTuple):
@@ -65,7 +76,7 @@ class Works(NamedTuple):
     num_chunks: gl.tensor
     key_stride: gl.tensor
     num_items: gl.tensor
-    num_pairs: gl.tensor
+    num_groups: gl.tensor
     split_tiles: gl.tensor
 
 
@@ -113,9 +124,10 @@ def make_stages(descriptor, NUM_ROWS: gl.constexpr, COUNT: gl.constexpr, NUM: gl
 
 
 @gluon.jit
-def find_item(item, works, RATIO: gl.constexpr):
-    """Find a work item; it has no tiles unless both tokens are of one chunk, and see enough."""
-    row = item % works.num_pairs * TOKENS
+def find_item(item, works, RATIO: gl.constexpr, HEADS: gl.constexpr):
+    """Find a work item; it has no tiles unless its tokens are of one chunk, and see enough."""
+    TOKENS: gl.constexpr = COLUMNS // HEADS
+    row = item % works.num_groups * TOKENS
     token = works.first_token + row
     last = works.first_token + gl.minimum(row + TOKENS - 1, works.num_tokens - 1)
     request = gl.load(works.request_ids_ptr + token)
@@ -128,17 +140,18 @@ def find_item(item, works, RATIO: gl.constexpr):
     ):
         chunk += 1
     is_scored &= (count > works.topk) & (chunk < works.num_chunks)
-    first = item // works.num_pairs * works.split_tiles
+    first = item // works.num_groups * works.split_tiles
     end = gl.minimum(first + works.split_tiles, gl.cdiv(count, TILE))
     return Item(row, chunk * works.key_stride, first, gl.where(is_scored, end, first))
 
 
 @gluon.jit
-def copy_operands(key_desc, query_desc, keys, queries, works, RATIO: gl.constexpr):
+def copy_operands(key_desc, query_desc, keys, queries, works, RATIO: gl.constexpr,
+                  HEADS: gl.constexpr):  # fmt: skip
     """Copy the queries and keys of one work item after another."""
     num_tiles, num_items = gl.to_tensor(0), gl.to_tensor(0)
     for nth in range(gl.program_id(0), works.num_items, gl.num_programs(0)):
-        item = find_item(nth, works, RATIO)
+        item = find_item(nth, works, RATIO, HEADS)
         if item.first < item.end:
             stage = num_items % 2
             mbarrier.wait(queries.empty.index(stage), num_items // 2 % 2 ^ 1)
@@ -174,21 +187,22 @@ def from_lane(x, IS_NEXT: gl.constexpr):
 
 
 @gluon.jit
-def sum_heads(products, weights):
+def sum_heads(products, weights, HEADS: gl.constexpr):
     """Sum w_h 2 ReLU(x_h) of products `[ROWS, COLUMNS]`; NaN stays NaN.
 
-    Returns the scores as SCORES places them: lane q of 4 has the token q % 2, and the upper or
-    lower 8 rows of a warp by q // 2.
+    Returns the scores as `scores_layout` places them: lane q of 4 has the token q % 2 of each pair,
+    and the upper or lower 8 rows of a warp by q // 2.
     """
+    PAIRS: gl.constexpr = COLUMNS // HEADS // 2
     weighted = (products + gl.abs(products)) * weights[None, :]
-    # warp, half, row, token, 8 × lane × 2 heads
-    parts = gl.reshape(weighted, (4, 2, 8, 2, 8, 4, 2))
-    parts = gl.reshape(gl.permute(parts, (0, 2, 5, 1, 3, 4, 6)), (4, 8, 4, 2, 2, 16))
-    first, second = gl.split(gl.sum(parts, axis=5))
+    # warp, half, row, pair, token, heads: HEADS / 8 × lane × 2
+    parts = gl.reshape(weighted, (4, 2, 8, PAIRS, 2, HEADS // 8, 4, 2))
+    parts = gl.permute(parts, (3, 0, 2, 6, 1, 4, 5, 7))
+    parts = gl.reshape(parts, (PAIRS, 4, 8, 4, 2, 2, HEADS // 4))
+    first, second = gl.split(gl.sum(parts, axis=6))
     first_upper, first_lower = gl.split(first)
     second_upper, second_lower = gl.split(second)
-    LAYOUT: gl.constexpr = first_upper.type.layout
-    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    lane = gl.arange(0, 4, layout=along(3, first_upper.type.layout))[None, None, None, :]
     is_lower, is_second = lane >= 2, lane % 2 == 1
     first = gl.where(is_lower, first_lower, first_upper)
     first += from_lane(gl.where(is_lower, first_upper, first_lower), False)
@@ -196,24 +210,30 @@ def sum_heads(products, weights):
     second += from_lane(gl.where(is_lower, second_upper, second_lower), False)
     score = gl.where(is_second, second, first)
     score += from_lane(gl.where(is_second, first, second), True)
-    return gl.convert_layout(score, SCORES, assert_trivial=True)
+    return gl.convert_layout(score, scores_layout(PAIRS), assert_trivial=True)
 
 
 @gluon.jit
-def score_places():
+def score_places(HEADS: gl.constexpr):
     """The key among a side's and the token of each score, as `sum_heads` returns them."""
-    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, SCORES)))[:, None, None]
-    row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, SCORES)))[None, :, None]
-    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, SCORES)))[None, None, :]
-    return warp * 16 + lane // 2 * 8 + row, lane % 2
+    PAIRS: gl.constexpr = COLUMNS // HEADS // 2
+    LAYOUT: gl.constexpr = scores_layout(PAIRS)
+    pair = gl.arange(0, PAIRS, layout=along(0, LAYOUT))[:, None, None, None]
+    warp = gl.arange(0, 4, layout=along(1, LAYOUT))[None, :, None, None]
+    row = gl.arange(0, 8, layout=along(2, LAYOUT))[None, None, :, None]
+    lane = gl.arange(0, 4, layout=along(3, LAYOUT))[None, None, None, :]
+    return warp * 16 + lane // 2 * 8 + row, pair * 2 + lane % 2
 
 
 @gluon.jit
-def load_weights(ptrs, first_row, IS_MXFP4: gl.constexpr):
-    """Load the weights of both tokens' heads; NaN for a query that E5M2 does not hold."""
+def load_weights(ptrs, first_row, last_token, IS_MXFP4: gl.constexpr, HEADS: gl.constexpr):
+    """Load the weights of all tokens' heads; NaN for a query that E5M2 does not hold."""
     head = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PRODUCTS))
+    token = head // HEADS
+    if HEADS == 32:  # three rows beyond the part may be outside of the workspace
+        token = gl.minimum(token, last_token)
     weight_ptr = ptrs.weights_ptr + first_row * ptrs.weights_stride
-    weight_ptr += head // HEADS * ptrs.weights_stride + head % HEADS
+    weight_ptr += token * ptrs.weights_stride + head % HEADS
     weights = gl.load(weight_ptr)
     if IS_MXFP4:
         for group in gl.static_range(1, GROUPS + 1):
@@ -224,15 +244,16 @@ def load_weights(ptrs, first_row, IS_MXFP4: gl.constexpr):
 
 @gluon.jit
 def multiply(keys, queries, ptrs, works, RATIO: gl.constexpr, IS_MXFP4: gl.constexpr,
-             SIDE: gl.constexpr):  # fmt: skip
+             HEADS: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """Score one side's keys of one work item after another."""
     num_tiles, num_items = gl.to_tensor(0), gl.to_tensor(0)
-    place, token = score_places()
+    place, token = score_places(HEADS)
     for nth in range(gl.program_id(0), works.num_items, gl.num_programs(0)):
-        item = find_item(nth, works, RATIO)
+        item = find_item(nth, works, RATIO, HEADS)
         if item.first < item.end:
             first_row = item.row.to(gl.int64)
-            weights = load_weights(ptrs, first_row, IS_MXFP4)
+            last_token = works.num_tokens - 1 - item.row
+            weights = load_weights(ptrs, first_row, last_token, IS_MXFP4, HEADS)
             out_ptr = ptrs.scores_ptr + first_row * ptrs.scores_stride + token * ptrs.scores_stride
             is_token = item.row + token < works.num_tokens
             query_stage = num_items % 2
@@ -253,7 +274,7 @@ def multiply(keys, queries, ptrs, works, RATIO: gl.constexpr, IS_MXFP4: gl.const
                 products = warpgroup_mma_wait(0, deps=[pending])
                 gl.thread_barrier()
                 mbarrier.arrive(keys.empty.index(stage), count=1)
-                score = sum_heads(products, weights)
+                score = sum_heads(products, weights, HEADS)
                 if not IS_MXFP4:
                     score *= scale * 0.5
                 gl.store(out_ptr + entry, score, mask=is_entry & is_token)
@@ -266,19 +287,19 @@ def multiply(keys, queries, ptrs, works, RATIO: gl.constexpr, IS_MXFP4: gl.const
 @gluon.jit(
     do_not_specialize=[
         "scores_stride", "weights_stride", "first_token", "num_tokens", "topk", "num_chunks",
-        "key_stride", "num_items", "num_pairs", "split_tiles",
+        "key_stride", "num_items", "num_groups", "split_tiles",
     ],
     do_not_specialize_on_alignment=[*PLAN_PTRS, "chunk_ids_ptr"],
 )  # fmt: skip
 def _score_kernel(
     key_desc, query_desc, scores_ptr, scores_stride, weights_ptr, weights_stride, scales_ptr,
     first_token, num_tokens, topk, positions_ptr, request_ids_ptr, request_slots_ptr,
-    chunk_ids_ptr, num_chunks, key_stride, num_items, num_pairs, split_tiles,
-    RATIO: gl.constexpr, IS_MXFP4: gl.constexpr,
+    chunk_ids_ptr, num_chunks, key_stride, num_items, num_groups, split_tiles,
+    RATIO: gl.constexpr, IS_MXFP4: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Score keys for pairs of tokens, one work item after another."""
+    """Score keys for groups of tokens, one work item after another."""
     works = Works(first_token, num_tokens, topk, positions_ptr, request_ids_ptr, request_slots_ptr,
-                  chunk_ids_ptr, num_chunks, key_stride, num_items, num_pairs,
+                  chunk_ids_ptr, num_chunks, key_stride, num_items, num_groups,
                   split_tiles)  # fmt: skip
     ptrs = ScorePtrs(scores_ptr, scores_stride, weights_ptr, weights_stride, scales_ptr)
     keys = make_stages(key_desc, ROWS, STAGES, SIDES)
@@ -287,11 +308,11 @@ def _score_kernel(
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, 0)),
-            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, 1)),
-            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, 2)),
-            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, 3)),
-            (copy_operands, (key_desc, query_desc, keys, queries, works, RATIO)),
+            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, HEADS, 0)),
+            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, HEADS, 1)),
+            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, HEADS, 2)),
+            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, HEADS, 3)),
+            (copy_operands, (key_desc, query_desc, keys, queries, works, RATIO, HEADS)),
         ],
         [4, 4, 4, 1],
         [REGISTERS, REGISTERS, REGISTERS, 24],

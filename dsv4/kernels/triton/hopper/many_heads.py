@@ -102,17 +102,23 @@ def add_output(acc, shrink, weights, quarters, stage, SIDE: gl.constexpr):
 
 
 @gluon.jit
+def start_many():
+    """A side's accumulators, the largest logits and the sums before the first tile."""
+    acc = gl.tuple(())
+    for _ in gl.static_range(SIDE_QUARTERS):
+        acc = acc + (gl.zeros((HEADS, CHANNEL_QUARTER), gl.float32, layout=OUTPUT),)
+    largest = gl.full((HEADS,), float("-inf"), gl.float32, layout=HEAD_ROWS)
+    return acc, largest, gl.zeros((HEADS,), gl.float32, layout=HEAD_ROWS)
+
+
+@gluon.jit
 def multiply_many(tiles, count, memory, query, exchange, scale, STAGES: gl.constexpr,
                   SIDE: gl.constexpr):  # fmt: skip
     """Compute the softmax of 64 heads, and a side's half of the output's channels.
 
     Tiles are counted from `count` on.
     """
-    acc = gl.tuple(())
-    for _ in gl.static_range(SIDE_QUARTERS):
-        acc = acc + (gl.zeros((HEADS, CHANNEL_QUARTER), gl.float32, layout=OUTPUT),)
-    largest = gl.full((HEADS,), float("-inf"), gl.float32, layout=HEAD_ROWS)
-    total = gl.zeros((HEADS,), gl.float32, layout=HEAD_ROWS)
+    acc, largest, total = start_many()
     wait_for_query()
     for _ in range(tiles.first, tiles.end, tiles.step):
         stage = count % STAGES
@@ -130,6 +136,32 @@ def multiply_many(tiles, count, memory, query, exchange, scale, STAGES: gl.const
         mbarrier.arrive(memory.empty.index(stage), count=1)
         count += 1
     return acc, largest, total, count
+
+
+@gluon.jit
+def store_part(acc, part_ptr, SIDE: gl.constexpr):
+    """Store a side's accumulators of the splits so far."""
+    for nth in gl.static_range(SIDE_QUARTERS):
+        gl.store(part_ptr + quarter_offsets(SIDE * SIDE_QUARTERS + nth, HEADS, OUTPUT), acc[nth])
+
+
+@gluon.jit
+def join_part(acc, largest, total, before, part_ptr, SIDE: gl.constexpr):
+    """Join a split to those before it, as `_combine_kernel` does.
+
+    before are the largest logits and the sums of those, whose accumulators are at part_ptr.
+    """
+    new_largest = gl.maximum(before[0], largest)
+    base = finite_base(new_largest)
+    shrink, grow = gl.exp2(before[0] - base), gl.exp2(largest - base)
+    total = before[1] * shrink + total * grow
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
+    grow = gl.convert_layout(grow, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
+    joined = gl.tuple(())
+    for nth in gl.static_range(SIDE_QUARTERS):
+        at = quarter_offsets(SIDE * SIDE_QUARTERS + nth, HEADS, OUTPUT)
+        joined = joined + (gl.load(part_ptr + at) * shrink + acc[nth] * grow,)
+    return joined, new_largest, total
 
 
 @gluon.jit

@@ -116,11 +116,11 @@ def make_memory(HEADS: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr
 
 
 @gluon.jit
-def find_work(work, tokens, splits, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
+def find_work(work, split, tokens, splits, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
               SPEC: gl.constexpr):  # fmt: skip
     """Find a work item's tiles, its token, and the place of its results."""
     BLOCKS: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-    nth_token, split = work // BLOCKS, gl.program_id(1)
+    nth_token = work // BLOCKS
     token_idx, first_head = tokens.first_token + nth_token, work % BLOCKS * HEADS
     request = gl.load(tokens.request_ids_ptr + token_idx)
     slot = gl.load(tokens.request_slots_ptr + request).to(gl.int64)
@@ -139,6 +139,12 @@ def find_work(work, tokens, splits, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr
     tiles = Tiles(first, end, splits.tile_step)
     token = Token(token_idx, request, slot, position, num_rows)
     return tiles, token, OutLoc(token_idx, first_head, row, part_row)
+
+
+@gluon.jit
+def count_splits(token, splits):
+    """Count the splits of a token that have rows, of those that follow each other; at least 1."""
+    return gl.maximum(gl.cdiv(gl.cdiv(token.num_rows, TILE), splits.tiles_per_split), 1)
 
 
 @gluon.jit
