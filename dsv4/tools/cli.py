@@ -14,13 +14,16 @@ from rich.console import Console
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.tools import serve_command
 from dsv4.tools.bench import command as bench_command
+from dsv4.tools.bench.environment import check_device
 from dsv4.tools.console import make_console, make_table, printable, track, working
 from dsv4.tools.inspector import command as inspect_command
 from dsv4.tools.inspector.selections import RUN_FILES
 from dsv4.tools.outputs import add_force, check_new, check_output
 from dsv4.tools.planner import command as plan_command
-from dsv4.tools.planner.command import positive
-from dsv4.tools.planner.sizes import format_bytes, parse_tokens
+from dsv4.tools.planner.command import positive, tokens
+from dsv4.tools.planner.sizes import format_bytes
+
+DEMO_DEFAULTS = {"tokens": 2048, "questions": 48, "new_tokens": 48, "seed": 0}
 
 
 class UsageError(Exception):
@@ -96,18 +99,39 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tokens", type=parse_tokens, default="2k", help="length of the book: 2048, 64k or 1M")
-    add("--questions", type=positive, default=48, help="questions on the book")
-    add("--serve", action="store_true", help="ask through dsv4 serve, with the openai client")
+    add("--tokens", type=tokens, help="length of the book: 64k or 1M (2048)")
+    add("--questions", type=positive, help="questions on the book (48)")
+    add("--serve", action="store_true", default=None,
+        help="ask through dsv4 serve, with the openai client")  # fmt: skip
     add("--model", help="a checkpoint folder or random: generate with that, and compare")
-    add("--prompt", action="append", default=[], help="a text for --model; may be repeated")
-    add("--new-tokens", type=positive, default=48, help="tokens to generate with --model")
+    add("--prompt", action="append", help="a text for --model FOLDER; may be repeated")
+    add("--new-tokens", type=positive, help="tokens to generate with --model (48)")
     add("--device", default="cpu", help="cpu, cuda or cuda:N")
     add("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
     add("--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, help="of --model random, and of what --save saves (0)")
     add("--save", type=Path, metavar="FOLDER", help="save a request there, for dsv4 inspect")
     add_force(parser)
+
+
+def _complete_demo(options: argparse.Namespace) -> None:
+    """Refuse options that the chosen demo does not look at; set those that are not given."""
+    has_book, is_random = options.model is None, options.model == "random"
+    for name, is_used, needed in (
+        ("tokens", has_book, "the book: leave --model out"),
+        ("questions", has_book, "the book: leave --model out"),
+        ("serve", has_book, "the book: leave --model out"),
+        ("prompt", not (has_book or is_random),
+         "--model FOLDER: other models have no tokenizer for it"),
+        ("new_tokens", not has_book, "--model: an answer on the book is one word"),
+        ("seed", is_random or options.save is not None,
+         "--model random or --save: nothing else is drawn"),
+    ):  # fmt: skip
+        if getattr(options, name) is not None and not is_used:
+            raise UsageError(f"--{name.replace('_', '-')} needs {needed}")
+    for name, value in DEMO_DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -197,8 +221,9 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    if options.prompt and options.model in (None, "random"):
-        raise UsageError("--prompt needs --model FOLDER: other models have no tokenizer for it")
+    _complete_demo(options)
+    with _checking():
+        check_device(options.device)
     from dsv4.tools.demo.command import print_demo, run_command
     from dsv4.tools.demo.kept_run import keep_run
 
@@ -214,5 +239,5 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     with _checking():
-        bench_command.check_paths(options)
+        bench_command.check_options(options)
     return bench_command.run_bench(options)

@@ -29,12 +29,14 @@ def check_new(paths: Iterable[Path], *, force: bool) -> None:
 
 
 def check_output(option: str, path: Path | None, *, force: bool) -> None:
-    """Refuse the file of an option: another suffix, one that exists, a missing matplotlib."""
+    """Refuse the file of an option: its suffix, its folder, that it exists; need matplotlib."""
     if path is None:
         return
     kind, suffixes = KINDS[option]
     if path.suffix.lower() not in suffixes:
         raise ValueError(f"Invalid {kind}, got {str(path)!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"Invalid file to write: expected a folder {path.parent}, found none")
     if suffixes is PICTURES:
         try:
             import matplotlib  # noqa: F401

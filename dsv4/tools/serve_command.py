@@ -6,8 +6,7 @@ from pathlib import Path
 
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.serve.launch import DEFAULT_TOKENS
-from dsv4.tools.planner.command import positive
-from dsv4.tools.planner.sizes import parse_bytes
+from dsv4.tools.planner.command import positive, size
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,20 +23,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="transformers' JSON template of reasoning and tool calls")  # fmt: skip
     add("--max-tokens", type=positive,
         help=f"tokens of the longest request; by default {DEFAULT_TOKENS}")  # fmt: skip
-    add("--max-requests", type=positive, default=16, help="requests that run at once")
+    add("--max-requests", type=positive, default=16, help="requests that run at once (%(default)s)")
     add("--num-blocks", type=positive, help="blocks of the cache; by default --max-requests of "
         "--max-tokens each")  # fmt: skip
-    add("--max-step-tokens", type=positive, default=2048, help="tokens of one step")
-    add("--max-queue", type=positive, default=1000, help="requests that may be open at once")
-    add("--max-body", type=parse_bytes, default="8MiB", help="the largest request")
+    add("--max-step-tokens", type=positive, default=2048, help="tokens of one step (%(default)s)")
+    add("--max-queue", type=positive, default=1000,
+        help="requests that may be open at once (%(default)s)")  # fmt: skip
+    add("--max-body", type=size, default="8MiB", help="the largest request (%(default)s)")
     add("--timeout", type=positive, metavar="SECONDS", help="the most time for a request")
     add("--grace", type=positive, default=30, metavar="SECONDS",
-        help="time for open requests after SIGTERM")  # fmt: skip
-    add("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV")
-    add("--index", choices=INDEX_FORMATS, default="mxfp4", help="row format of the index keys")
-    add("--prefix-bytes", type=parse_bytes, default="1GiB", help="host memory of the prefix cache")
+        help="time for open requests after SIGTERM (%(default)s)")  # fmt: skip
+    add("--kv", choices=KV_FORMATS, default="fp8", help="row format of the KV (%(default)s)")
+    add("--index", choices=INDEX_FORMATS, default="mxfp4",
+        help="row format of the index keys (%(default)s)")  # fmt: skip
+    add("--prefix-bytes", type=size, default="1GiB",
+        help="host memory of the prefix cache (%(default)s)")  # fmt: skip
     add("--store", type=Path, metavar="FOLDER", help="keep the prefix cache there, too")
-    add("--store-bytes", type=parse_bytes, default="64GiB", help="the most bytes of --store")
-    add("--drafts", type=int, default=0, help="tokens that a step may draft by prompt lookup")
+    add("--store-bytes", type=size, default="64GiB",
+        help="the most bytes of --store (%(default)s)")  # fmt: skip
+    add("--drafts", type=int, default=0, help="tokens that a step may draft (%(default)s)")
     add("--device", default=None, help="cpu, cuda or cuda:N; by default cuda where there is one")
     add("--dtype", default="auto", help="float32 or bfloat16; by default the checkpoint's")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4.integrations.transformers import PagedCache
 from dsv4.model.random_hf import random_hf_model
 from dsv4.tools.cli import main
 from dsv4.tools.demo import command
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def without_speeds(text: str) -> str:
-    return re.sub(r" +[0-9,]+/s", "", text)
+    return re.sub(r"(/\d+ +[0-9,]+)( +[0-9,]+){2}$", r"\1", text, flags=re.M)
 
 
 def test_demo_answers_from_a_book(capsys):
@@ -44,6 +45,14 @@ def test_demo_fails_on_a_wrong_answer(capsys, monkeypatch):
     assert right.pop("transformers' own") == 16 and max(right.values()) < 16
     main(BOOK)
     assert "MISMATCH" in capsys.readouterr().out
+
+
+def test_demo_fails_on_a_draft_that_stays(capsys, monkeypatch):
+    monkeypatch.setattr(PagedCache, "crop", lambda *_: None)
+    assert main(BOOK) == 1
+    text = capsys.readouterr().out
+    assert re.search("in a fork +16/16\nafter a draft was rejected +15/16\n", text)
+    assert "MISMATCH" in text
 
 
 def test_demo_prints_tables(capsys, monkeypatch):
@@ -100,12 +109,42 @@ def test_demo_of_a_checkpoint_in_bf16(capsys, tmp_path):
     assert "bfloat16" in capsys.readouterr().out
 
 
-def test_demo_refusals(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        ("demo --prompt hello", "--prompt needs --model FOLDER"),
+        ("demo --serve --model random", "--serve needs the book: leave --model out"),
+        ("demo --questions 3 --model random", "--questions needs the book: leave --model out"),
+        ("demo --tokens 256 --model random", "--tokens needs the book: leave --model out"),
+        ("demo --seed 0", "--seed needs --model random or --save"),
+        ("demo --new-tokens 3", "--new-tokens needs --model"),
+        ("demo --tokens x", "argument --tokens: expected a number of tokens such as 4096"),
+        ("bench quality --tokens x", "argument --tokens: expected a number of tokens such as"),
+        ("serve x --max-body x", "argument --max-body: expected a size such as 80GiB"),
+        ("demo --device foo", "Invalid --device: expected cpu, cuda or cuda:N, got 'foo'"),
+        ("demo --device cuda:x", "expected cpu, cuda or cuda:N, got 'cuda:x'"),
+        ("bench quality --device meta", "expected cpu, cuda or cuda:N, got 'meta'"),
+        ("bench quality --plot no/x.png", "expected a folder no, found none"),
+        ("bench prefill --plot no/x.png", "expected a folder no, found none"),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_each_other(arguments, refusal, capsys):
     with pytest.raises(SystemExit) as error:
-        main(["demo", "--prompt", "hello"])
-    assert error.value.code == 2 and "--prompt needs --model FOLDER" in capsys.readouterr().err
-    assert main(["demo", "--model", str(tmp_path)]) == 1
-    assert "expected a config.json" in capsys.readouterr().err
+        main(arguments.split())
+    assert error.value.code == 2 and refusal in capsys.readouterr().err
+
+
+def test_demo_of_one_question(capsys, monkeypatch):
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert main(["demo", "--tokens", "128", "--questions", "1", "--device", "cpu:0"]) == 0
+    assert "is asked 1 question.\n" in capsys.readouterr().out and threads == [1]
+
+
+def test_demo_refusals(capsys, tmp_path):
+    for words in (["demo", "--model"], ["serve"]):
+        assert main([*words, str(tmp_path)]) == 1
+        assert "expected a config.json" in capsys.readouterr().err
     assert main([*RANDOM, "--new-tokens", "1000000"]) == 1
     assert "expected an integer from 1 to 65236 (the model's positions" in capsys.readouterr().err
     assert main([*RANDOM, "--seed", str(10**30)]) == 1
@@ -113,8 +152,9 @@ def test_demo_refusals(capsys, tmp_path):
     assert main(["demo", "--tokens", "2M"]) == 1
     assert "Invalid tokens: expected an integer from 128 to 1048576" in capsys.readouterr().err
     if not torch.cuda.is_available():
-        assert main(["demo", "--device", "cuda"]) == 1
-        assert "--device cuda needs a CUDA device" in capsys.readouterr().err
+        for command in (["demo"], ["bench", "quality"]):
+            assert main([*command, "--device", "cuda"]) == 1
+            assert "--device cuda needs a CUDA device" in capsys.readouterr().err
 
 
 def test_a_failure_is_one_sentence_on_stderr(capsys, monkeypatch):

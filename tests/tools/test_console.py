@@ -169,10 +169,11 @@ def test_interrupts_and_silent_errors(capsys, monkeypatch):
 def test_files_that_cannot_be_written(option, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     suffix = {"--html": ".html", "--plot": ".png"}[option]
-    assert main([*PLAN, option, str(tmp_path / "missing" / f"plan{suffix}")]) == 1
+    with pytest.raises(SystemExit) as error:
+        main([*PLAN, option, str(tmp_path / "missing" / f"plan{suffix}")])
     captured = capsys.readouterr()
-    assert "No such file or directory" in captured.err and captured.err.count("\n") == 1
-    assert captured.out == ""
+    assert error.value.code == 2 and captured.out == ""
+    assert f"expected a folder {tmp_path / 'missing'}, found none" in captured.err
 
 
 def test_json_is_all_that_is_printed(capsys):

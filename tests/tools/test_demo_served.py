@@ -15,3 +15,6 @@ def test_demo_through_the_server(capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["ok"] and result["questions"] == 8
     assert result["shown"].keys() >= {"record", "chapter", "line", "nobody"}
+    assert main(["demo", "--serve", "--tokens", "128", "--questions", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("right: every answer is the book's\n") and "same ids" not in text

@@ -36,7 +36,7 @@ def test_json(capsys):
     [
         ((7, 5), "refused"),
         ((8, 6), "never compiled in tests, never run on such a GPU"),
-        ((9, 0), "all GPU tests were run"),
+        ((9, 0), "GPU tests were run; docs/gpu-tests.json says at which commit"),
         ((12, 0), "compiled in tests, never run on such a GPU"),
     ],
 )

@@ -97,13 +97,9 @@ def bench_attend(*, compare: bool) -> dict[str, Any]:
         compare, {"FlashMLA": load_flash_mla, "FlashMLA's prefill": load_flash_mla_prefill}
     )
     total = sum(len(shape.batches) for shape in SHAPES)
-    return {
-        "rows": list(track(_measure_steps(decode), "decode steps", total=total)),
-        "prefill": [
-            _measure_prefill(shape, prefill) for shape in track(PREFILL_SHAPES, "prefill chunks")
-        ],
-        **peers,
-    }
+    rows = list(track(_measure_steps(decode), "decode steps", total=total))
+    shapes = track(PREFILL_SHAPES, "prefill chunks")
+    return {"rows": rows, "prefill": [_measure_prefill(each, prefill) for each in shapes], **peers}
 
 
 def _measure_steps(decode: SparseDecode | None) -> Iterator[dict[str, Any]]:
@@ -134,18 +130,11 @@ def _measure_flashmla(
     run = flashmla.decode_calls(decode, case)
     check_result(case, flashmla.rotate_back(run(0), case, is_workspace=False), "FlashMLA's output")
     rotating = timing.time_rotating(run, len(case.handles))
-    return {
-        "flashmla_warm_us": timing.time_warm(run),
-        "flashmla_us": rotating,
-        "ratio": ours["rotating_us"] / rotating,
-    }
+    warm = {"flashmla_warm_us": timing.time_warm(run)}
+    return warm | timing.beside(ours["rotating_us"], "flashmla_us", rotating)
 
 
 def _measure(case: AttendCase, batch: int) -> dict[str, Any]:
-    rotating, invariant = (
-        timing.time_rotating(partial(attend, case, batch_invariant=each), len(case.handles))
-        for each in (False, True)
-    )
     heads, handle, num_queries = case.query.shape[1], case.handles[0], len(case.query)
     window, config = handle.window.window, handle.config
     num_rows = num_queries * (window + case.num_entries)
@@ -153,15 +142,13 @@ def _measure(case: AttendCase, batch: int) -> dict[str, Any]:
         window * config.kv_row.row_bytes + case.num_entries * config.entry_row.row_bytes
         + 2 * heads * DIM * BF16_BYTES
     )  # fmt: skip
+    times = timing.time_layers(partial(attend, case), len(case.handles), num_bytes)
+    invariant = partial(attend, case, batch_invariant=True)
     return {
-        "layer": case.name,
-        "batch": batch,
-        "warm_us": timing.time_warm(partial(attend, case)),
-        "rotating_us": rotating,
-        "invariant_us": invariant,
-        "tflops": 4 * heads * num_rows * DIM / rotating / 1e6,
-        "floor_us": timing.floor_us(num_bytes),
-    }
+        "layer": case.name, "batch": batch, **times,
+        "invariant_us": timing.time_rotating(invariant, len(case.handles)),
+        "tflops": 4 * heads * num_rows * DIM / times["rotating_us"] / 1e6,
+    }  # fmt: skip
 
 
 def _filled_manager(shape: AttendShape) -> tuple[KVCacheManager, list[int]]:
@@ -173,7 +160,8 @@ def _filled_manager(shape: AttendShape) -> tuple[KVCacheManager, list[int]]:
     most = max(shape.batches)
     manager = manager_for(config, most, shape.length, device=DEVICE)
     # Each case extends its requests.
-    slots = open_requests(manager, most, shape.length - shape.num_tokens * len(shape.batches))
+    length = shape.length - shape.num_tokens * len(shape.batches)
+    slots = open_requests(manager, [length] * most)
     for memory in manager.device_memory.memories:
         fill_rows(memory.window.ring)
         fill_rows(memory.entries)
@@ -194,22 +182,17 @@ def _measure_prefill(shape: PrefillShape, prefill: SparsePrefill | None) -> dict
     }  # fmt: skip
     if prefill is None:
         return row
-    inputs = flashmla.prefill_inputs(case)
-    result = flashmla.rotate_back(prefill(inputs), case, is_workspace=True)
-    check_result(case, result, "FlashMLA's output of a chunk", queries=checked)
-    flashmla_us = timing.replay_time(lambda: prefill(inputs), num_replays=NUM_REPLAYS)
-    return row | {
-        "flashmla_us": flashmla_us,
-        "flashmla_tflops": num_flops / flashmla_us / 1e6,
-        "ratio": us / flashmla_us,
-    }
+    run = flashmla.checked_prefill(prefill, case, checked)
+    flashmla_us = timing.replay_time(run, num_replays=NUM_REPLAYS)
+    row["flashmla_tflops"] = num_flops / flashmla_us / 1e6
+    return row | timing.beside(us, "flashmla_us", flashmla_us)
 
 
 def prefill_case(shape: PrefillShape, *, device: str) -> AttendCase:
     """Plan the chunk in one layer whose rows are normal numbers."""
     config = shape.preset(compress_ratios=(shape.ratio,))
     manager = manager_for(config, 1, CONTEXT, device=device, chunk=CHUNK)
-    slots = open_requests(manager, 1, CONTEXT - CHUNK)
+    slots = open_requests(manager, [CONTEXT - CHUNK])
     (memory,) = manager.device_memory.memories
     for pages in (memory.window.ring, memory.window.workspace, memory.entries):
         fill_rows(pages)

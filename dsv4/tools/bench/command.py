@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 from dsv4.kernels.external.find import add_folder
 from dsv4.tools.bench import tables
-from dsv4.tools.bench.environment import environment
+from dsv4.tools.bench.environment import check_device, environment
 from dsv4.tools.console import make_console, printable
 from dsv4.tools.outputs import add_force, check_output
-from dsv4.tools.planner.command import PRESETS, positive
-from dsv4.tools.planner.sizes import parse_tokens
+from dsv4.tools.planner.command import PRESETS, positive, tokens
 
 
 class Bench(NamedTuple):
@@ -31,96 +30,63 @@ class Bench(NamedTuple):
     external: str | None = None
 
 
+def _tokens(dest: str, what: str) -> dict[str, Any]:
+    return {"dest": dest, "type": tokens, "action": "append", "metavar": "TOKENS",
+            "help": f"length of a {what}; may be repeated"}  # fmt: skip
+
+
+def _plot(what: str) -> dict[str, Any]:
+    return {"type": Path, "help": f"draw {what}: .png or .svg"}
+
+
 BENCHES = {
     "plan": Bench("host time of prepare_forward", {"requests": 256, "steps": 400}),
-    "host": Bench(
-        "host time of an engine's step: plan, drafts, tokens, layers",
-        {"requests": 256, "steps": 300},
-    ),
-    "prefix": Bench(
-        "host time of a prefix hit and of a block's hash", {"tokens": 100_000, "rounds": 50}
-    ),
-    "disk": Bench(
-        "reads of a prefix store beside those of dd iflag=direct",
-        {"records": 400, "rounds": 15},
-        {"folder": {"type": Path, "metavar": "FOLDER", "help": "a folder of the disk"}},
-    ),
-    "trace": Bench(
-        "what the prefix cache finds of a trace's prompts",
-        {"requests": 600},
-        {
-            "file": {"type": Path, "metavar": "FILE", "help": "one JSON object a line"},
-            "--first": {"type": positive, "default": 1, "help": "the line of the first request"},
-            "--blocks": {
-                "dest": "num_blocks", "type": positive, "metavar": "BLOCKS",
-                "help": "memory in blocks; by default several sizes",
-            },
-            "--plot": {"type": Path, "help": "draw found over memory: .png or .svg"},
-        },
-    ),
-    "quality": Bench(
-        "what each row format costs, in errors and in answers",
-        {"questions": 64},
-        {
-            "--tokens": {
-                "dest": "lengths", "type": parse_tokens, "action": "append", "metavar": "TOKENS",
-                "help": "length of a book; may be repeated",
-            },
-            "--device": {"default": "cpu", "help": "cpu, cuda or cuda:N"},
-            "--plot": {"type": Path, "help": "draw right answers over margins: .png or .svg"},
-        },
-    ),
-    "handover": Bench(
-        "a request to another process, beside a plain copy over the same transport",
-        {"tokens": 100_000, "rounds": 10},
-    ),
+    "host": Bench("host time of an engine's step: plan, drafts, tokens, layers",
+                  {"requests": 256, "steps": 300}),
+    "prefix": Bench("host time of a prefix hit and of a block's hash",
+                    {"tokens": 100_000, "rounds": 50}),
+    "disk": Bench("reads of a prefix store beside those of dd iflag=direct",
+                  {"records": 400, "rounds": 15},
+                  {"folder": {"type": Path, "metavar": "FOLDER", "help": "a folder of the disk"}}),
+    "trace": Bench("what the prefix cache finds of a trace's prompts", {"requests": 600}, {
+        "file": {"type": Path, "metavar": "FILE", "help": "one JSON object a line"},
+        "--first": {"type": positive, "default": 1, "help": "the line of the first request"},
+        "--blocks": {"dest": "num_blocks", "type": positive, "metavar": "BLOCKS",
+                     "help": "memory in blocks; by default several sizes"},
+        "--plot": _plot("found over memory"),
+    }),
+    "quality": Bench("what each row format costs, in errors and in answers", {"questions": 128}, {
+        "--tokens": _tokens("lengths", "book"),
+        "--device": {"default": "cpu", "help": "cpu, cuda or cuda:N"},
+        "--plot": _plot("right answers over margins"),
+    }),
+    "handover": Bench("a request to another process, beside a plain copy over the same transport",
+                      {"tokens": 100_000, "rounds": 10}),
     "swap": Bench("a request to host memory and back, on a GPU", {"tokens": 1 << 20, "rounds": 10}),
     "write": Bench("the write path of a layer, on a GPU", external="SGLang"),
-    "step": Bench(
-        "a captured decode step, on a GPU",
-        {"requests": 256, "steps": 400},
-        {"--model": {"choices": tuple(PRESETS), "default": "v4-flash"}},
-    ),
+    "step": Bench("a captured decode step, on a GPU", {"requests": 256, "steps": 400},
+                  {"--model": {"choices": tuple(PRESETS), "default": "v4-flash"}}),
     "gather": Bench("dense rows of a layer, on a GPU"),
     "index": Bench(
-        "queries, scores and top-k of the index, on a GPU", external="DeepGEMM and SGLang"
-    ),
-    "attend": Bench(
-        "attention of a layer in a decode step and of a prefill chunk, on a GPU",
-        external="FlashMLA",
-    ),
-    "prefill": Bench(
-        "a whole prompt of V4-Flash, all layers, on a GPU",
-        {"positions": 5},
-        {
-            "--context": {
-                "dest": "contexts", "type": parse_tokens, "action": "append", "metavar": "TOKENS",
-                "help": "length of a prompt; may be repeated",
-            },
-            "--whole": {
-                "type": parse_tokens, "default": 1 << 17, "metavar": "TOKENS",
-                "help": "prompts of up to so many tokens run whole too",
-            },
-            "--plot": {"type": Path, "help": "draw seconds over contexts: .png or .svg"},
-        },
-        external="DeepGEMM, SGLang and FlashMLA",
-    ),
-    "transformers": Bench(
-        "decode steps of a transformers model with both caches, on a GPU", {"steps": 30}
-    ),
+        "queries, scores and top-k of the index, on a GPU; scores of one of several --ranks",
+        {"ranks": 1}, external="DeepGEMM and SGLang"),
+    "attend": Bench("attention of a layer in a decode step and of a prefill chunk, on a GPU",
+                    external="FlashMLA"),
+    "prefill": Bench("a whole prompt of V4-Flash, all layers, on a GPU", {"positions": 5}, {
+        "--context": _tokens("contexts", "prompt"),
+        "--whole": {"type": tokens, "default": 1 << 17, "metavar": "TOKENS",
+                    "help": "prompts of up to so many tokens run whole too"},
+        "--plot": _plot("seconds over contexts"),
+    }, external="DeepGEMM, SGLang and FlashMLA"),
+    "transformers": Bench("decode steps of a transformers model with both caches, on a GPU",
+                          {"steps": 30}),
     "engine": Bench(
         "requests that share a prompt, through the engine and through generate, on a GPU",
-        {"requests": 64, "shared": 8192, "own": 1024, "new": 256},
-    ),
-    "tune": Bench(
-        "launch parameters of this GPU's architecture",
-        options={
-            "--write": {
-                "dest": "is_written", "action": "store_true",
-                "help": "update the committed table in place",
-            },
-        },
-    ),
+        {"requests": 64, "shared": 8192, "own": 1024, "new": 256}),
+    "tune": Bench("launch parameters of this GPU's architecture", options={
+        "--write": {"dest": "is_written", "action": "store_true",
+                    "help": "update the committed table in place"},
+    }),
 }  # fmt: skip
 
 
@@ -148,12 +114,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(parameters=[argument.dest for argument in arguments])
 
 
-def check_paths(options: argparse.Namespace) -> None:
-    """Refuse a missing folder of external kernels, and a plot that cannot be drawn or replaced."""
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse missing folders, a plot that cannot be drawn or replaced, and a missing device."""
     if getattr(options, "peers", None) is not None:
         add_folder(options.peers)
     if getattr(options, "plot", None) is not None:
         check_output("--plot", options.plot, force=options.force)
+    if getattr(options, "device", None) is not None:
+        check_device(options.device)
 
 
 def run_bench(options: argparse.Namespace) -> int:

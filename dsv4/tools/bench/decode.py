@@ -20,16 +20,8 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.config import CacheConfig
 from dsv4.kernels.contracts import AttentionResult, Selection
-from dsv4.tools.bench import timing
+from dsv4.tools.bench import requests, timing
 from dsv4.tools.bench.attend_case import check_result, layer_case
-from dsv4.tools.bench.requests import (
-    ModelCase,
-    extend,
-    fill_rows,
-    layer_kind,
-    model_inputs,
-    plan_tokens,
-)
 from dsv4.tools.bench.write import write_layer
 from dsv4.tools.console import track
 
@@ -44,7 +36,7 @@ FILL_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class DecodeCase(ModelCase):
+class DecodeCase(requests.ModelCase):
     """Requests of a batch.
 
     Without memory for all blocks has_own_blocks is False: the requests share one request's blocks,
@@ -65,13 +57,9 @@ def _measure(config: CacheConfig, length: int, batch: int) -> dict[str, Any]:
     free_bytes = torch.cuda.mem_get_info()[0] - SPARE_BYTES
     case = decode_case(config, length, batch, device="cuda", free_bytes=free_bytes)
     row: dict[str, Any] = {
-        "tokens": length,
-        "batch": batch,
-        "has_own_blocks": case.has_own_blocks,
-        "num_layers": config.num_layers,
-        "total_us": _time_steps(case),
-        **_time_parts(case),
-    }
+        "tokens": length, "batch": batch, "has_own_blocks": case.has_own_blocks,
+        "num_layers": config.num_layers, "total_us": _time_steps(case), **_time_parts(case),
+    }  # fmt: skip
     del case
     torch.cuda.empty_cache()
     return row
@@ -81,37 +69,35 @@ def decode_case(
     config: CacheConfig, length: int, batch: int, *, device: str, free_bytes: int
 ) -> DecodeCase:
     """Open requests that have at most `length` tokens after all steps of the bench."""
-    sizes: dict[str, Any] = {
-        "max_requests": batch,
-        "max_forward_tokens": min(length, PREFILL_TOKENS),
-        "max_request_tokens": length,
-    }
-    blocks = -(-length // config.block_tokens)
-    capacity = Capacity(config, num_blocks=batch * blocks, **sizes)
+    blocks, chunk = -(-length // config.block_tokens), min(length, PREFILL_TOKENS)
+    capacity = Capacity(config, batch, batch * blocks, chunk, length)
     has_own_blocks = sum(size.allocated for size in capacity.memory().values()) <= free_bytes
-    num_blocks = batch * blocks if has_own_blocks else blocks + 2 * batch
-    manager = KVCacheManager(config, num_blocks=num_blocks, device=device, **sizes)
+    manager = requests.manager_for(
+        config, batch, length, device=device, chunk=chunk,
+        num_blocks=batch * blocks if has_own_blocks else blocks + 2 * batch,
+    )  # fmt: skip
     shortest = length - batch - NUM_STEPS - NUM_WARMUP_STEPS - 1
     slots = [manager.open_request()]
-    extend(manager, slots[0], shortest)
+    requests.extend(manager, slots[0], shortest)
     for _ in range(1, batch):
         slots.append(manager.open_request() if has_own_blocks else manager.fork(slots[0]))
     for idx, slot in enumerate(slots):
-        extend(manager, slot, shortest + idx)
+        requests.extend(manager, slot, shortest + idx)
     fill_storages(manager)
-    return DecodeCase(manager, slots, *model_inputs(config, batch, device), has_own_blocks)
+    return DecodeCase(manager, slots, *requests.model_inputs(config, batch, device), has_own_blocks)
 
 
 def fill_storages(manager: KVCacheManager) -> None:
     """Fill all slots and blocks with random rows and tails."""
     for memory in manager.device_memory.memories:
-        fill_rows(memory.window.ring)
+        requests.fill_rows(memory.window.ring)
         for tail in (memory.tail, memory.index_tail):
             if tail is not None:
                 tail.normal_()
         for pages in (memory.entries, memory.index_keys):
             if pages is not None:
-                fill_rows(pages, min(DISTINCT_BLOCKS * pages.rows_per_page, pages.num_rows))
+                num_rows = min(DISTINCT_BLOCKS * pages.rows_per_page, pages.num_rows)
+                requests.fill_rows(pages, num_rows)
     _copy_blocks(manager.paged.storage)
 
 
@@ -130,7 +116,7 @@ def _time_steps(case: DecodeCase) -> float:
     fill = torch.empty(FILL_BYTES, dtype=torch.uint8, device=case.manager.device)
     times = []
     for _ in range(NUM_WARMUP_STEPS + NUM_STEPS):
-        plan = plan_tokens(case.manager, case.slots)
+        plan = requests.plan_tokens(case.manager, case.slots)
         fill.zero_()
         results, elapsed = timing.time_on_gpu(partial(forward.replay, plan))
         times.append(elapsed)
@@ -161,7 +147,9 @@ def _time_parts(case: DecodeCase) -> dict[str, float]:
     }
 
 
-def select_layers(handles: Sequence[LayerCacheHandle], case: ModelCase) -> list[Selection | None]:
+def select_layers(
+    handles: Sequence[LayerCacheHandle], case: requests.ModelCase
+) -> list[Selection | None]:
     """Select entries in every layer that chooses; returns the choice that each layer attends."""
     chosen: dict[int, Selection] = {}
     for handle in handles:
@@ -186,7 +174,7 @@ def check_attention(
 ) -> None:
     """Refuse to time attention that differs from the reference's in a layer of any kind."""
     pairs = zip(reversed(handles), reversed(selections), strict=True)
-    first = {layer_kind(handle.layer): (handle, selection) for handle, selection in pairs}
+    first = {requests.layer_kind(handle.layer): (handle, selection) for handle, selection in pairs}
     for handle, selection in first.values():
         layer = layer_case(handle, *case.layer(handle), selection)
         check_result(layer, _attend(handle, case, selection), "the output")

@@ -14,11 +14,9 @@ import torch
 from dsv4.cache.memory.capacity import blocks_for
 from dsv4.config import CacheConfig
 from dsv4.engine import Engine, Output, SamplingParams
-from dsv4.integrations.transformers import PackedModel, attach, detach
-from dsv4.model.random_hf import random_hf_model
-from dsv4.tools.bench.environment import require_cuda
+from dsv4.integrations.transformers import PackedModel
 from dsv4.tools.bench.timing import time_to_end
-from dsv4.tools.bench.transformers import FLASH_WIDTHS
+from dsv4.tools.bench.transformers import attached, flash_model
 from dsv4.tools.console import working
 
 STEP_TOKENS = 8192
@@ -29,9 +27,7 @@ def bench_engine(
     *, num_requests: int, num_shared: int, num_own: int, num_new: int
 ) -> dict[str, Any]:
     """Serve requests of `num_shared + num_own` tokens that come at once, on a GPU."""
-    require_cuda("engine")
-    with working("making the model"), torch.device("cuda"):
-        model = random_hf_model(seed=0, **FLASH_WIDTHS).to(torch.bfloat16)
+    model = flash_model("engine")
     model.set_experts_implementation("grouped_mm")
     return measure(model, num_requests, num_shared, num_own, num_new)
 
@@ -63,22 +59,18 @@ def _serve(model: Any, prompts: list[list[int]], num_new: int) -> dict[str, Any]
     num_tokens = len(prompts[0]) + num_new
     config = CacheConfig.from_hf(model.config)
     num_blocks = len(prompts) * int(blocks_for(config, np.array([num_tokens]))[0])
-    cache = attach(
-        model, max_requests=len(prompts), num_blocks=num_blocks, drafts_per_step=0,
-        max_forward_tokens=STEP_TOKENS, prefix_bytes=1 << 28, num_checkpoints=16,
-    )  # fmt: skip
-    try:
-        with cache:
-            engine = Engine(PackedModel(model, cache), cache.manager)
-            others = [[token ^ 1 for token in prompt] for prompt in prompts]
-            _run(engine, others, 4)  # compiles, and captures the largest batch
-            counts = dict(engine.counts)
-            result = _run(engine, prompts, num_new)
-            steps = engine.counts["steps"] - counts["steps"]
-            found = engine.counts["cached_tokens"] - counts.get("cached_tokens", 0)
-            return {**result, "steps": steps, "found_tokens": found}
-    finally:
-        detach(model)
+    with attached(
+        model, len(prompts), num_blocks=num_blocks, max_forward_tokens=STEP_TOKENS,
+        prefix_bytes=1 << 28, num_checkpoints=16,
+    ) as cache:  # fmt: skip
+        engine = Engine(PackedModel(model, cache), cache.manager)
+        others = [[token ^ 1 for token in prompt] for prompt in prompts]
+        _run(engine, others, 4)  # compiles, and captures the largest batch
+        counts = dict(engine.counts)
+        result = _run(engine, prompts, num_new)
+        steps = engine.counts["steps"] - counts["steps"]
+        found = engine.counts["cached_tokens"] - counts.get("cached_tokens", 0)
+        return {**result, "steps": steps, "found_tokens": found}
 
 
 def _run(engine: Engine, prompts: list[list[int]], num_new: int) -> dict[str, float]:
@@ -95,13 +87,17 @@ def _run(engine: Engine, prompts: list[list[int]], num_new: int) -> dict[str, fl
     while engine.step():
         pass
     seconds = time.perf_counter() - start
+    return _row(seconds, seconds, len(prompts), num_new, min(first.values()), max(first.values()))
+
+
+def _row(
+    seconds: float, batch_s: float, batch: int, num_new: int, first_s: float, last_s: float
+) -> dict[str, float]:
+    """The row of a table; one batch of `batch` requests takes `batch_s`."""
     return {
-        "seconds": seconds,
-        "tokens_per_s": len(prompts) * num_new / seconds,
-        "first_token_s": min(first.values()),
-        "last_first_token_s": max(first.values()),
-        "batch": float(len(prompts)),
-    }
+        "seconds": seconds, "tokens_per_s": batch * num_new / batch_s, "first_token_s": first_s,
+        "last_first_token_s": last_s, "batch": float(batch),
+    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -120,13 +116,8 @@ def _generate(model: Any, prompts: list[list[int]], num_new: int) -> dict[str, A
             batch = -(-batch // 2)
         torch.cuda.empty_cache()
     num_batches = -(-len(prompts) // batch)
-    return {
-        "seconds": seconds * num_batches,
-        "tokens_per_s": batch * num_new / seconds,
-        "first_token_s": first,
-        "last_first_token_s": first + seconds * (num_batches - 1),
-        "batch": float(batch),
-    }
+    last = first + seconds * (num_batches - 1)
+    return _row(seconds * num_batches, seconds, batch, num_new, first, last)
 
 
 def _time_generate(model: Any, ids: torch.Tensor, num_new: int) -> float:

@@ -31,6 +31,16 @@ def require_cuda(bench: str) -> None:
         raise RuntimeError(f"dsv4 bench {bench} needs a CUDA device, and there is none")
 
 
+def check_device(device: str) -> None:
+    """Refuse a device that is neither the CPU nor a GPU of this machine."""
+    kind, _, number = device.partition(":")
+    if not (device in ("cpu", "cpu:0", "cuda") or (kind == "cuda" and number.isdecimal())):
+        raise ValueError(f"Invalid --device: expected cpu, cuda or cuda:N, got {device!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(number or 0) >= count:
+        raise RuntimeError(f"--device {device} needs a CUDA device, and this machine has {count}")
+
+
 def load_external(
     compare: bool, projects: Mapping[str, Callable[[], Any]]
 ) -> tuple[list[Any], dict[str, Any]]:

@@ -51,14 +51,11 @@ def _measure(case: _Case) -> dict[str, Any]:
     num_bytes = case.num_rows * (RECORD_BYTES + DENSE_BYTES + case.list_bytes)
     rotating = timing.replay_time(gather_layers) / NUM_LAYERS
     return {
-        "gather": case.name,
-        "num_rows": case.num_rows,
-        "bytes": num_bytes,
-        "warm_us": timing.time_warm(gather),
-        "rotating_us": rotating,
+        "gather": case.name, "num_rows": case.num_rows, "bytes": num_bytes,
+        "warm_us": timing.time_warm(gather), "rotating_us": rotating,
         "tb_per_s": num_bytes / rotating / 1e6,
-        "share_of_copy": num_bytes / rotating * 1e6 / timing.COPY_BANDWIDTH,
-    }
+        "share_of_copy": timing.floor_us(num_bytes) / rotating,
+    }  # fmt: skip
 
 
 def compressed_handles(*, num_layers: int) -> list[LayerCacheHandle]:
@@ -73,7 +70,7 @@ def _last_step(ratios: Sequence[int], num_requests: int, length: int) -> list[La
     manager = requests.manager_for(config, num_requests, length, device=DEVICE, chunk=chunk)
     manager.paged.storage.random_(0, requests.FINITE_BYTES)
     manager.state.storage.random_(0, requests.FINITE_BYTES)
-    slots = requests.open_requests(manager, num_requests, length - 1)
+    slots = requests.open_requests(manager, [length - 1] * num_requests)
     return requests.acquire_layers(manager, requests.plan_tokens(manager, slots))
 
 

@@ -26,6 +26,7 @@ from dsv4.tools.bench.timing import time_call
 
 ENGINES = {"nixl": "nixl_cu13", "mooncake": "mooncake.engine"}
 TARGET = 0.7  # of a plain copy
+CONNECT_SECONDS = 120.0  # another process starts meanwhile
 NAMES = {"plain": "one message", "handover": "hand-over", "unchecked": "hand-over without xxh3"}
 
 
@@ -54,7 +55,7 @@ def _kinds() -> list[str]:
 
 def _bench_kind(kind: str, num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
     manager = _manager(num_tokens, max_requests=2)
-    (slot,) = open_requests(manager, 1, num_tokens)
+    (slot,) = open_requests(manager, [num_tokens])
     manager.paged.storage.random_()
     manager.state.storage.random_()
     saved = manager.export_request(slot)
@@ -137,7 +138,7 @@ def _connect(
     connects: dict[str, Callable[..., Transport]] = {
         "gloo": TorchTransport.connect, "nixl": NixlTransport, "mooncake": MooncakeTransport,
     }  # fmt: skip
-    return connects[kind](store, rank, memory_bytes=memory_bytes)
+    return connects[kind](store, rank, memory_bytes=memory_bytes, deadline=CONNECT_SECONDS)
 
 
 def _manager(num_tokens: int, *, max_requests: int) -> KVCacheManager:

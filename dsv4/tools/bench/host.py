@@ -16,7 +16,7 @@ from dsv4.config import CacheConfig
 from dsv4.kernels import reference
 from dsv4.kernels.contracts import Selection
 from dsv4.testing import model_projections, model_weights
-from dsv4.tools.bench.requests import plan_tokens
+from dsv4.tools.bench.requests import manager_for, plan_tokens
 from dsv4.tools.bench.timing import summarize, time_call
 from dsv4.tools.console import working
 
@@ -28,6 +28,7 @@ TARGETS_US = {
 }  # fmt: skip
 NOTHING = torch.zeros(1, 1, dtype=torch.int64)
 STUBS: dict[str, Any] = {  # kernels that do nothing
+    "make_rope": lambda **_: None,
     "write_layer": lambda **_: None,
     "select_entries": lambda **_: (NOTHING,) * len(Selection._fields),
     "attend": lambda **_: (NOTHING, NOTHING),
@@ -43,14 +44,11 @@ def bench_host(*, num_requests: int, num_steps: int) -> dict[str, Any]:
     """
     with working("measuring"):
         times = _time_steps(num_requests, num_steps)
+    mean = {name: float(np.mean(values)) for name, values in times.items()}
     return {
-        "num_requests": num_requests,
-        "num_steps": num_steps,
-        "drafts": DRAFTS,
-        "mean_us": {name: float(np.mean(values)) for name, values in times.items()},
-        **summarize(times),
-        "target_us": TARGETS_US if num_requests == 256 else {},
-    }
+        "num_requests": num_requests, "num_steps": num_steps, "drafts": DRAFTS, "mean_us": mean,
+        **summarize(times), "target_us": TARGETS_US if num_requests == 256 else {},
+    }  # fmt: skip
 
 
 def _time_steps(num_requests: int, num_steps: int) -> dict[str, list[float]]:
@@ -86,11 +84,9 @@ def _manager(num_requests: int, num_steps: int) -> KVCacheManager:
         "blocks": torch.empty(num_blocks, layout.blocks.num_bytes, dtype=torch.uint8),
         "slots": torch.empty(num_requests, layout.slots.num_bytes, dtype=torch.uint8),
     }
-    manager = KVCacheManager(
-        config, max_requests=num_requests, num_blocks=num_blocks, num_checkpoints=8,
-        max_forward_tokens=num_requests * 2 * config.block_tokens, max_request_tokens=most,
-        storage=untouched,
-    )  # fmt: skip
+    chunk = num_requests * 2 * config.block_tokens
+    sizes = {"chunk": chunk, "num_blocks": num_blocks, "num_checkpoints": 8}
+    manager = manager_for(config, num_requests, most, device="cpu", storage=untouched, **sizes)
     # On a GPU the copies of fixed state cost the host nothing.
     manager._books.checkpoints.save = lambda *_: None  # type: ignore[method-assign]
     return manager

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import CacheConfig
+from dsv4.distributed.context import own_tokens
 from dsv4.formats import IndexFormatName
 from dsv4.kernels import ops
-from dsv4.kernels.contracts import IndexInputs, Selection
+from dsv4.kernels.contracts import IndexInputs, Selection, TokenMap
 from dsv4.kernels.external import deepgemm
 from dsv4.kernels.external.find import PagedLogits, load_deep_gemm
 from dsv4.kernels.index_scratch import IndexScratch
@@ -36,30 +37,43 @@ SCORED = ((262144, 1), (8192, 32), (32768, 64))  # entries × requests
 CHOSEN = ((8192, 1), (8192, 32), (262144, 1))
 CHUNK_TOKENS = 8192  # queries of a chunk whose last one sees CHUNK_ENTRIES
 CHUNK_ENTRIES = 32768
+ASCENDING_TARGET = 2.5  # of the time with other scores
 SCORE_ERROR = 2.0**-6  # of the largest score; E4M3 products are added with 13 bits on Hopper
 NUM_TURNS = 5  # runs of each rotating layer in a captured step
 MODELS, MODEL_CONTEXT = ("v4-flash", "v41-flash"), 1 << 20  # their indices are compared
 LEAST_FOUND = 0.98  # of the reference's choice; FP8 products change neighbours of the last
 NUM_DRAWS = 5  # draws of scores: the time of top-k depends on the draw
+RANK_CASES = ((1, 1), (32, 1), (1, 4), (1, 2048))  # requests × tokens of each
+RANK_TARGET = 1.2  # of a rank's share of the time
+RANK_LAUNCHES = 48  # of a captured step, whatever its layers, unless it is of a long chunk
 
 
 class IndexCase(NamedTuple):
-    """Layers of a forward, their queries, and a workspace of the right size."""
+    """Layers of a forward, their queries, and a workspace of the right size.
+
+    Tokens see num_entries, which are those of a rank if the context is split.
+    """
 
     handles: list[LayerCacheHandle]
+    tokens: TokenMap
     query: Tensor
     head_weights: Tensor
     scratch: IndexScratch
     num_entries: int
 
 
-def bench_index(*, compare: bool) -> dict[str, Any]:
+def bench_index(*, num_ranks: int, compare: bool) -> dict[str, Any]:
     """Time each step of the index, one layer warm and 4 layers rotating.
 
     `compare` times DeepGEMM's scores of FP8 keys too, and SGLang's queries for FP8 keys and its
-    top-k. DeepGEMM has no other format on Hopper, so MXFP4 scores are compared with its FP8.
+    top-k. DeepGEMM has no other format on Hopper, so MXFP4 scores are compared with its FP8. With
+    num_ranks above 1, only scores are timed: those of one rank of a split context.
     """
     require_cuda("index")
+    if num_ranks > 1:
+        cases = [(name, *case) for name in FORMATS for case in RANK_CASES]
+        rows = [_measure_rank(num_ranks, *case) for case in track(cases, "ranks")]
+        return {"num_ranks": num_ranks, "context": MODEL_CONTEXT, "ranks": rows}
     loaders = {"DeepGEMM": load_deep_gemm, "SGLang": load_sglang}
     (logits, sglang), peers = load_external(compare, loaders)
     total = 2 * len(FORMATS) * len(SCORED) + len(CHOSEN)
@@ -93,8 +107,8 @@ def _measure_steps(
             if logits is not None:
                 if name == "fp8":
                     deepgemm_us[num_entries, batch] = _time_deepgemm(case, logits)
-                time = deepgemm_us[num_entries, batch]
-                row |= {"deepgemm_us": time, "ratio": row["rotating_us"] / time}
+                theirs = deepgemm_us[num_entries, batch]
+                row |= timing.beside(row["rotating_us"], "deepgemm_us", theirs)
             yield row
             del case
     for num_entries, batch in CHOSEN:
@@ -108,23 +122,61 @@ def _measure_steps(
         del case
 
 
+def _measure_rank(
+    num_ranks: int, name: IndexFormatName, batch: int, step_tokens: int
+) -> dict[str, Any]:
+    """Time the scores of a rank that has all entries, and of the first of several."""
+    times = []
+    for count in (1, num_ranks):
+        case = index_case(
+            name, MODEL_CONTEXT // RATIO, batch, step_tokens=step_tokens, num_ranks=count
+        )
+        check_scores(case)
+        times.append(_time_scores(case))
+        del case
+    share = times[1] / times[0]
+    return {
+        "format": name, "batch": batch, "tokens": step_tokens, "one_us": times[0],
+        "rank_us": times[1], "share": share, "target": RANK_TARGET / num_ranks,
+        "verdict": timing.verdict(share * num_ranks, RANK_TARGET),
+    }  # fmt: skip
+
+
+def _time_scores(case: IndexCase) -> float:
+    """Microseconds of a layer's scores, layers rotating; of a chunk with the keys' operands."""
+    parts = [
+        chunk_parts(
+            handle, case.query, case.head_weights, max_entries=case.num_entries, tokens=case.tokens
+        )
+        for handle in case.handles
+    ]
+    parts[0]["query"]()
+    num_turns = RANK_LAUNCHES // len(parts) if len(case.query) < 1024 else 1
+    return timing.time_rotating(lambda idx: parts[idx]["score"](), len(parts), num_turns=num_turns)
+
+
 def index_case(
     name: IndexFormatName,
     num_entries: int,
     batch: int,
     *,
     step_tokens: int = 1,
+    num_ranks: int = 1,
     device: str = "cuda",
 ) -> IndexCase:
-    """Plan the last step_tokens of each request; the last token sees num_entries keys."""
+    """Plan the last step_tokens of each request; the last token sees num_entries keys.
+
+    Of several ranks it is the first one's part: a share of the keys, in more layers, so that none
+    finds its keys in the L2.
+    """
     config = CacheConfig.v4_flash(
-        compress_ratios=(RATIO,) * NUM_LAYERS, num_query_heads=1, index_format=name
-    )
-    length = num_entries * RATIO
+        compress_ratios=(RATIO,) * (NUM_LAYERS * num_ranks), num_query_heads=1, index_format=name
+    ).split_context(0, num_ranks)
+    length, num_entries = num_entries * RATIO, config.own_entries(num_entries, RATIO)
     manager = requests.manager_for(
         config, batch, length, device=device, chunk=min(length, PREFILL_TOKENS), backend="triton"
     )
-    slots = requests.open_requests(manager, batch, length - step_tokens)
+    slots = requests.open_requests(manager, [length - step_tokens] * batch)
     handles = requests.acquire_layers(manager, requests.plan_tokens(manager, slots, step_tokens))
     for handle in handles:  # random codes, and scales of about 1
         keys = existing(handle.memory.index_keys)
@@ -137,11 +189,14 @@ def index_case(
     query = torch.randn(shape, dtype=torch.bfloat16, device=device)
     head_weights = torch.randn(shape[:2], dtype=torch.bfloat16, device=device)
     scratch = indexer.index_scratch(query, handles[0].memory, max_entries=num_entries)
+    tokens = handles[0].tokens._replace(block_table=manager.block_table)
+    if num_ranks > 1:
+        tokens = own_tokens(tokens, config, RATIO)
     if step_tokens == 1 and scratch.num_rows < batch:
         raise RuntimeError(
             f"The workspace holds {scratch.num_rows} of {batch} requests; nothing is timed"
         )
-    return IndexCase(handles, query, head_weights, scratch, num_entries)
+    return IndexCase(handles, tokens, query, head_weights, scratch, num_entries)
 
 
 def measure_prefill(name: IndexFormatName, num_entries: int = CHUNK_ENTRIES) -> dict[str, Any]:
@@ -158,7 +213,7 @@ def measure_prefill(name: IndexFormatName, num_entries: int = CHUNK_ENTRIES) -> 
     num_flops = 2 * int(counts.sum()) * case.query[0].numel()
     score_us, select_us = (timing.replay_time(parts[part], num_replays=5)
                            for part in ("score", "select"))  # fmt: skip
-    row = {
+    row: dict[str, Any] = {
         "format": name, "tokens": CHUNK_TOKENS, "entries": num_entries,
         "score_us": score_us, "score_tflops": num_flops / score_us / 1e6,
         "select_us": select_us, "select_tflops": num_flops / select_us / 1e6,
@@ -169,6 +224,9 @@ def measure_prefill(name: IndexFormatName, num_entries: int = CHUNK_ENTRIES) -> 
         scales = keys.field("scale")
         scales.copy_(torch.linspace(0.5, 1.5, scales.numel()).view(scales.shape))
         row["ascending_us"] = timing.replay_time(parts["select"], num_replays=5)
+        row["ascending_ratio"] = row["ascending_us"] / select_us
+        row["ascending_target"] = ASCENDING_TARGET
+        row["verdict"] = timing.verdict(row["ascending_ratio"], ASCENDING_TARGET)
     return row
 
 
@@ -179,7 +237,7 @@ def measure_model(name: str, context: int, *, device: str = "cuda") -> dict[str,
     """
     config = PRESETS[name]()
     manager = requests.manager_for(config, 1, context, device=device, chunk=CHUNK_TOKENS)
-    slots = requests.open_requests(manager, 1, context - CHUNK_TOKENS)
+    slots = requests.open_requests(manager, [context - CHUNK_TOKENS])
     fill_storages(manager)
     plan = requests.plan_tokens(manager, slots, CHUNK_TOKENS)
     plan.complete()
@@ -237,13 +295,20 @@ def check_choice(handle: LayerCacheHandle, index: IndexInputs, blocks: Tensor | 
 
 
 def chunk_parts(
-    handle: LayerCacheHandle, query: Tensor, head_weights: Tensor, *, max_entries: int
+    handle: LayerCacheHandle,
+    query: Tensor,
+    head_weights: Tensor,
+    *,
+    max_entries: int,
+    tokens: TokenMap | None = None,
 ) -> dict[str, Callable[[], None]]:
     """Cut the index of a forward with a chunk into parts, each for all its queries.
 
     They are queries, scores with the keys' operands, top-k, and all of them as a layer runs them.
+    tokens are the handle's unless a rank has its own.
     """
-    memory, tokens, sizes = handle.memory, handle.tokens, {"max_entries": max_entries}
+    memory, sizes = handle.memory, {"max_entries": max_entries}
+    tokens = handle.tokens if tokens is None else tokens
     keys = chunk_scores.cut_chunk_keys(query, memory, tokens, **sizes)
     scratch = indexer.index_scratch(query, memory, **sizes, chunk_keys=keys)
     chosen = indexer.empty_selection(len(query), memory.layout.index_topk, query.device)
@@ -279,7 +344,7 @@ def chunk_parts(
 def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
     """Prepare as many queries as the workspace holds."""
     indexer.prepare_queries(
-        case.query, case.head_weights, case.scratch, handle.memory, handle.tokens,
+        case.query, case.head_weights, case.scratch, handle.memory, case.tokens,
         range(case.scratch.num_rows),
     )  # fmt: skip
 
@@ -287,7 +352,7 @@ def prepare_queries(case: IndexCase, handle: LayerCacheHandle) -> None:
 def score_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
     """Score every entry of a layer for as many tokens as the workspace holds."""
     indexer.score_entries(
-        case.scratch, handle.memory, handle.tokens, range(case.scratch.num_rows),
+        case.scratch, handle.memory, case.tokens, range(case.scratch.num_rows),
         num_heads=case.query.shape[1], max_entries=case.num_entries,
     )  # fmt: skip
 
@@ -302,9 +367,8 @@ def _measure(
     num_bytes = batch * case.num_entries * (row.row_bytes + 4)  # keys in, scores out
     if step == "query":
         num_bytes = case.query.nbytes + batch * case.scratch.queries.shape[1]
-    warm = timing.time_warm(run_layer)
-    rotating = timing.time_rotating(run_layer, NUM_LAYERS, num_turns=NUM_TURNS)
-    return _row(step, name, case, warm, rotating, num_bytes)
+    times = timing.time_layers(run_layer, NUM_LAYERS, num_bytes, num_turns=NUM_TURNS)
+    return _row(step, name, case, num_bytes, times)
 
 
 def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
@@ -331,8 +395,7 @@ def _time_deepgemm(case: IndexCase, logits: PagedLogits) -> float:
 def _compare(row: dict[str, Any], calls: SGLangQuery | SGLangTopk) -> dict[str, float]:
     """Microseconds of SGLang's kernel, warm, and our ratio to it."""
     calls.check()
-    time = timing.time_warm(lambda _: calls.run())
-    return {"sglang_us": time, "ratio": row["warm_us"] / time}
+    return timing.beside(row["warm_us"], "sglang_us", timing.time_warm(lambda _: calls.run()))
 
 
 def _measure_topk(case: IndexCase) -> dict[str, Any]:
@@ -357,18 +420,16 @@ def _measure_topk(case: IndexCase) -> dict[str, Any]:
             raise RuntimeError("The chosen entries differ from the reference's; nothing is timed")
         times.append(timing.time_warm(choose))
     num_bytes = len(case.query) * case.num_entries * 4
-    mean = statistics.mean(times)
-    return _row("top-k", "fp32", case, mean, mean, num_bytes)
+    both = dict.fromkeys(("warm_us", "rotating_us"), statistics.mean(times))
+    floor = {"floor_us": timing.floor_us(num_bytes)}
+    return _row("top-k", "fp32", case, num_bytes, both | floor)
 
 
 def _row(
-    step: str, name: str, case: IndexCase, warm_us: float, rotating_us: float, num_bytes: int
+    step: str, name: str, case: IndexCase, num_bytes: int, times: dict[str, float]
 ) -> dict[str, Any]:
-    return {
-        "step": step, "format": name, "entries": case.num_entries, "batch": len(case.query),
-        "warm_us": warm_us, "rotating_us": rotating_us,
-        "bytes": num_bytes, "floor_us": timing.floor_us(num_bytes),
-    }  # fmt: skip
+    sizes = {"entries": case.num_entries, "batch": len(case.query), "bytes": num_bytes}
+    return {"step": step, "format": name, **sizes, **times}
 
 
 def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> None:
@@ -383,9 +444,9 @@ def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> No
     scores = case.scratch.scores if run is None else run()
     keys = existing(handle.memory.index_keys)
     first = slice(0, 1)
-    count = (int(handle.positions[0]) + 1) // RATIO
+    count = (int(case.tokens.positions[0]) + 1) // RATIO
     newest = slice(count - 1024, count)
-    rows = visible_entry_rows(keys, handle.tokens, first, ratio=RATIO, max_entries=count)[:, newest]
+    rows = visible_entry_rows(keys, case.tokens, first, ratio=RATIO, max_entries=count)[:, newest]
     ready = reference.index_query(
         case.query[first], keys.format, handle.rope.take(first),
         has_hadamard=handle.config.index_hadamard, global_scale=None,

@@ -11,6 +11,8 @@ from dsv4.tools.bench.requests import manager_for
 from dsv4.tools.bench.timing import summarize, time_call
 from dsv4.tools.console import working
 
+NUM_WARMUP_STEPS = 50  # they warm the CPU's caches
+
 
 def bench_plan(*, num_requests: int, num_steps: int) -> dict[str, Any]:
     """Time decode steps of V4-Flash, with all 43 layers and with 4 of them.
@@ -24,12 +26,9 @@ def bench_plan(*, num_requests: int, num_steps: int) -> dict[str, Any]:
     }
     with working("measuring"):
         times, num_new_blocks = _time_plans(configs, num_requests, num_steps)
-    return {
-        "num_requests": num_requests,
-        "num_steps": num_steps,
-        "new_blocks_per_step": num_new_blocks / num_steps / len(configs),
-        **summarize(times),
-    }
+    new_blocks = {"new_blocks_per_step": num_new_blocks / num_steps / len(configs)}
+    sizes = {"num_requests": num_requests, "num_steps": num_steps}
+    return sizes | new_blocks | summarize(times, num_skipped=NUM_WARMUP_STEPS)
 
 
 def _time_plans(
@@ -40,15 +39,14 @@ def _time_plans(
     times: dict[str, list[float]] = {name: [] for name in configs}
     num_new_blocks = 0
     slots = list(range(num_requests))
-    for step in range(num_steps + 50):
+    for step in range(NUM_WARMUP_STEPS + num_steps):
         for name, manager in managers.items():
             before = manager.lengths.tolist()
             after = [length + 1 for length in before]
             plan, elapsed = time_call(partial(prepare_forward, manager, slots, before, after))
             plan.complete()
-            if step >= 50:  # the first steps warm the CPU's caches
-                times[name].append(elapsed)
-                num_new_blocks += plan.num_new_blocks
+            times[name].append(elapsed)
+            num_new_blocks += plan.num_new_blocks if step >= NUM_WARMUP_STEPS else 0
             positions = manager.device_memory.plan_buffers.host["positions"][:num_requests]
             needed = blocks_for(manager.config, manager.lengths)
             if positions.tolist() != before or (manager._books.requests.num_blocks != needed).any():

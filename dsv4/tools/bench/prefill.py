@@ -18,7 +18,6 @@ import torch
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.memory.capacity import Capacity
 from dsv4.config import CacheConfig
-from dsv4.kernels import ops
 from dsv4.kernels.contracts import AttentionResult, LayerProjections, Selection
 from dsv4.kernels.reference.addressing import visible_entries
 from dsv4.kernels.triton import dense_rows
@@ -32,7 +31,7 @@ from dsv4.tools.bench.external.deepgemm import ChunkLogits, MqaLogits, load_mqa_
 from dsv4.tools.bench.external.flashmla import SparsePrefill, load_flash_mla_prefill
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import SGLangTopk
-from dsv4.tools.bench.index import chunk_parts
+from dsv4.tools.bench.index import chunk_parts, select_chunk
 from dsv4.tools.bench.requests import ModelCase, extend, manager_for, model_inputs
 from dsv4.tools.bench.write import check_bytes, write_layer
 from dsv4.tools.console import track, working
@@ -68,8 +67,9 @@ def bench_prefill(
     """
     require_cuda("prefill")
     contexts = sorted(contexts or CONTEXTS)
-    if contexts[0] < CHUNK:
-        raise ValueError(f"Invalid --context: expected at least {CHUNK}, got {contexts[0]}")
+    for context in contexts:
+        if context % CHUNK:
+            raise ValueError(f"Invalid --context: expected a multiple of {CHUNK}, got {context}")
     kernels, states = load_external(compare, {
         "DeepGEMM": load_mqa_logits, "SGLang": load_sglang,
         "FlashMLA's prefill": load_flash_mla_prefill,
@@ -162,13 +162,7 @@ def _replay(run: Callable[[], object]) -> float:
 
 
 def _select(handle: LayerCacheHandle, inputs: LayerProjections) -> Selection | None:
-    index, max_entries = inputs.indexer, handle.plan.max_entries(handle.layer.ratio)
-    if index is None:
-        return None
-    return ops.select_entries(
-        index.query, index.head_weights, handle.memory, handle.tokens, max_entries=max_entries,
-        backend="triton",
-    )  # fmt: skip
+    return None if inputs.indexer is None else select_chunk(handle, inputs.indexer, None)
 
 
 def dense_part(case: AttendCase) -> Callable[[], None] | None:
@@ -203,10 +197,7 @@ def _measure_peers(
         topk.check()
         times["sglang_us"] = _replay(topk.run) * CHUNK / len(lengths)
     if handle.layer.ratio and peers.prefill is not None:
-        prefill, dense = peers.prefill, flashmla.prefill_inputs(case)
-        result = flashmla.rotate_back(prefill(dense), case, is_workspace=True)
-        check_result(case, result, "FlashMLA's output of a chunk", queries=checked)
-        times["flashmla_us"] = _replay(lambda: prefill(dense))
+        times["flashmla_us"] = _replay(flashmla.checked_prefill(peers.prefill, case, checked))
     return times
 
 

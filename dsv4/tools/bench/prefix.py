@@ -11,6 +11,7 @@ from dsv4.cache.prefix.prefix_tree import hash_blocks, root_digest
 from dsv4.cache.prefix.token_store import ID_DTYPE
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
+from dsv4.tools.bench.requests import manager_for
 from dsv4.tools.bench.timing import one_thread, summarize, time_call
 
 HIT_TARGET_US = 1000.0
@@ -27,11 +28,8 @@ def bench_prefix(*, num_tokens: int, num_rounds: int) -> dict[str, Any]:
     """
     config = CacheConfig.v4_flash()
     ids = np.random.default_rng(0).integers(0, 129280, num_tokens)
-    num_blocks = num_tokens // config.block_tokens + 2
-    manager = KVCacheManager(
-        config, max_requests=2, num_blocks=num_blocks, num_checkpoints=1,
-        max_forward_tokens=num_tokens, max_request_tokens=num_tokens,
-    )  # fmt: skip
+    sizes = {"num_blocks": num_tokens // config.block_tokens + 2, "num_checkpoints": 1}
+    manager = manager_for(config, 2, num_tokens, device="cpu", chunk=num_tokens, **sizes)
     # Publish the prompt, with a checkpoint at its last block boundary.
     slot, *_ = manager.resume_request(ids)
     num_hit_tokens = num_tokens // config.block_tokens * config.block_tokens
@@ -46,13 +44,11 @@ def bench_prefix(*, num_tokens: int, num_rounds: int) -> dict[str, Any]:
             times["hit_without_copy"].append(_time_hit(manager, ids, num_hit_tokens))
         times["hash_of_a_block"].append(_time_hash(ids))
     return {
-        "num_tokens": num_tokens,
-        "num_hit_tokens": num_hit_tokens,
+        "num_tokens": num_tokens, "num_hit_tokens": num_hit_tokens,
         "checkpoint_bytes": manager.device_memory.checkpoints.shape[1],
-        "best_us": {name: min(values) for name, values in times.items()},
-        **summarize(times),
+        "best_us": {name: min(values) for name, values in times.items()}, **summarize(times),
         "target_us": {"hit_without_copy": HIT_TARGET_US, "hash_of_a_block": HASH_TARGET_US},
-    }
+    }  # fmt: skip
 
 
 def _time_hit(manager: KVCacheManager, ids: np.ndarray[Any, Any], expected: int) -> float:

@@ -1,7 +1,7 @@
 """`dsv4 bench quality`: the cost of each row format, in errors and in answers of a memory model."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from dsv4.kernels.reference.attention import attend_dense
 from dsv4.kernels.reference.codec import decode, encode
 from dsv4.kernels.reference.indexer import score_entries, select_topk
 from dsv4.model.memory_book import Book, write_book
-from dsv4.model.memory_hf import memory_hf_model
 from dsv4.tools.bench.timing import one_thread
 from dsv4.tools.console import track
-from dsv4.tools.demo.ask import ask, count_right, open_cache, read_book
+from dsv4.tools.demo.ask import ask, is_right, open_cache, read_book
+from dsv4.tools.demo.memory_run import make_model
 
 HEAD_DIM, ROPE_DIM, INDEX_DIM, INDEX_HEADS = 512, 64, 128, 64  # DeepSeek-V4-Flash
 NUM_QUERIES, NUM_ROWS, NUM_KEYS, TOPK = 16, 640, 8192, 512
@@ -33,7 +33,7 @@ V41_ROWS: tuple[tuple[str, dict[str, Any], bool], ...] = (
     ("bf16", {"kv_format": "bf16", "index_format": "bf16"}, True),
 )
 TITLES = {"kv": "KV rows", "index": "index keys"}
-CHANCE = 0.2  # below this share no margin is tried any more
+CHANCE = 0.2  # below this share of a kind no margin is tried any more
 
 
 def bench_quality(
@@ -53,7 +53,7 @@ def bench_quality(
             "v41": list(_v41_errors()),
             "answers": list(_curves(lengths or LENGTHS, num_questions, device)),
         }
-    result["margins"] = _smallest_margins(result["answers"])
+    result["margins"] = list(_smallest_margins(result["answers"]))
     if plot is not None:
         plot_quality(result["answers"], plot)
     return result
@@ -146,47 +146,56 @@ def _choose(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def _curves(lengths: Sequence[int], num_questions: int, device: str) -> Iterator[dict[str, Any]]:
-    """Ask about records at smaller and smaller margins, until few answers are right."""
+    """Ask at smaller and smaller margins, until a kind of question has few right answers."""
     formats = [("kv", name) for name in KV_FORMATS] + [("index", name) for name in INDEX_FORMATS]
     for length in lengths:
         book = write_book(length)
         for part, name in track(formats, f"{length} tokens"):
             for margin in MARGINS:
-                right = _ask(book, {part: name}, margin, num_questions, device)
+                kinds = _ask(book, {part: name}, margin, num_questions, device)
+                right = min(kinds.values())
                 yield {"part": part, "format": name, "tokens": length, "margin": margin,
-                       "right": right}  # fmt: skip
+                       "right": right, "kinds": kinds}  # fmt: skip
                 if right < CHANCE:
                     break
 
 
 def _ask(
-    book: Book, formats: dict[str, Any], margin: float, num_questions: int, device: str = "cpu"
-) -> float:
-    """Return the share of right answers with one part of the cache in a format, fp32 elsewhere."""
-    records = [question for question in book.questions if question.kind == "record"]
-    questions = records[:: max(1, len(records) // num_questions)]
+    book: Book, formats: dict[str, Any], margin: float, num_questions: int, device: str
+) -> dict[str, float]:
+    """Return the share of right answers of each kind of question.
+
+    One part of the cache has a format. The others, and the model, are fp32.
+    """
+    questions = book.choose(num_questions)
     kv, index = ({"kv": "fp32", "index": "fp32"} | formats).values()
-    model = memory_hf_model(margin=margin).to(device)
+    model = make_model(device, torch.float32, margin=margin)
     with open_cache(model, len(book.ids), kv, index) as cache:
         read_book(model, cache, book.ids)
         answers = ask(model, cache, questions)
-    return count_right(questions, answers) / len(questions)
+    right: dict[str, list[bool]] = {}
+    for question, answer in zip(questions, answers, strict=True):
+        kind = "record" if question.kind == "nobody" else question.kind
+        right.setdefault(kind, []).append(is_right(question, answer))
+    return {kind: sum(each) / len(each) for kind, each in right.items()}
 
 
-def _smallest_margins(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Find the smallest margin at which, and above which, every answer is right."""
-    found: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for row in rows:
-        key = row["part"], row["format"], row["tokens"]
-        best = found.setdefault(key, {**row, "inverse": 0.0, "is_right": True})
-        best["is_right"] &= row["right"] == 1
-        if best["is_right"]:
-            best["inverse"] = 1 / row["margin"]
-    return list(found.values())
+def _smallest_margins(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Find the smallest margin at which, and above which, every answer is right.
+
+    It is None if some answer is always wrong. If none ever is, smaller ones were not tried.
+    """
+    for (part, name, length), group in groupby(rows, key=itemgetter("part", "format", "tokens")):
+        line = list(group)
+        right = [row["margin"] for row in takewhile(lambda row: row["right"] == 1, line)]
+        text = f"1 / {1 / right[-1]:.0f}" if right else "none"
+        yield {"part": part, "format": name, "tokens": length,
+               "margin": right[-1] if right else None, "is_last": len(right) == len(line),
+               "text": f"at most {text}" if len(right) == len(line) else text}  # fmt: skip
 
 
 def plot_quality(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the share of right answers over the margin, a line for each format and length."""
+    """Draw right answers of the worst kind over the margin, a line for each format and length."""
     from matplotlib.figure import Figure
 
     lengths = sorted({row["tokens"] for row in rows})
@@ -201,7 +210,7 @@ def plot_quality(rows: list[dict[str, Any]], path: Path) -> None:
             axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=label)
         axes.set_xscale("log", base=2)
         axes.invert_xaxis()
-        axes.set(title=TITLES[part], ylabel="answers right, %")
+        axes.set(title=TITLES[part], ylabel="right answers of the worst kind of question, %")
         axes.set_xlabel("margin: share of a row that tells it from others")
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)

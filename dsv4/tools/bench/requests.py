@@ -87,10 +87,10 @@ def manager_for(
     )  # fmt: skip
 
 
-def open_requests(manager: KVCacheManager, num_requests: int, length: int) -> list[int]:
-    """Open requests of a length without writing anything; returns their slots."""
-    slots = manager.open_requests(num_requests)
-    for slot in slots:
+def open_requests(manager: KVCacheManager, lengths: Sequence[int]) -> list[int]:
+    """Open requests of these lengths without writing anything; returns their slots."""
+    slots = manager.open_requests(len(lengths))
+    for slot, length in zip(slots, lengths, strict=True):
         extend(manager, slot, length)
     return slots
 

@@ -13,7 +13,7 @@ from dsv4.config import CacheConfig
 from dsv4.tools.bench.decode import bench_decode
 from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.mixed import bench_mixed, check_replays
-from dsv4.tools.bench.requests import ModelCase, extend, manager_for, model_inputs
+from dsv4.tools.bench.requests import ModelCase, manager_for, model_inputs, open_requests
 from dsv4.tools.bench.timing import summarize, time_call
 from dsv4.tools.console import working
 from dsv4.tools.planner.command import PRESETS
@@ -37,24 +37,17 @@ def bench_step(*, num_requests: int, num_steps: int, model: str) -> dict[str, An
         check_replays(CacheConfig.v4_flash(compress_ratios=(0, 4, 128)))
         host = _time_host(config, num_requests, num_steps)
     return {
-        "model": model,
-        "num_requests": num_requests,
-        "num_layers": config.num_layers,
-        "num_steps": num_steps,
-        **host,
-        "target_us": TARGET_US,
-        "decode": bench_decode(config),
+        "model": model, "num_requests": num_requests, "num_layers": config.num_layers,
+        "num_steps": num_steps, **host, "target_us": TARGET_US, "decode": bench_decode(config),
         **(bench_mixed() if model == "v4-flash" else {"mixed": [], "pool_bytes": 0}),
-    }
+    }  # fmt: skip
 
 
 def _time_host(config: CacheConfig, num_requests: int, num_steps: int) -> dict[str, Any]:
     """Time the host's part of each step: the plan, the replay, and both."""
     longest = LONGEST_START + NUM_WARMUP_STEPS + num_steps
     manager = manager_for(config, num_requests, longest, device=DEVICE, backend="triton")
-    for idx in range(num_requests):
-        extend(manager, manager.open_request(), idx % LONGEST_START + 1)
-    slots = list(range(num_requests))
+    slots = open_requests(manager, [idx % LONGEST_START + 1 for idx in range(num_requests)])
     case = ModelCase(manager, slots, *model_inputs(config, num_requests, DEVICE))
 
     def write(handles: Sequence[LayerCacheHandle]) -> None:
@@ -64,12 +57,12 @@ def _time_host(config: CacheConfig, num_requests: int, num_steps: int) -> dict[s
     forward = CapturedForward(manager, write, batch=num_requests)
     times: dict[str, list[float]] = {"prepare_forward": [], "replay": [], "both": []}
     for _ in range(NUM_WARMUP_STEPS + num_steps):
-        before = manager.lengths.tolist()
-        after = [length + 1 for length in before]
+        lengths = manager.lengths
+        before, after = lengths.tolist(), (lengths + 1).tolist()
         torch.cuda.synchronize()
         plan, planned = time_call(partial(prepare_forward, manager, slots, before, after))
         _, replayed = time_call(partial(forward.replay, plan))
         for part, elapsed in zip(times, (planned, replayed, planned + replayed), strict=True):
             times[part].append(elapsed)
     manager.check_integrity()
-    return summarize({name: values[NUM_WARMUP_STEPS:] for name, values in times.items()})
+    return summarize(times, num_skipped=NUM_WARMUP_STEPS)

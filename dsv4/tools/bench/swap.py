@@ -44,7 +44,7 @@ def _measure(
     blocks = "scattered" if is_scattered else "in a row"
     if is_scattered:
         _scatter_free_blocks(manager)
-    (slot,) = open_requests(manager, 1, num_tokens)
+    (slot,) = open_requests(manager, [num_tokens])
     manager.paged.storage.random_()
     manager.state.storage.random_()
     kept = [part.clone() for part in _stored(manager, slot)]

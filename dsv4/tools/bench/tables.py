@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from dsv4.tools.console import Columns, build_table
+from dsv4.tools.console import build_table
 
 Result = Mapping[str, Any]
 
@@ -14,17 +14,21 @@ class Listing(NamedTuple):
     """A table of a bench; the title is filled in from the result, each cell from a row.
 
     Attributes:
+        columns: `heading: template | ...`; a heading alone is the key of its cells.
         rows: Key of the rows in the result.
         num_left: Number of columns that are aligned left.
-        external: Headings of external kernels by key; --compare adds their columns.
+        num_keys: Number of columns that tell rows apart, for the table of external kernels.
+        external: Names of external kernels, and our time, by the key of theirs; --compare adds a
+            table of them.
     """
 
     bench: str
     title: str
-    columns: Columns
+    columns: str
     rows: str = "rows"
     num_left: int = 0
-    external: Mapping[str, str] = {}
+    num_keys: int = 2
+    external: Mapping[str, tuple[str, str]] = {}
 
 
 class Shown(NamedTuple):
@@ -34,158 +38,150 @@ class Shown(NamedTuple):
     sentences: Sequence[str]
 
 
-TIMES: Columns = (("median us", "{median:.1f}"), ("90th percentile us", "{p90:.1f}"))
-TARGET = ("target us", "{target}")
+TIMES = "median us: {median:.1f} | 90th percentile us: {p90:.1f}"
+TIMES_AND_TARGETS = TIMES + " | target us: {target}"
+THEIRS = "ours us: {ours:,.2f} | theirs us: {theirs:,.2f} | ratio: {ratio:.2f}"
 LISTINGS = (
-    Listing("plan", "prepare_forward, {num_requests} requests, one token each", (
-        ("V4-Flash", "{name}"), *TIMES,
-    ), rows="times"),
-    Listing("host", "V4-Flash, {num_requests} requests, 1 + {drafts} tokens each", (
-        ("", "{words}"), ("mean us", "{mean:.1f}"), *TIMES, TARGET,
-    ), rows="times"),
-    Listing("prefix", "A prefix hit of {num_hit_tokens:,} tokens of V4-Flash", (
-        ("", "{words}"), ("best us", "{best:.1f}"), *TIMES, TARGET,
-    ), rows="times"),
-    Listing("disk", "{num_records:,} records of {record_bytes:,} bytes, read in turn with dd "
-            "(target {target} of dd)", (
-        ("", "{name}"), ("median GB/s", "{median:.2f}"), ("of dd", "{ratio:.2f}"),
-        ("CPU s a GB", "{cpu_s_per_gb:.2f}"),
-    ), num_left=1),
-    Listing("handover", "A request of {num_tokens:,} tokens of V4-Flash, {num_bytes:,} bytes, to "
-            "another process (target {target} of one message)", (
-        ("transport", "{transport}"), ("", "{name}"), ("median GB/s", "{gb_per_s:.2f}"),
-        ("of one message", "{ratio:.2f}"),
-    ), num_left=2),
-    Listing("trace", "Found of the prompt tokens: {file}, requests {first} to {last}", (
-        ("blocks", "{size}"), ("policy", "{policy}"), ("bound", "{bound:.2%}"),
-        ("plain LRU", "{lru:.2%}"), ("found", "{found:.2%}"), ("of LRU", "{ratio:.3f}"),
-        ("target", "{target}"),
-    ), num_left=2),
-    Listing("trace", "Cost of a hit, and bytes at the end as V4-Flash's", (
-        ("blocks", "{size}"), ("policy", "{policy}"),
-        ("replayed blocks a hit", "{replayed_blocks_per_hit:.2f}"),
-        ("resume, median us", "{resume_median_us:.0f}"), ("90 %", "{resume_p90_us:.0f}"),
-        ("device GB", "{device_blocks_gb:.2f}"), ("staged", "{device_checkpoints_gb:.2f}"),
-        ("host GB", "{host_blocks_gb:.2f}"), ("checkpoints", "{host_checkpoints_gb:.2f}"),
-    ), num_left=2),
-    Listing("quality", "KV rows of V4-Flash: errors", (
-        ("format", "{format}"), ("bytes", "{row_bytes}"), ("row", "{row_error:.2%}"),
-        ("output", "{output_error:.2%}"),
-    ), rows="kv", num_left=1),
-    Listing("quality", "Index keys of V4-Flash: errors, recall of the top 512 of 8,192", (
-        ("format", "{format}"), ("bytes", "{row_bytes}"), ("row", "{row_error:.2%}"),
-        ("recall", "{recall:.1%}"),
-    ), rows="index", num_left=1),
-    Listing("quality", "Rows of V4.1-Flash: errors against the values that the model attends", (
-        ("rows", "{rows}"), ("bytes a token", "{bytes:,.0f}"), ("window", "{window_error:.2%}"),
-        ("entries", "{entry_error:.2%}"), ("output", "{output_error:.2%}"),
-        ("keys", "{key_error:.2%}"), ("choices changed", "{changed:.1%}"),
-    ), rows="v41", num_left=1),
-    Listing("quality", "Smallest margin at which every answer is right", (
-        ("rows", "{part}"), ("format", "{format}"), ("tokens", "{tokens:,}"),
-        ("margin", "1 / {inverse:.0f}"),
-    ), rows="margins", num_left=2),
-    Listing("swap", "A request of {num_tokens:,} tokens of V4-Flash to pinned memory and back "
-            "(target {target_gb_per_s:.0f} GB/s)", (
-        ("", "{way}"), ("blocks", "{blocks}"), ("bytes", "{bytes:,}"), ("best ms", "{best_ms:.1f}"),
-        ("median ms", "{median_ms:.1f}"), ("best GB/s", "{best_gb_per_s:.1f}"),
-        ("median GB/s", "{median_gb_per_s:.1f}"),
-    ), num_left=2),
-    Listing("write", "One layer's writes in a decode step, microseconds", (
-        ("layer", "{layer}"), ("batch", "{batch}"), ("warm", "{warm_us:.2f}"),
-        ("rotating, 43 layers", "{rotating_us:.2f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
-    ), external={"sglang_us": "SGLang"}),
-    Listing("write", "One layer's writes of a prefill, microseconds", (
-        ("layer", "{type}"), ("tokens", "{tokens}"), ("measured", "{us:.1f}"),
-        ("bytes / 4.27 TB/s", "{floor_us:.1f}"),
-    ), rows="prefill"),
-    Listing("step", "Host time of a captured step, {num_requests} requests, {num_layers} layers "
-            "written (target {target_us:.0f} us)", (("", "{name}"), *TIMES), rows="times"),
-    Listing("step", "One decode step of {model}'s {num_layers} attention layers, microseconds", (
-        ("tokens", "{tokens:,}"), ("batch", "{batch}{star}"), ("all layers", "{total_us:.0f}"),
-        ("write", "{write_us:.0f}"), ("index", "{index_us:.0f}"),
-        ("attention", "{attention_us:.0f}"),
-    ), rows="decode"),
-    Listing("step", "Mixed steps of V4-Flash's attention layers, microseconds; graphs of "
-            "{pool_bytes:,} bytes", (
-        ("decode rows", "{decode}"), ("chunks", "{chunks}"), ("host, eager", "{eager_us:,.0f}"),
-        ("host, captured", "{captured_us:,.0f}"), ("step, eager", "{eager_step_us:,.0f}"),
-        ("step, captured", "{captured_step_us:,.0f}"),
-    ), rows="mixed"),
-    Listing("gather", "One layer's gathers of V4-Flash's fp8 rows", (
-        ("gather", "{gather}"), ("rows", "{num_rows:,}"), ("warm us", "{warm_us:.2f}"),
-        ("rotating us, 8 layers", "{rotating_us:.2f}"), ("TB/s", "{tb_per_s:.2f}"),
-        ("of 4.27 TB/s", "{share_of_copy:.0%}"),
-    ), num_left=1),
-    Listing("index", "One layer's index of V4-Flash in a decode step, microseconds", (
-        ("step", "{step}"), ("format", "{format}"), ("entries", "{entries:,}"),
-        ("batch", "{batch}"), ("warm", "{warm_us:.2f}"),
-        ("rotating, 4 layers", "{rotating_us:.2f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
-    ), num_left=2, external={"deepgemm_us": "DeepGEMM FP8", "sglang_us": "SGLang"}),
-    Listing("index", "One layer's index of a prefill chunk: scores, queries to top-k, and those of "
-            "scores that ascend (target 2.5 x)", (
-        ("format", "{format}"), ("queries", "{tokens:,}"), ("entries", "{entries:,}"),
-        ("scores us", "{score_us:,.0f}"), ("TFLOP/s", "{score_tflops:.0f}"),
-        ("all us", "{select_us:,.0f}"), ("TFLOP/s", "{select_tflops:.0f}"),
-        ("ascending us", "{ascending_us:,.0f}"),
-    ), rows="prefill", num_left=1),
-    Listing("index", "The index of a prefill chunk of {model_tokens:,} queries at "
-            "{model_context:,} tokens: all layers of a model that choose, ms", (
-        ("model", "{model}"), ("layers", "{layers}"), ("all", "{total_ms:.1f}"),
-        ("of V4-Flash", "{of_flash:.2f}"), ("a layer of each kind", "{kinds}"),
-    ), rows="models", num_left=1),
-    Listing("attend", "One layer's attention in a decode step, in the model's rows, microseconds", (
-        ("layer", "{layer}"), ("batch", "{batch}"), ("warm", "{warm_us:.2f}"),
-        ("rotating, 8 layers", "{rotating_us:.2f}"), ("batch-invariant", "{invariant_us:.2f}"),
-        ("TFLOP/s", "{tflops:.0f}"), ("bytes / 4.27 TB/s", "{floor_us:.2f}"),
-        ("of Flash CSA", "{of_flash:.2f}"),
-    ), num_left=1, external={"flashmla_us": "FlashMLA"}),
-    Listing("attend", "One layer's attention of a prefill chunk, fp8 rows", (
-        ("layer", "{layer}"), ("queries", "{tokens:,}"), ("context", "{context:,}"),
-        ("us", "{us:,.0f}"), ("TFLOP/s", "{tflops:.0f}"), ("target", "{target_tflops:.0f}"),
-    ), rows="prefill", num_left=1, external={"flashmla_tflops": "FlashMLA TFLOP/s"}),
-    Listing("prefill", "One layer on a chunk of {chunk:,} tokens, microseconds", (
-        ("layer", "{layer}"), ("tokens before", "{start:,}"), ("all", "{layer_us:,.0f}"),
-        ("write", "{write_us:,.1f}"), ("queries", "{query_us:,.0f}"),
-        ("scores", "{score_us:,.0f}"), ("top-k", "{topk_us:,.0f}"), ("dense", "{dense_us:,.0f}"),
-        ("attention", "{attend_us:,.0f}"),
-    ), num_left=1, external={
-        "deepgemm_us": "DeepGEMM's scores", "sglang_us": "SGLang's top-k",
-        "flashmla_us": "FlashMLA",
-    }),
-    Listing("prefill", "A prompt of V4-Flash, {num_layers} layers, seconds", (
-        ("tokens", "{context:,}"), ("sum of chunks", "{layer_s:.2f}"),
-        ("whole run", "{whole_s:.2f}"), ("target", "{target_s}"),
-        ("writes", "{write_s:.2f}"), ("queries", "{CSA_query_s:.2f}"),
-        ("scores", "{CSA_score_s:.2f}"), ("top-k", "{CSA_topk_s:.2f}"), ("dense", "{dense_s:.2f}"),
-        ("CSA", "{CSA_attend_s:.2f}"), ("HCA", "{HCA_attend_s:.2f}"), ("SWA", "{SWA_attend_s:.2f}"),
-    ), rows="prompts"),
-    Listing("prefill", "Scratch and workspaces for 1M tokens, MiB", (
-        ("model", "{model}"), ("index, then dense rows", "{index_scratch_mib:.1f}"),
-        ("windows", "{window_workspace_mib:.1f}"), ("partials", "{attention_partials_mib:.1f}"),
-        ("pooling", "{pooling_scratch_mib:.2f}"), ("all", "{total_mib:.1f}"),
-        ("target", "{target_mib}"),
-    ), rows="memory", num_left=1),
-    Listing("transformers", "A decode step of transformers' model in BF16, microseconds", (
-        ("batch", "{batch}"), ("context", "{context:,}"), ("cache", "{cache}"),
-        ("step", "{step_us:,.0f}"), ("faster", "{speedup:.2f} x"),
-        ("attention", "{attention_us:,.0f}"), ("faster", "{attention_speedup:.2f} x"),
-    ), rows="decode"),
-    Listing("transformers", "Bytes of one row, fp8 rows and mxfp4 keys", (
-        ("context", "{context:,}"), ("this cache", "{this_bytes:,}"),
-        ("transformers'", "{transformers_bytes:,}"), ("ratio", "{ratio:.3f}"),
-        ("workspaces beside", "{workspace_bytes:,}"),
-    ), rows="memory"),
-    Listing("engine", "{num_requests} requests of {num_shared:,} shared and {num_own:,} own "
-            "tokens, {num_new} new ones each (target {target:.0f} x)", (
-        ("", "{name}"), ("batch", "{batch:.0f}"), ("seconds", "{seconds:.1f}"),
-        ("tokens/s", "{tokens_per_s:,.0f}"), ("first token s", "{first_token_s:.2f}"),
-        ("the last one's", "{last_first_token_s:.2f}"),
-    )),
-    Listing("tune", "Launches of {architecture}, microseconds per layer", (
-        ("work", "{work}"), ("size", "{size}"), ("present", "{present}"), ("us", "{present_us}"),
-        ("chosen", "{chosen}"), ("us", "{chosen_us}"),
-    ), rows="choices"),
+    Listing("plan", "prepare_forward, {num_requests} requests, one token each",
+        "V4-Flash: {name} | " + TIMES, rows="times"),
+    Listing("host", "V4-Flash, {num_requests} requests, 1 + {drafts} tokens each",
+        ": {words} | mean us: {mean:.1f} | " + TIMES_AND_TARGETS, rows="times"),
+    Listing("prefix", "A prefix hit of {num_hit_tokens:,} tokens of V4-Flash",
+        ": {words} | best us: {best:.1f} | " + TIMES_AND_TARGETS, rows="times"),
+    Listing("disk",
+        "{num_records:,} records of {record_bytes:,} bytes, read in turn with dd (target {target} "
+        "of dd)",
+        ": {name} | median GB/s: {median:.2f} | of dd: {ratio:.2f} | "
+        "CPU s a GB: {cpu_s_per_gb:.2f}", num_left=1),
+    Listing("handover",
+        "A request of {num_tokens:,} tokens of V4-Flash, {num_bytes:,} bytes, to another process "
+        "(target {target} of one message)",
+        "transport | : {name} | median GB/s: {gb_per_s:.2f} | of one message: {ratio:.2f}",
+        num_left=2),
+    Listing("trace", "Found of the prompt tokens: {file}, requests {first} to {last}",
+        "blocks: {size} | policy | bound: {bound:.2%} | plain LRU: {lru:.2%} | "
+        "found: {found:.2%} | of LRU: {ratio:.3f} | target", num_left=2),
+    Listing("trace", "Cost of a hit, and bytes at the end as V4-Flash's",
+        "blocks: {size} | policy | replayed blocks a hit: {replayed_blocks_per_hit:.2f} | "
+        "resume, median us: {resume_median_us:.0f} | 90 %: {resume_p90_us:.0f} | "
+        "device GB: {device_blocks_gb:.2f} | staged: {device_checkpoints_gb:.2f} | "
+        "host GB: {host_blocks_gb:.2f} | checkpoints: {host_checkpoints_gb:.2f}", num_left=2),
+    Listing("quality", "KV rows of V4-Flash: errors",
+        "format | bytes: {row_bytes} | row: {row_error:.2%} | output: {output_error:.2%}",
+        rows="kv", num_left=1),
+    Listing("quality", "Index keys of V4-Flash: errors, recall of the top 512 of 8,192",
+        "format | bytes: {row_bytes} | row: {row_error:.2%} | recall: {recall:.1%}",
+        rows="index", num_left=1),
+    Listing("quality", "Rows of V4.1-Flash: errors against the values that the model attends",
+        "rows | bytes a token: {bytes:,.0f} | window: {window_error:.2%} | "
+        "entries: {entry_error:.2%} | output: {output_error:.2%} | keys: {key_error:.2%} | "
+        "choices changed: {changed:.1%}", rows="v41", num_left=1),
+    Listing("quality", "Smallest margin at which every answer is right",
+        "rows: {part} | format | tokens: {tokens:,} | margin: {text}",
+        rows="margins", num_left=2),
+    Listing("swap",
+        "A request of {num_tokens:,} tokens of V4-Flash to pinned memory and back (target "
+        "{target_gb_per_s:.0f} GB/s)",
+        ": {way} | blocks | bytes: {bytes:,} | best ms: {best_ms:.1f} | "
+        "median ms: {median_ms:.1f} | median GB/s: {median_gb_per_s:.1f}", num_left=2),
+    Listing("write", "One layer's writes in a decode step, microseconds",
+        "layer | batch | warm: {warm_us:.2f} | rotating, 43 layers: {rotating_us:.2f} | "
+        "bytes / 4.27 TB/s: {floor_us:.2f}", external={"sglang_us": ("SGLang", "rotating_us")}),
+    Listing("write", "One layer's writes of a prefill, microseconds",
+        "layer: {type} | tokens | measured: {us:.1f} | bytes / 4.27 TB/s: {floor_us:.1f}",
+        rows="prefill"),
+    Listing("step",
+        "Host time of a captured step, {num_requests} requests, {num_layers} layers written "
+        "(target {target_us:.0f} us)",
+        ": {name} | " + TIMES, rows="times"),
+    Listing("step", "One decode step of {model}'s {num_layers} attention layers, microseconds",
+        "tokens: {tokens:,} | batch: {batch}{star} | all layers: {total_us:.0f} | "
+        "write: {write_us:.0f} | index: {index_us:.0f} | attention: {attention_us:.0f}",
+        rows="decode"),
+    Listing("step",
+        "Mixed steps of V4-Flash's attention layers, microseconds; graphs of {pool_bytes:,} bytes; "
+        "target of the host, captured: {mixed_target_us}",
+        "decode rows: {decode} | chunks | host, eager: {eager_us:,.0f} | "
+        "host, captured: {captured_us:,.0f} | target: {verdict} | "
+        "step, eager: {eager_step_us:,.0f} | step, captured: {captured_step_us:,.0f}",
+        rows="mixed"),
+    Listing("gather", "One layer's gathers of V4-Flash's fp8 rows",
+        "gather | rows: {num_rows:,} | warm us: {warm_us:.2f} | "
+        "rotating us, 8 layers: {rotating_us:.2f} | TB/s: {tb_per_s:.2f} | "
+        "of 4.27 TB/s: {share_of_copy:.0%}", num_left=1),
+    Listing("index", "One layer's index of V4-Flash in a decode step, microseconds",
+        "step | format | entries: {entries:,} | batch | warm: {warm_us:.2f} | "
+        "rotating, 4 layers: {rotating_us:.2f} | bytes / 4.27 TB/s: {floor_us:.2f}",
+        num_left=2, num_keys=4,
+        external={"deepgemm_us": ("DeepGEMM", "rotating_us"),
+                  "sglang_us": ("SGLang", "warm_us")}),
+    Listing("index", "One layer's index of a prefill chunk: scores, and queries to top-k",
+        "format | queries: {tokens:,} | entries: {entries:,} | scores us: {score_us:,.0f} | "
+        "TFLOP/s: {score_tflops:.0f} | all us: {select_us:,.0f} | TFLOP/s: {select_tflops:.0f}",
+        rows="prefill", num_left=1),
+    Listing("index", "The same of scores that ascend",
+        "format | entries: {entries:,} | all us: {select_us:,.0f} | "
+        "ascending us: {ascending_us:,.0f} | ratio: {ascending_ratio:.2f} | "
+        "target: {ascending_target}, {verdict}", rows="ascending", num_left=1),
+    Listing("index",
+        "The index of a prefill chunk of {model_tokens:,} queries at {model_context:,} tokens: "
+        "all layers of a model that choose, ms",
+        "model | layers | all: {total_ms:.1f} | of V4-Flash: {of_flash:.2f} | "
+        "a layer of each kind: {kinds}", rows="models", num_left=1),
+    Listing("index",
+        "A layer's scores of V4-Flash at {context:,} tokens, microseconds: a rank that has all "
+        "entries, and one of {num_ranks}",
+        "format | requests: {batch} | tokens of each: {tokens:,} | one rank: {one_us:,.2f} | "
+        "one of several: {rank_us:,.2f} | share: {share:.3f} | target: {target:.2f}, {verdict}",
+        rows="ranks", num_left=1),
+    Listing("attend",
+        "One layer's attention in a decode step, in the model's rows, microseconds: warm, rotating "
+        "over 8 layers, batch-invariant, and a copy of the bytes at 4.27 TB/s",
+        "layer | batch | warm: {warm_us:.2f} | rotating: {rotating_us:.2f} | "
+        "invariant: {invariant_us:.2f} | TFLOP/s: {tflops:.0f} | copy: {floor_us:.2f}",
+        num_left=1, external={"flashmla_us": ("FlashMLA", "rotating_us")}),
+    Listing("attend", "V4.1's attention beside V4-Flash's",
+        "layer | batch | of Flash CSA: {of_flash:.2f}", rows="of_flash", num_left=1),
+    Listing("attend", "One layer's attention of a prefill chunk, fp8 rows",
+        "layer | queries: {tokens:,} | context: {context:,} | us: {us:,.0f} | "
+        "TFLOP/s: {tflops:.0f} | target: {target_tflops:.0f}",
+        rows="prefill", num_left=1, external={"flashmla_us": ("FlashMLA", "us")}),
+    Listing("prefill", "One layer on a chunk of {chunk:,} tokens, microseconds",
+        "layer | tokens before: {start:,} | all: {layer_us:,.0f} | write: {write_us:,.1f} | "
+        "index: {select_us:,.0f} | dense: {dense_us:,.0f} | attention: {attend_us:,.0f}",
+        num_left=1, external={"deepgemm_us": ("scores, DeepGEMM", "score_us"),
+                              "sglang_us": ("top-k, SGLang", "topk_us"),
+                              "flashmla_us": ("attention, FlashMLA", "attend_us")}),
+    Listing("prefill", "The index of a CSA layer by part, microseconds",
+        "tokens before: {start:,} | queries: {query_us:,.0f} | scores: {score_us:,.0f} | "
+        "top-k: {topk_us:,.0f} | all: {select_us:,.0f}", rows="index"),
+    Listing("prefill", "A prompt of V4-Flash, {num_layers} layers, seconds",
+        "tokens: {context:,} | sum of chunks: {layer_s:.2f} | whole run: {whole_s:.2f} | "
+        "target: {target_s}", rows="prompts"),
+    Listing("prefill", "The sum by part, and attention by the type of layer, seconds",
+        "tokens: {context:,} | writes: {write_s:.2f} | query: {CSA_query_s:.2f} | "
+        "scores: {CSA_score_s:.2f} | top-k: {CSA_topk_s:.2f} | dense: {dense_s:.2f} | "
+        "CSA: {CSA_attend_s:.2f} | HCA: {HCA_attend_s:.2f} | SWA: {SWA_attend_s:.2f}",
+        rows="prompts"),
+    Listing("prefill", "Scratch and workspaces for 1M tokens, MiB",
+        "model | index, then dense rows: {index_scratch_mib:.1f} | "
+        "windows: {window_workspace_mib:.1f} | partials: {attention_partials_mib:.1f} | "
+        "pooling: {pooling_scratch_mib:.2f} | all: {total_mib:.1f} | target: {target_mib}",
+        rows="memory", num_left=1),
+    Listing("transformers", "A decode step of transformers' model in BF16, microseconds",
+        "batch | context: {context:,} | cache | step: {step_us:,.0f} | faster: {speedup:.2f} x | "
+        "attention: {attention_us:,.0f} | faster: {attention_speedup:.2f} x", rows="decode"),
+    Listing("transformers", "Bytes of one row, fp8 rows and mxfp4 keys",
+        "context: {context:,} | this cache: {this_bytes:,} | "
+        "transformers': {transformers_bytes:,} | ratio: {ratio:.3f} | "
+        "workspaces beside: {workspace_bytes:,}", rows="memory"),
+    Listing("engine",
+        "{num_requests} requests of {num_shared:,} shared and {num_own:,} own tokens, {num_new} "
+        "new ones each (target {target:.0f} x)",
+        ": {name} | batch: {batch:.0f} | seconds: {seconds:.1f} | tokens/s: {tokens_per_s:,.0f} | "
+        "first token s: {first_token_s:.2f} | the last one's: {last_first_token_s:.2f}"),
+    Listing("tune", "Launches of {architecture}, microseconds per layer",
+        "work | size | present | us: {present_us} | chosen | us: {chosen_us}", rows="choices"),
 )  # fmt: skip
 CACHES = {
     "transformers": "transformers' own", "this": "this one", "graphs": "this one, CUDA graphs",
@@ -199,27 +195,42 @@ def show(name: str, result: Result) -> Shown:
     prepare = {
         "trace": _prepare_trace, "step": _prepare_step, "transformers": _prepare_transformers,
         "engine": _prepare_engine, "tune": _prepare_tune, "prefill": _prepare_prefill,
+        "index": _prepare_index, "attend": _prepare_attend,
     }.get(name)  # fmt: skip
     ready = {**result, "times": _times(result), **(prepare(result) if prepare else {})}
-    tables = [
-        build_table(
-            listing.title.format_map(ready), ready[listing.rows],
-            [*listing.columns, *_external_columns(result, listing.external)],
-            num_left=listing.num_left,
-            caption=ready.get("caption") if listing.rows == "decode" else None,
-        )
-        for listing in LISTINGS
-        if listing.bench == name
-    ]  # fmt: skip
+    captions, tables = ready.get("captions", {}), []
+    for each in LISTINGS:
+        if each.bench != name or not ready.get(each.rows):
+            continue
+        columns, rows, title = _columns(each.columns), ready[each.rows], each.title
+        tables.append(
+            build_table(
+                title.format_map(ready), rows, columns, num_left=each.num_left,
+                caption=captions.get(each.rows),
+            )
+        )  # fmt: skip
+        if theirs := _beside(rows, each.external):
+            columns = [("kernel", "{kernel}"), *columns[: each.num_keys], *_columns(THEIRS)]
+            num_left = each.num_left + 1
+            tables.append(build_table("Beside others' kernels", theirs, columns, num_left=num_left))
     return Shown(tables, [*ready.get("sentences", ()), *_missing(result)])
 
 
-def _external_columns(result: Result, headings: Mapping[str, str]) -> Columns:
-    """Columns of external kernels, and of our ratio to them; none without --compare."""
-    if not headings or "peers" not in result:
-        return ()
-    times = tuple((heading, f"{{{key}:.2f}}") for key, heading in headings.items())
-    return (*times, ("ours / theirs", "{ratio:.2f}"))
+def _beside(
+    rows: Sequence[Result], external: Mapping[str, tuple[str, str]]
+) -> list[dict[str, Any]]:
+    """Make a row for each time of an external kernel, with ours."""
+    return [
+        {**row, "kernel": kernel, "ours": row[ours], "theirs": row[key],
+         "ratio": row[ours] / row[key]}
+        for key, (kernel, ours) in external.items() for row in rows if key in row
+    ]  # fmt: skip
+
+
+def _columns(text: str) -> list[tuple[str, str]]:
+    """Read columns: headings, and templates of cells."""
+    pairs = (column.partition(": ") for column in text.split(" | "))
+    return [(heading, template or f"{{{heading}}}") for heading, _, template in pairs]
 
 
 def _missing(result: Result) -> list[str]:
@@ -269,10 +280,20 @@ def _prepare_trace(result: Result) -> dict[str, Any]:
 
 
 def _prepare_step(result: Result) -> dict[str, Any]:
-    """Mark shared blocks with a star."""
+    """Mark shared blocks with a star; records without a model's name are of V4-Flash."""
     decode = [{**row, "star": "" if row["has_own_blocks"] else " *"} for row in result["decode"]]
     caption = "* on shared blocks" if any(row["star"] for row in decode) else None
-    return {"decode": decode, "caption": caption}
+    model = result.get("model", "v4-flash")
+    return {"model": model, "decode": decode, "captions": {"decode": caption}}
+
+
+def _prepare_index(result: Result) -> dict[str, Any]:
+    rows = result.get("prefill", ())
+    return {"ascending": [row for row in rows if "ascending_us" in row]}
+
+
+def _prepare_attend(result: Result) -> dict[str, Any]:
+    return {"of_flash": [row for row in result["rows"] if "of_flash" in row]}
 
 
 def _prepare_transformers(result: Result) -> dict[str, Any]:
@@ -289,7 +310,7 @@ def _cache_row(row: Result, name: str) -> dict[str, Any]:
 
 
 def _prepare_prefill(result: Result) -> dict[str, Any]:
-    """Sum the dense rows of all types, and take bytes as MiB."""
+    """Sum the dense rows of all types, take bytes as MiB, and choose rows with an index."""
     prompts = [
         {**row, "dense_s": sum(row.get(f"{kind}_dense_s", 0.0) for kind in result["layers"])}
         for row in result["prompts"]
@@ -299,7 +320,9 @@ def _prepare_prefill(result: Result) -> dict[str, Any]:
          "total_mib": row["total_mib"], "target_mib": row["target_mib"]}
         for row in result["memory"]
     ]  # fmt: skip
-    return {"prompts": prompts, "memory": memory, "num_layers": sum(result["layers"].values())}
+    index = [row for row in result["rows"] if "score_us" in row]
+    num_layers = sum(result["layers"].values())
+    return {"prompts": prompts, "memory": memory, "index": index, "num_layers": num_layers}
 
 
 def _prepare_engine(result: Result) -> dict[str, Any]:

@@ -20,11 +20,14 @@ def floor_us(num_bytes: int) -> float:
     return num_bytes / COPY_BANDWIDTH * 1e6
 
 
-def summarize(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Median and 90th percentile of times in microseconds, by name."""
+def summarize(
+    times: Mapping[str, Sequence[float]], *, num_skipped: int = 0
+) -> dict[str, dict[str, float]]:
+    """Median and 90th percentile of times in microseconds, by name; the first may not count."""
+    kept = {name: values[num_skipped:] for name, values in times.items()}
     return {
-        "median_us": {name: statistics.median(values) for name, values in times.items()},
-        "p90_us": {name: float(np.percentile(values, 90)) for name, values in times.items()},
+        "median_us": {name: statistics.median(values) for name, values in kept.items()},
+        "p90_us": {name: float(np.percentile(values, 90)) for name, values in kept.items()},
     }
 
 
@@ -66,6 +69,24 @@ def replay_time(step: Callable[[], object], *, num_replays: int = 20) -> float:
         step()
     times = [time_on_gpu(graph.replay)[1] for _ in range(num_replays + 3)]
     return float(statistics.median(times[3:]))
+
+
+def time_layers(
+    run: Callable[[int], object], num_layers: int, num_bytes: int, *, num_turns: int = 1
+) -> dict[str, float]:
+    """Microseconds of a layer, warm and rotating, and those of a copy of what it must move."""
+    rotating = time_rotating(run, num_layers, num_turns=num_turns)
+    return {"warm_us": time_warm(run), "rotating_us": rotating, "floor_us": floor_us(num_bytes)}
+
+
+def beside(ours_us: float, key: str, theirs_us: float) -> dict[str, float]:
+    """Microseconds of an external kernel, and our ratio to it."""
+    return {key: theirs_us, "ratio": ours_us / theirs_us}
+
+
+def verdict(value: float, target: float) -> str:
+    """Whether a number is at most its target, in a word."""
+    return "met" if value <= target else "missed"
 
 
 def time_warm(run: Callable[[int], object]) -> float:

@@ -89,16 +89,14 @@ def bench_trace(
         rows = [
             _measure(prompts, case, name, settings[name]) for case, name in track(todo, "replaying")
         ]
+    config = narrow_config()
     result = {
-        "file": file.name,
-        "first": first,
-        "num_requests": num_requests,
+        "file": file.name, "first": first, "num_requests": num_requests,
         "num_tokens": sum(prompt.num_tokens for prompt in prompts),
         "block_bytes": block_sizes(CacheConfig.v4_flash())[0],
-        "checkpoint_blocks": block_sizes(narrow_config())[1],
-        "halo_blocks": narrow_config().halo_tokens / narrow_config().block_tokens,
-        "rows": rows,
-    }
+        "checkpoint_blocks": block_sizes(config)[1],
+        "halo_blocks": config.halo_tokens / config.block_tokens, "rows": rows,
+    }  # fmt: skip
     if plot is not None:
         plot_trace(result, plot)
     return result
@@ -129,15 +127,11 @@ def _cases(prompts: Sequence[TracePrompt], sizes: Sequence[int]) -> list[Case]:
     most_checkpoints = distinct // every + 2 * len(prompts) + STAGED_CHECKPOINTS
     needed = distinct + block_sizes(narrow_config())[1] * most_checkpoints
     bound = found_by_lru(prompts, distinct)
+    sizes = [*(size for size in sizes if size < needed), 0]
+    found = [found_by_lru(prompts, size or distinct) for size in sizes]
     return [
-        Case(
-            size,
-            size or DEVICE_SHARE * needed,
-            longest,
-            found_by_lru(prompts, size or distinct),
-            bound,
-        )
-        for size in (*(size for size in sizes if size < needed), 0)
+        Case(size, size or DEVICE_SHARE * needed, longest, each, bound)
+        for size, each in zip(sizes, found, strict=True)
     ]
 
 
@@ -175,22 +169,18 @@ def _measure(
         "host_blocks": stats.num_prefix_host_blocks,
         "host_checkpoints": stats.num_prefix_host_checkpoints * checkpoint_blocks,
     }
+    share = HASH_TOKENS / num_tokens
     return {
-        "policy": name,
-        "blocks": case.asked,
-        "device_blocks": replay.num_device,
-        "host_blocks": replay.num_host,
-        "bound": case.bound * HASH_TOKENS / num_tokens,
-        "lru": case.found_by_lru * HASH_TOKENS / num_tokens,
-        "found": num_found * HASH_TOKENS / num_tokens,
+        "policy": name, "blocks": case.asked, "device_blocks": replay.num_device,
+        "host_blocks": replay.num_host, "bound": case.bound * share,
+        "lru": case.found_by_lru * share, "found": num_found * share,
         "ratio": num_found / case.found_by_lru if case.found_by_lru else None,
-        "target": setting.targets.get(case.asked),
-        "num_hits": num_hits,
+        "target": setting.targets.get(case.asked), "num_hits": num_hits,
         "replayed_blocks_per_hit": num_replayed / num_hits if num_hits else 0.0,
         "resume_median_us": statistics.median(times),
         "resume_p90_us": float(np.percentile(times, 90)),
         "bytes": {tier: count * block_bytes for tier, count in tiers.items()},
-    }
+    }  # fmt: skip
 
 
 class Replay:

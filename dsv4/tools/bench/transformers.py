@@ -67,13 +67,18 @@ StepTimes = tuple[float, float | None]
 
 def bench_transformers(*, num_steps: int) -> dict[str, Any]:
     """Time decode steps with both caches, and count the bytes of each, on a GPU."""
-    require_cuda("transformers")
-    with working("making the model"), torch.device("cuda"):
-        model = random_hf_model(seed=0, **FLASH_WIDTHS).to(torch.bfloat16)
+    model = flash_model("transformers")
     with working("comparing attention with transformers'"):
         check_attention(model)
         check_step(model)
     return measure(model, Sizes(num_steps=num_steps))
+
+
+def flash_model(bench: str) -> Any:
+    """Make a random model of V4-Flash's widths, on a GPU."""
+    require_cuda(bench)
+    with working("making the model"), torch.device("cuda"):
+        return random_hf_model(seed=0, **FLASH_WIDTHS).to(torch.bfloat16)
 
 
 @torch.no_grad()
@@ -86,7 +91,7 @@ def check_attention(model: Any) -> None:
     recorded = record_attention(model, _random_ids(model, 1, GATE_TOKENS)[0])
     attentions = [layer.self_attn for layer in model.model.layers]
     outputs: list[list[Tensor]] = [[] for _ in attentions]
-    with _attached(model, 1, GATE_TOKENS) as cache:
+    with attached(model, 1, max_tokens=GATE_TOKENS) as cache:
         for token in range(GATE_TOKENS):
             with cache.forward(1, 1, None):
                 for idx, attention in enumerate(attentions):
@@ -108,7 +113,7 @@ def check_step(model: Any) -> None:
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
     options = {"do_sample": False, "max_new_tokens": GATE_STEPS, "pad_token_id": 0}
     for choices in ({}, {"cuda_graphs": "step"}):
-        with _attached(model, 2, GATE_TOKENS + GATE_STEPS, **choices) as cache:
+        with attached(model, 2, max_tokens=GATE_TOKENS + GATE_STEPS, **choices) as cache:
             ids.append(model.generate(**inputs, **options, past_key_values=cache).tolist())
     if ids[0] != ids[1]:
         raise RuntimeError("A captured step gives other ids than the launches; nothing is timed")
@@ -121,15 +126,11 @@ def measure(model: Any, sizes: Sizes) -> dict[str, Any]:
     """
     errors: list[str] = []
     return {
-        "layers": list(model.config.layer_types),
-        "num_steps": sizes.num_steps,
-        "decode": [
-            _measure_decode(model, batch, context, sizes, errors)
-            for batch, context in sizes.decodes
-        ],
+        "layers": list(model.config.layer_types), "num_steps": sizes.num_steps,
+        "decode": [_measure_decode(model, *each, sizes, errors) for each in sizes.decodes],
         "memory": [_measure_memory(model, context, errors) for context in sizes.contexts],
         "errors": errors,
-    }
+    }  # fmt: skip
 
 
 def _measure_decode(
@@ -147,12 +148,11 @@ def _measure_decode(
         runs["step"] = lambda: _time_paged(model, batch, context, sizes, cuda_graphs="step")
     times = _run_all(runs, f"batch {batch}, {context:,} tokens", errors)
     row: dict[str, Any] = {
-        "batch": batch,
-        "context": context,
+        "batch": batch, "context": context,
         "step_us": {name: step for name, (step, _) in times.items()},
         "attention_us": {name: us for name, (_, us) in times.items() if us is not None},
         "tokens_per_second": {name: batch * 1e6 / step for name, (step, _) in times.items()},
-    }
+    }  # fmt: skip
     for factor, part in (("speedup", "step_us"), ("attention_speedup", "attention_us")):
         baseline = row[part].get("transformers")
         ours = {name: row[part][name] for name in ("this", "graphs", "step") if name in row[part]}
@@ -181,7 +181,7 @@ def _measure_memory(model: Any, context: int, errors: list[str]) -> dict[str, An
     """Count the bytes of one row: those that last from step to step, and the workspaces."""
 
     def count_this() -> dict[str, int]:
-        with _attached(model, 1, context) as cache:
+        with attached(model, 1, max_tokens=context) as cache:
             return {name: size.allocated for name, size in cache.memory().items()}
 
     def count_transformers() -> dict[str, int]:
@@ -204,7 +204,7 @@ def _measure_memory(model: Any, context: int, errors: list[str]) -> dict[str, An
 def _time_paged(model: Any, batch: int, context: int, sizes: Sizes, **choices: Any) -> StepTimes:
     """Time this cache, launch by launch, with graphs of the modules, or of the whole step."""
     num_tokens = context + 2 * (NUM_WARMUP_STEPS + sizes.num_steps)
-    with _attached(model, batch, num_tokens, **choices) as cache:
+    with attached(model, batch, max_tokens=num_tokens, **choices) as cache:
         fill_paged(cache, batch, context)
         return _time_steps(model, cache, batch, sizes)
 
@@ -289,9 +289,9 @@ def _median_us(step: Callable[[], Any], device: torch.device, num_steps: int) ->
 
 
 @contextmanager
-def _attached(model: Any, batch: int, num_tokens: int, **choices: Any) -> Iterator[PagedCache]:
+def attached(model: Any, batch: int, **choices: Any) -> Iterator[PagedCache]:
     """Attach a cache for plain decoding, without rows for rollbacks."""
-    cache = attach(model, max_requests=batch, max_tokens=num_tokens, drafts_per_step=0, **choices)
+    cache = attach(model, max_requests=batch, drafts_per_step=0, **choices)
     try:
         with cache:
             yield cache

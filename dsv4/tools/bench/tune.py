@@ -65,6 +65,11 @@ class Choice(NamedTuple):
     chosen: AnyLaunch
     times: Mapping[AnyLaunch, float]
 
+    def as_json(self) -> dict[str, Any]:
+        launches = {name: launch_fields(getattr(self, name)) for name in ("present", "chosen")}
+        times = [{"launch": launch_fields(each), "us": us} for each, us in self.times.items()]
+        return {**self._asdict(), **launches, "times": times}
+
 
 def bench_tune(*, is_written: bool) -> dict[str, Any]:
     """Tune every work; `is_written` updates the committed table in place."""
@@ -83,18 +88,7 @@ def bench_tune(*, is_written: bool) -> dict[str, Any]:
         TABLE_PATH.write_text(format_table({**listed, name: {**listed.get(name, {}), **chosen}}))
     return {
         "architecture": name,
-        "choices": [
-            {
-                **choice._asdict(),
-                "present": launch_fields(choice.present),
-                "chosen": launch_fields(choice.chosen),
-                "times": [
-                    {"launch": launch_fields(launch), "us": us}
-                    for launch, us in choice.times.items()
-                ],
-            }
-            for choice in choices
-        ],
+        "choices": [choice.as_json() for choice in choices],
         "skipped": [
             {"work": work, "launch": launch_fields(launch), "problem": problem}
             for (work, launch), problem in problems.items()

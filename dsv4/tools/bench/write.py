@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.kernels import ops
@@ -18,7 +17,7 @@ from dsv4.tools.bench.environment import load_external, require_cuda
 from dsv4.tools.bench.external.sglang import SGLangKernels, load_sglang
 from dsv4.tools.bench.external.sglang_index import complex_frequencies
 from dsv4.tools.bench.external.sglang_write import SGLangLayer, check_sglang
-from dsv4.tools.bench.requests import acquire_layers
+from dsv4.tools.bench.requests import acquire_layers, manager_for
 from dsv4.tools.console import track, working
 
 BATCHES = (1, 32, 128, 256)
@@ -72,19 +71,15 @@ def _step_row(
         for each in (1, NUM_LAYERS)
     )
     row: dict[str, Any] = {
-        "layer": f"{kind.name} closing" if is_closing else kind.name,
-        "type": kind.name,
-        "closing": is_closing,
-        "batch": batch,
-        "warm_us": _time(one),
-        "rotating_us": _time(every),
+        "layer": f"{kind.name} closing" if is_closing else kind.name, "type": kind.name,
+        "closing": is_closing, "batch": batch, "warm_us": _time(one), "rotating_us": _time(every),
         "floor_us": timing.floor_us(_step_bytes(kind, batch, is_closing=is_closing)),
-    }
+    }  # fmt: skip
     if sglang is not None:
         frequencies = complex_frequencies(every[0][0])
         layers = [SGLangLayer(sglang, *layer, frequencies) for layer in every]
-        time = timing.time_rotating(lambda layer_idx: layers[layer_idx].run(), NUM_LAYERS)
-        row |= {"sglang_us": time, "ratio": row["rotating_us"] / time}
+        theirs = timing.time_rotating(lambda layer_idx: layers[layer_idx].run(), NUM_LAYERS)
+        row |= timing.beside(row["rotating_us"], "sglang_us", theirs)
     return row
 
 
@@ -93,12 +88,9 @@ def _prefill_row(kind: AttentionType) -> dict[str, Any]:
     config = write_config(kind, num_layers=NUM_PREFILL_LAYERS)
     num_entries = PREFILL_TOKENS // kind.ratio if kind.ratio else 0
     num_bytes = PREFILL_TOKENS * (WINDOW_BYTES + WIDTHS[kind] * 4) + num_entries * ENTRY_BYTES[kind]
-    return {
-        "type": kind.name,
-        "tokens": PREFILL_TOKENS,
-        "us": _time(write_case(config, [0], [PREFILL_TOKENS])),
-        "floor_us": timing.floor_us(num_bytes),
-    }
+    us = _time(write_case(config, [0], [PREFILL_TOKENS]))
+    floor = {"floor_us": timing.floor_us(num_bytes)}
+    return {"type": kind.name, "tokens": PREFILL_TOKENS, "us": us, **floor}
 
 
 def write_config(kind: AttentionType, *, num_layers: int = 1, **choices: Any) -> CacheConfig:
@@ -112,12 +104,10 @@ def write_case(
 ) -> WriteCase:
     """Plan a forward that takes each request from one length to another; list its layers."""
     batch = len(before)
-    num_blocks = batch * -(-max(after) // config.block_tokens)
-    manager = KVCacheManager(
-        config, max_requests=batch, num_blocks=num_blocks, device=device, backend="triton",
-        max_forward_tokens=num_blocks * config.block_tokens,
-    )  # fmt: skip
-    slots = [manager.open_request() for _ in range(batch)]
+    num_tokens = batch * -(-max(after) // config.block_tokens) * config.block_tokens
+    sizes = {"chunk": num_tokens, "num_blocks": num_tokens // config.block_tokens}
+    manager = manager_for(config, batch, num_tokens, device=device, backend="triton", **sizes)
+    slots = manager.open_requests(batch)
     if any(before):
         prepare_forward(manager, slots, [0] * batch, before).complete()
     plan = prepare_forward(manager, slots, before, after)
@@ -133,11 +123,8 @@ def write_case(
 
 def _time(case: WriteCase) -> float:
     """Median microseconds per layer over replays: one layer warm, or several rotating."""
-
-    def write(layer_idx: int) -> None:
-        write_layer(*case[layer_idx])
-
-    return timing.time_warm(write) if len(case) == 1 else timing.time_rotating(write, len(case))
+    num_turns = timing.REPEATS if len(case) == 1 else 1
+    return timing.time_rotating(lambda idx: write_layer(*case[idx]), len(case), num_turns=num_turns)
 
 
 def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: LayerWeights) -> None:
@@ -172,17 +159,16 @@ def stores_same_bytes(
 ) -> bool:
     """Compare one forward by the reference on the CPU and by `write`, from the same state."""
     expected, got = (
-        KVCacheManager(config, max_requests=len(before), num_blocks=2 * len(before),
-                       device=on, backend=backend, max_forward_tokens=512)
+        manager_for(config, len(before), 512, device=on, chunk=512, backend=backend)
         for on, backend in (("cpu", "reference"), (device, "triton"))
-    )  # fmt: skip
+    )
     weights, nothing = model_weights(config, seed=0)[0], [0] * len(before)
     first, last = (
         model_projections(config, count, seed=count, dtype=torch.bfloat16)[0]
         for count in (sum(before), sum(after) - sum(before))
     )
     poison(expected)
-    slots, _ = ([manager.open_request() for _ in before] for manager in (expected, got))
+    slots, _ = (manager.open_requests(len(before)) for manager in (expected, got))
     expected.acquire(0, prepare_forward(expected, slots, nothing, before)).write(first, weights)
     prepare_forward(got, slots, nothing, before).complete()
     stored = ("blocks", "slots", "window_workspace")

@@ -28,10 +28,8 @@ PLACES = {
 def run_command(options: argparse.Namespace) -> dict[str, Any]:
     """Run the demo with the given options, and a spinner on a terminal."""
     device = options.device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise RuntimeError(f"--device {device} needs a CUDA device, and there is none")
     formats = {"kv_format": options.kv, "index_format": options.index}
-    if device == "cpu" and options.model in (None, "random"):
+    if torch.device(device).type == "cpu" and options.model in (None, "random"):
         torch.set_num_threads(1)  # tensors this small gain nothing from threads
     with working("generating"):
         if options.model is None:
@@ -56,22 +54,28 @@ def print_demo(result: dict[str, Any], console: Console) -> None:
 def _print_memory(result: dict[str, Any], console: Console) -> None:
     """Print lines of at most 80 characters."""
     count, (start, end), shown = result["questions"], result["text"], result["shown"].items()
+    asked_about = f"{count} question{'' if count == 1 else 's'}"
     about = "A DeepSeek-V4 whose weights are written down reads a book of"
     lines = [
         f"{about} {result['tokens']:,} tokens",
-        f"on {result['device']}, and is asked {count} questions.", "",
+        f"on {result['device']}, and is asked {asked_about}.", "",
         f"  {start} ...", f"  {end} ...", "",
         *(f"  {asked:<15}{answer:<9}{PLACES[place]}" for place, (asked, answer) in shown),
-        "", f"{'':<36}{'right':>7}{'bytes':>13}{'prefill':>11}{'answers':>11}",
+        "", f"{'':<56}{'tokens/s':>11}{'tokens/s':>11}",
+        f"{'':<36}{'right':>7}{'bytes':>13}{'prefill':>11}{'answers':>11}",
     ]  # fmt: skip
     for name, run in result["runs"].items():
         right = f"{run['right']}/{count}"
-        size = f"{run['num_bytes']:,}" if run["num_bytes"] else "-"
-        speeds = (f"{run[f'{what}_per_second']:,.0f}/s" for what in ("prefill", "answers"))
+        numbers = (run[key] for key in ("num_bytes", "prefill_per_second", "answers_per_second"))
+        size, *speeds = ("-" if number is None else f"{number:,.0f}" for number in numbers)
         lines.append(f"{name:<36}{right:>7}{size:>13}" + "".join(f"{each:>11}" for each in speeds))
     lines += [f"{name:<36}{f'{right}/{count}':>7}" for name, right in result["after"].items()]
-    same = "equal: all answers have the same ids" if result["same_ids"] else "ids differ"
-    lines.append(same if result["ok"] else f"MISMATCH: {same}, or an answer is wrong")
+    if not result["ok"]:
+        lines.append("MISMATCH: an answer is wrong")
+    else:
+        is_same = result["same_ids"]
+        lines.append("equal: all answers have the same ids" if is_same else
+                     "right: every answer is the book's")  # fmt: skip
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 

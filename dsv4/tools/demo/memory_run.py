@@ -10,7 +10,15 @@ import torch
 from transformers import DynamicCache
 
 from dsv4.integrations.transformers import PagedCache
-from dsv4.model.memory_book import IDS, TODAY, VOCABULARY, Book, Question, text_of, write_book
+from dsv4.model.memory_book import (
+    TODAY,
+    VOCABULARY,
+    Book,
+    Question,
+    text_of,
+    write_book,
+    write_draft,
+)
 from dsv4.model.memory_hf import FLASH_WIDTHS, memory_hf_model
 from dsv4.tools.bench.timing import time_to_end
 from dsv4.tools.demo.ask import Answer, ask, count_right, open_cache, read_book
@@ -41,7 +49,7 @@ def run_memory(
             answers, runs[f"this cache, {' + '.join(formats)}"] = _run(
                 model, cache, book, questions
             )
-            moved = _ask_after_moves(model, cache, questions)
+            moved = ask_after_moves(model, cache, questions)
         every += [answers, *moved.values()]
     return describe(
         book, questions, [VOCABULARY[answer[0]] for answer in answers], runs,
@@ -50,18 +58,21 @@ def run_memory(
     )  # fmt: skip
 
 
-def make_model(device: str) -> Any:
-    """Make the memory model, on a GPU in the widths and the dtype that its kernels are made for."""
+def make_model(device: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    """Make the memory model, on a GPU in the widths and a dtype that its kernels are made for."""
     if torch.device(device).type == "cpu":
-        return memory_hf_model()
-    return memory_hf_model(**FLASH_WIDTHS).to(device, torch.bfloat16)
+        return memory_hf_model(**options)
+    return memory_hf_model(**FLASH_WIDTHS, **options).to(device, dtype)
 
 
 def describe(
     book: Book, questions: list[Question], words: list[str], runs: dict[str, Any],
-    after: dict[str, int], *, device: str, is_same: bool,
+    after: dict[str, int], *, device: str, is_same: bool | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Make the demo's result; of each kind of question the first is shown."""
+    """Make the demo's result; of each kind of question the first is shown.
+
+    is_same is None if there are no ids to compare.
+    """
     shown: dict[str, list[str]] = {}
     for question, word in zip(questions, words, strict=True):
         place = "straddling" if question.is_straddling else question.kind
@@ -78,7 +89,7 @@ def describe(
         "runs": runs,
         "after": after,
         "same_ids": is_same,
-        "ok": is_same and num_right == {len(questions)},
+        "ok": is_same is not False and num_right == {len(questions)},
     }
 
 
@@ -102,7 +113,7 @@ def _run(
 
 
 @torch.inference_mode()
-def _ask_after_moves(
+def ask_after_moves(
     model: Any, cache: PagedCache, questions: list[Question]
 ) -> dict[str, list[Answer]]:
     """Ask again in a fork, after a rejected draft, from the host's memory and from a file."""
@@ -113,8 +124,8 @@ def _ask_after_moves(
         cache.batch_select_indices(torch.tensor([1]))
 
     def reject() -> None:
-        draft = torch.tensor([*questions[-1].ids, IDS["number"][0]])
-        read_book(model, cache, draft)
+        draft = torch.tensor(write_draft(questions[-1], cache.get_seq_length()))
+        read_book(model, cache, draft)  # a name that the book lacks: left in, it is known
         cache.crop(-len(draft))
 
     def swap() -> None:

@@ -13,8 +13,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from dsv4.model.memory_book import VOCABULARY, make_tokenizer, text_of, write_book
-from dsv4.model.memory_hf import memory_hf_model
-from dsv4.tools.demo.memory_run import describe
+from dsv4.tools.demo.memory_run import describe, make_model
 
 MAIN = "from dsv4.tools.cli import main; raise SystemExit(main())"
 PATIENCE = 300.0  # seconds
@@ -28,12 +27,12 @@ def run_served(
         import openai
     except ImportError as error:
         raise ImportError("--serve needs openai: pip install 'dsv4[serve]'") from error
-    book = write_book(num_tokens)
+    model, book = make_model(device), write_book(num_tokens)
     questions, text = book.choose(num_questions), text_of(book.ids)
     options = ["--kv", kv_format, "--index", index_format, "--device", device,
                "--max-tokens", str(len(book.ids) + 16)]  # fmt: skip
     answers, times = [], [time.perf_counter()]
-    with tempfile.TemporaryDirectory() as folder, _server(Path(folder), options) as url:
+    with tempfile.TemporaryDirectory() as folder, _server(Path(folder), model, options) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=PATIENCE)
         times[0] = time.perf_counter()
         for question in questions:
@@ -45,20 +44,21 @@ def run_served(
             answers.append((reply.choices[0].message.content or "").strip())
             times.append(time.perf_counter())
     right = [answer == VOCABULARY[q.answer] for q, answer in zip(questions, answers, strict=True)]
+    num_later = len(questions) - 1
     run = {
-        "right": sum(right), "num_bytes": 0,
+        "right": sum(right), "num_bytes": None,
         "prefill_per_second": len(book.ids) / (times[1] - times[0]),
-        "answers_per_second": 2 * (len(questions) - 1) / (times[-1] - times[1]),
+        "answers_per_second": 2 * num_later / (times[-1] - times[1]) if num_later else None,
     }  # fmt: skip
-    runs, is_same = {f"dsv4 serve, {kv_format} + {index_format}": run}, all(right)
-    return describe(book, questions, answers, runs, {}, device=device, is_same=is_same)
+    runs = {f"dsv4 serve, {kv_format} + {index_format}": run}
+    return describe(book, questions, answers, runs, {}, device=device, is_same=None)
 
 
 @contextmanager
-def _server(folder: Path, options: list[str]) -> Iterator[str]:
+def _server(folder: Path, model: Any, options: list[str]) -> Iterator[str]:
     """Write a model folder, serve it from another process and yield the address."""
     disable_progress_bar()
-    memory_hf_model().save_pretrained(folder)
+    model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     arguments = ["serve", str(folder), "--name", "memory", "--port", "0", *options]
     log = folder / "log"

@@ -1,13 +1,12 @@
 """`Subject`: a model and prompts to generate with, random or from a checkpoint folder."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.checks import check_int
+from dsv4.checks import check_checkpoint, check_int
 from dsv4.model.random_hf import random_hf_model
 
 PROMPT_LENGTHS = (300, 130, 37, 5)
@@ -39,8 +38,7 @@ def random_subject(*, seed: int, device: str) -> Subject:
 
 def load_subject(path: str, texts: Sequence[str], *, device: str) -> Subject:
     """Load a checkpoint folder in its stored dtype."""
-    if not (Path(path) / "config.json").is_file():
-        raise ValueError(f"Invalid model folder: expected a config.json in {path}, found none")
+    check_checkpoint(path)
     from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(path)

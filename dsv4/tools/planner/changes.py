@@ -124,8 +124,10 @@ def _loads(plan: MemoryPlan) -> Iterator[Change]:
 
 def _hardware(plan: MemoryPlan) -> Iterator[Change]:
     for ranks in RANKS:
+        if ranks <= plan.num_ranks or plan.config.num_query_heads % ranks:
+            continue
         changed = replace(plan, num_ranks=ranks)
-        if ranks > plan.num_ranks and changed.fits:
+        if changed.fits:
             yield Change(f"{ranks} ranks instead of {plan.num_ranks}", changed)
             break
     needed = plan.needed_bytes

@@ -36,15 +36,14 @@ MAX_DIGITS, MAX_SHOWN = 18, 40
 # Choices that are valid for a model of any width.
 _ANY_WIDTH: dict[str, Any] = {"kv_format": "bf16", "index_format": "bf16", "block_tokens": 128}
 TP_NOTE = (
-    "Tensor parallelism divides the weights, not the cache: K = V is one head that all query "
-    "heads share, so each rank keeps the whole cache."
+    "Tensor parallelism divides the weights and the query heads, which attention parts and scratch "
+    "depend on. It does not divide rows: K = V is one head that all query heads share."
 )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dsv4 plan`."""
-    add, tokens, size = parser.add_argument, _argument(parse_tokens), _argument(parse_bytes)
-    whole = _argument(_whole)
+    add, whole = parser.add_argument, _argument(_whole)
     add("--model", required=True, metavar="v4-flash|v4-pro|v41-flash|PATH",
         help="a preset, or a transformers config.json or its folder")  # fmt: skip
     add("--context", required=True, type=tokens, dest="context_tokens", metavar="TOKENS",
@@ -114,6 +113,9 @@ def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
     return parse_argument
 
 
+tokens, size = _argument(parse_tokens), _argument(parse_bytes)  # types of options
+
+
 def build_plan(options: argparse.Namespace) -> MemoryPlan:
     """Build the plan of the options; ValueError if they contradict each other."""
     try:
@@ -154,7 +156,10 @@ def page_models(model: str) -> dict[str, CacheConfig]:
     if model not in models:
         models[model] = CacheConfig.from_hf(model, include_mtp=has_mtp_layers(model), **_ANY_WIDTH)
     if models[model].has_latent_keys:
-        raise ValueError(f"argument --html: expected a model whose layers own all, got {model!r}")
+        raise ValueError(
+            "argument --html: expected a model whose layers own all that they read, as V4's do; "
+            f"--plot and --json take others, got {model!r}"
+        )
     return {name: config for name, config in models.items() if not config.has_latent_keys}
 
 

@@ -52,8 +52,8 @@ class MemoryPlan:
         gpu_bytes: Memory of one GPU.
         weights_bytes: Weights of the whole model, divided among the ranks.
         reserved_bytes: Other memory of a rank: activations, the CUDA context, other pools.
-        num_ranks: Tensor-parallel ranks. Each keeps the whole cache, since all query heads share
-            one head of K = V.
+        num_ranks: Tensor-parallel ranks, which divide the query heads. Each keeps all rows, since
+            all query heads share one head of K = V.
         num_stages: Pipeline stages, of as equal numbers of layers as possible, longer ones first.
             Each has ranks of its own, and a cache of its layers.
         max_forward_tokens: Tokens of one forward: the longest prefill chunk.
@@ -85,6 +85,11 @@ class MemoryPlan:
             "num_stages", self.num_stages, at_least=1, at_most=self.config.num_layers,
             limit="the layers of the model",
         )  # fmt: skip
+        if self.config.num_query_heads % self.num_ranks:
+            raise ValueError(
+                f"Invalid num_ranks: expected a divisor of {self.config.num_query_heads} query "
+                f"heads, got {self.num_ranks}"
+            )
         _ = self.capacity
         if self.num_stages > 1:
             _ = self.stages  # refuses cuts between layers that share entries
@@ -101,9 +106,9 @@ class MemoryPlan:
 
     @cached_property
     def capacity(self) -> Capacity:
-        """Sizes of a manager for the plan."""
+        """Sizes of a rank's manager for the plan."""
         return Capacity(
-            self.config,
+            replace(self.config, num_query_heads=self.config.num_query_heads // self.num_ranks),
             max_requests=self.num_requests,
             num_blocks=self.num_requests * self.blocks_per_request,
             max_forward_tokens=self.max_forward_tokens,
@@ -128,7 +133,8 @@ class MemoryPlan:
         parts = np.array_split(np.arange(self.config.num_layers), self.num_stages)
         cuts = [(int(part[0]), int(part[-1]) + 1) for part in parts]
         return {
-            cut: _allocated(replace(capacity, config=self.config.cut_layers(*cut))) for cut in cuts
+            cut: _allocated(replace(capacity, config=capacity.config.cut_layers(*cut)))
+            for cut in cuts
         }
 
     @property

@@ -33,7 +33,8 @@ function indexScratch(model, choice) {
 function denseRows(model, choice, blocks) {
   const { denseLimit, denseHeads, denseWorks, byteAlign } = data.constants;
   const { csa, hca } = choice.layers, ratio = csa ? 4 : 128;
-  if (!model.denseFormats.includes(choice.kv) || choice.chunk <= choice.drafts + 1) return 0;
+  const isMade = model.denseFormats.includes(choice.kv) && model.heads % denseHeads === 0;
+  if (!isMade || choice.chunk <= choice.drafts + 1) return 0;
   const entries = csa + hca ? Math.floor(choice.context / ratio) : 0;
   const rows = choice.chunk + model.window - 1 + roundUp(entries, choice.block / ratio);
   const works = Math.floor((choice.chunk * model.heads) / denseHeads);
@@ -134,7 +135,7 @@ function times(parts, count) {
 }
 
 function plan(choice, numBlocks) {
-  const model = data.models[choice.model];
+  const whole = data.models[choice.model], model = { ...whole, heads: whole.heads / choice.ranks };
   const blocks = numBlocks ?? choice.requests * blocksOf(choice);
   const memory = {
     ...times(blockBytes(model, choice), blocks),
@@ -229,6 +230,10 @@ function readChoice() {
   if (choice.context > model.maxPosition) {
     at("context").setAttribute("aria-invalid", true);
     problems.push(`expected at most ${whole(model.maxPosition)} tokens, the model's limit`);
+  }
+  if (choice.ranks && model.heads % choice.ranks) {
+    at("ranks").setAttribute("aria-invalid", true);
+    problems.push(`expected ranks that divide ${model.heads} query heads`);
   }
   const layers = at("mtp").checked ? model.withMtp : model.withoutMtp;
   if (layers.hca && choice.block % 128) {
@@ -432,7 +437,7 @@ function drawNotes(choice) {
   }
   if (!choice.weights) notes.push("Weights are not counted: give their size.");
   if (!choice.reserve) notes.push("Activations and the CUDA context are not counted: reserve memory for them.");
-  if (choice.ranks > 1) notes.push("Each rank keeps the whole cache: K = V is one head, which all query heads share.");
+  if (choice.ranks > 1) notes.push("Ranks divide weights and query heads, not rows: K = V is one head, which all query heads share.");
   at("notes").textContent = notes.join(" ");
 }
 

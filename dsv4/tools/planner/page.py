@@ -81,9 +81,9 @@ def _fill(data: str) -> str:
 
 
 def _dense_formats(config: CacheConfig) -> list[str]:
-    """Return the row formats that attention of chunks may make dense."""
+    """Return the row formats that attention of chunks may make dense, of enough heads."""
     sizes = {"head_dim": config.head_dim, "rope_dim": config.rope_dim}
-    heads = config.num_query_heads
+    heads = index_scratch.DENSE_HEADS
     return [n for n in KV_FORMATS if index_scratch.has_dense_rows(n, **sizes, num_heads=heads)]
 
 

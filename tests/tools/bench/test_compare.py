@@ -62,7 +62,8 @@ def test_attend(small_attend, small_chunk, monkeypatch, capsys):
     monkeypatch.setattr(attend, "load_flash_mla_prefill", lambda: prefill)
     assert main(["bench", "attend", "--compare"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
-    assert any("FlashMLA" in line and "ours / theirs" in line for line in table)
+    assert sum("Beside others' kernels" in line for line in table) == 2
+    assert any("FlashMLA" in line and "1.00" in line for line in table)
     result = json.loads(last)
     assert result["peers"] == {"FlashMLA": "compared", "FlashMLA's prefill": "compared"}
     *rows, v41 = result["rows"]
@@ -80,7 +81,6 @@ def test_attend(small_attend, small_chunk, monkeypatch, capsys):
         assert (row["rows"], row["us"], row["flashmla_us"], row["ratio"]) == (count, 8.0, 8.0, 1.0)
         assert row["target_tflops"] == shape.target_tflops
     assert any("prefill chunk" in line for line in table)
-    assert any("FlashMLA TFLOP/s" in line for line in table)
     assert [call.counts is None for call in prefill.calls] == [True, True, False, False]
     assert prefill.calls[2].counts.tolist() == [128 + 3] * 3 + [128 + 4] * 3
 
@@ -172,7 +172,7 @@ def test_index(small_index, monkeypatch, capsys):
     monkeypatch.setattr(index, "load_deep_gemm", fake.logits)
     assert main(["bench", "index", "--compare"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
-    assert any("DeepGEMM FP8" in line for line in table)
+    assert any("DeepGEMM" in line and "score" in line for line in table)
     rows = json.loads(last)["rows"]
     assert [(row["step"], row["format"], "ratio" in row) for row in rows] == [
         ("query", "fp8", False), ("score", "fp8", True),
@@ -182,6 +182,27 @@ def test_index(small_index, monkeypatch, capsys):
     models = json.loads(last)["models"]
     assert [row["kinds"] for row in models] == ["2 x 0.0", "1 x 0.0, 1 x 0.0, 2 x 0.0"]
     assert [(row["layers"], row["of_flash"]) for row in models] == [(2, 1.0), (4, 2.0)]
+
+
+def test_index_of_a_rank(small_index, monkeypatch, capsys):
+    monkeypatch.setattr(index, "FORMATS", ("fp8",))
+    monkeypatch.setattr(index, "RANK_CASES", ((2, 1),))
+    monkeypatch.setattr(index, "MODEL_CONTEXT", 8192)
+    sizes, times, measure = [], iter([8.0, 4.5]), index._time_scores
+
+    def time_scores(case):
+        assert measure(case) == 8.0 / index.RANK_LAUNCHES
+        sizes.append((len(case.handles), case.num_entries))
+        assert case.tokens.positions.tolist() == [4 * case.num_entries - 1] * 2
+        return next(times)
+
+    monkeypatch.setattr(index, "_time_scores", time_scores)
+    assert main(["bench", "index", "--ranks", "2"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any("one of 2" in line for line in table)
+    assert sizes == [(2, 2048), (4, 1024)]
+    (row,) = json.loads(last)["ranks"]
+    assert (row["share"], row["target"], row["verdict"]) == (0.5625, 0.6, "met")
 
 
 def test_index_that_is_wrong_is_not_timed(small_index, monkeypatch, capsys):
@@ -225,7 +246,8 @@ def test_index_by_sglang(small_index, sglang, monkeypatch, capsys):
     monkeypatch.setattr(index, "load_deep_gemm", refuse)
     assert main(["bench", "index", "--compare"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
-    assert any("SGLang" in line and "ours / theirs" in line for line in table)
+    assert any("Beside others' kernels" in line for line in table)
+    assert any("SGLang" in line for line in table)
     result = json.loads(last)
     assert result["peers"]["SGLang"] == "compared" != result["peers"]["DeepGEMM"]
     compared = [(row["step"], row["format"]) for row in result["rows"] if "sglang_us" in row]
@@ -282,7 +304,8 @@ def small_write(clock, monkeypatch):
 def test_write(small_write, sglang, capsys):
     assert main(["bench", "write", "--compare"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
-    assert any("SGLang" in line and "ours / theirs" in line for line in table)
+    assert any("Beside others' kernels" in line for line in table)
+    assert any("SGLang" in line for line in table)
     result = json.loads(last)
     assert result["peers"] == {"SGLang": "compared"}
     assert [(row["sglang_us"], row["ratio"]) for row in result["rows"]] == [(4.0, 1.0)] * 5

@@ -94,8 +94,9 @@ def test_step(clock, monkeypatch, capsys):
     decode = [{"tokens": 32768, "batch": 32, "has_own_blocks": False, **times}]
     monkeypatch.setattr(step, "bench_decode", lambda config: decode)
     mixed = {"decode": 31, "chunks": "240 + 240", "eager_us": 4321.0, "captured_us": 234.0}
-    mixed |= {"eager_step_us": 4400.0, "captured_step_us": 1500.0}
-    monkeypatch.setattr(step, "bench_mixed", lambda: {"mixed": [mixed], "pool_bytes": 1 << 20})
+    mixed |= {"eager_step_us": 4400.0, "captured_step_us": 1500.0, "verdict": "met"}
+    both = {"mixed": [mixed], "mixed_target_us": 500, "pool_bytes": 1 << 20}
+    monkeypatch.setattr(step, "bench_mixed", lambda: both)
     table, result = run(capsys, "step", "--requests", "3", "--steps", "4")
     assert (result["num_requests"], result["num_steps"], result["num_layers"]) == (3, 4, 43)
     assert set(result["median_us"]) == {"prepare_forward", "replay", "both"}

@@ -30,6 +30,17 @@ def small(monkeypatch):
     monkeypatch.setattr(captured_forward, "CudaGraph", EagerGraph)
 
 
+def test_the_host_has_a_target(small, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(mixed, "time_on_gpu", lambda call: (call(), 3.0))
+    monkeypatch.setattr(mixed, "NUM_STEPS", 1)
+    case, verdicts = mixed.mixed_case(TINY, 400), []
+    for target in (1e9, 0):
+        monkeypatch.setattr(mixed, "TARGET_US", target)
+        verdicts.append(mixed._measure(case, (9,))["verdict"])
+    assert verdicts == ["met", "missed"]
+
+
 def test_replays_are_checked(small, monkeypatch):
     mixed.check_replays(TINY)
     right = mixed.run_mixed

@@ -9,12 +9,16 @@ import torch
 from dsv4 import CacheConfig
 from dsv4.kernels import ops
 from dsv4.tools.bench import prefill, timing
+from dsv4.tools.bench.external import deepgemm
 from dsv4.tools.bench.prefill import sample_starts, sum_prompt
 from dsv4.tools.cli import main
+from tests.kernels.fake_external import FakePrefill, FakeSGLang, fake_mqa_logits
+from tests.tools.bench.test_compare import drop_one, refuse
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs here")
 
 TINY = CacheConfig.tiny(compress_ratios=(0, 0, 4, 128, 4))
+WIDE = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), index_topk=8)
 CHUNK = 64
 
 
@@ -54,6 +58,66 @@ def test_prompts_are_sums_over_chunks_and_layers(small, capsys, tmp_path):
     assert plot.stat().st_size > 0
 
 
+@pytest.fixture
+def peers(small, monkeypatch):
+    """Stand-ins beside a model of V4-Flash's widths, whose index chooses 8 entries."""
+    monkeypatch.setattr(prefill.CacheConfig, "v4_flash", lambda: WIDE)
+    parts = dict.fromkeys(("query", "score", "topk", "select"), lambda: None)
+    monkeypatch.setattr(prefill, "chunk_parts", lambda *_, **__: parts)  # the interpreter is slow
+    monkeypatch.setattr(prefill, "CHOSEN_AT_ONCE", 16)
+    monkeypatch.setattr(deepgemm, "QUERIES_AT_ONCE", 24)
+    sglang, flashmla = FakeSGLang(), FakePrefill()
+    monkeypatch.setattr(prefill, "load_mqa_logits", lambda: fake_mqa_logits)
+    monkeypatch.setattr(prefill, "load_sglang", sglang.kernels)
+    monkeypatch.setattr(prefill, "load_flash_mla_prefill", lambda: flashmla)
+    return sglang, flashmla
+
+
+COMPARE = ["bench", "prefill", "--compare", "--context", "128", "--whole", "1"]
+
+
+def test_peers(peers, capsys):
+    sglang, flashmla = peers
+    assert main(COMPARE) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert set(result["peers"].values()) == {"compared"}
+    times = {
+        row["layer"]: {key: row[key] for key in ("deepgemm_us", "sglang_us", "flashmla_us")
+                       if key in row}
+        for row in result["rows"] if row["start"] == 64
+    }  # fmt: skip
+    csa = {"deepgemm_us": 8.0, "sglang_us": 8.0 * CHUNK / 16, "flashmla_us": 8.0}
+    assert times == {"SWA": {}, "CSA": csa, "HCA": {"flashmla_us": 8.0}}
+    assert sglang.calls == ["choose_entries"] * 4  # a check and a run of each chunk
+    assert len(flashmla.calls) == 2 * 2 * 2
+    for kernel in ("scores, DeepGEMM", "top-k, SGLang", "attention, FlashMLA"):
+        assert any(kernel in line for line in table)
+
+
+def shift_rows(flashmla):
+    return lambda inputs: flashmla(
+        inputs._replace(rows=inputs.rows.where(inputs.rows < 0, inputs.rows + 1))
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "refusal"),
+    [
+        ("load_mqa_logits", lambda run: lambda *given: run(*given) * 1.1, "DeepGEMM's scores"),
+        ("load_sglang", drop_one, "SGLang's top-k"),
+        ("load_flash_mla_prefill", shift_rows, "CSA: FlashMLA's output of a chunk"),
+    ],
+)
+def test_wrong_peers_are_not_timed(name, spoil, refusal, peers, monkeypatch, capsys):
+    right = getattr(prefill, name)()
+    for other in ("load_mqa_logits", "load_sglang", "load_flash_mla_prefill"):
+        monkeypatch.setattr(prefill, other, refuse)
+    monkeypatch.setattr(prefill, name, lambda: spoil(right))
+    assert main(COMPARE) == 1
+    assert f"{refusal} differ" in capsys.readouterr().err
+
+
 def test_chunks_are_sampled_over_each_context():
     assert sample_starts([1 << 17, 1 << 20], 3) == [0, 65536, 122880, 524288, 1040384]
 
@@ -80,6 +144,8 @@ def test_wrong_attention_is_not_timed(small, monkeypatch, capsys):
     assert "HCA: the output of a chunk differs from the reference's" in capsys.readouterr().err
 
 
-def test_a_context_without_a_chunk(small, capsys):
-    assert main(["bench", "prefill", "--context", "63"]) == 1
-    assert "Invalid --context: expected at least 64, got 63" in capsys.readouterr().err
+@pytest.mark.parametrize("context", ["63", "65"])
+def test_a_context_that_is_no_whole_chunks(context, small, capsys):
+    assert main(["bench", "prefill", "--context", "128", "--context", context]) == 1
+    error = f"Invalid --context: expected a multiple of 64, got {context}"
+    assert error in capsys.readouterr().err

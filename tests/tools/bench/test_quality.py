@@ -1,6 +1,7 @@
 """`dsv4 bench quality`: fewer bits, larger errors; every format fails below its margin."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ def small(monkeypatch):
 def test_bench_quality(small, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "quality.png"
-    arguments = ["--questions", "12", "--tokens", "256", "--plot", str(picture)]
+    arguments = ["--questions", "24", "--tokens", "256", "--plot", str(picture)]
     assert main(["bench", "quality", *arguments]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     result = json.loads(lines[-1])
@@ -32,6 +33,14 @@ def test_bench_quality(small, capsys, tmp_path):
         for name in names:
             assert right[part, name, 1.0] == 1
             assert (right[part, name, 2.0**-7] == 1) == (name in ("bf16", "fp32"))
+    margins = {(row["part"], row["format"]): row for row in result["margins"]}
+    assert margins["kv", "fp8"]["margin"] == 1 and margins["kv", "fp8"]["text"] == "1 / 1"
+    assert margins["kv", "fp32"]["margin"] == 2.0**-7 and margins["kv", "fp32"]["is_last"]
+    assert any("at most 1 / 128" in line for line in lines)
+    fp8 = {row["part"]: row["kinds"] for row in result["answers"]
+           if row["format"] == "fp8" and row["margin"] < 1}  # fmt: skip
+    assert fp8["kv"]["record"] < 1 and fp8["kv"]["chapter"] < 1 == fp8["kv"]["line"]
+    assert fp8["index"]["record"] < 1 == fp8["index"]["chapter"], "chapters need no index"
 
 
 def assert_own_rows_are_exact(rows) -> None:
@@ -53,3 +62,23 @@ def assert_fewer_bits_are_worse(result) -> None:
     assert index["fp32"]["recall"] == 1
     recalls = [index[name]["recall"] for name in ("mxfp4", "nvfp4", "fp8", "bf16")]
     assert recalls == sorted(recalls) and 0.8 < recalls[0] < 0.92
+
+
+def test_the_page_shows_the_record():
+    docs = Path(__file__).parents[3] / "docs"
+    page = (docs / "quality.md").read_text()
+    record = json.loads((docs / "benchmarks-quality.json").read_text())
+    margins: dict[tuple[str, str], dict] = {}
+    for row in record["margins"]:  # of all lengths the largest
+        key = row["part"], row["format"]
+        margins[key] = max(row, margins.get(key, row), key=lambda each: each["margin"])
+    for part, number in (("kv", "output_error"), ("index", "recall")):
+        for row in record[part]:
+            digits = 2 if part == "kv" else 1
+            cells = [f"{row['row_error']:.2%}", f"{row[number]:.{digits}%}"]
+            shown = [cell.replace("%", " %") for cell in cells]
+            shown = [{"0.00 %": "0", "100.0 %": "100 %"}.get(cell, cell) for cell in shown]
+            margin = margins[part, row["format"]]["text"].replace(" / ", "/")
+            line = ("`" + row["format"] + "`", str(row["row_bytes"]), *shown, margin)
+            assert "| " + " | ".join(line) + " |" in page
+    assert record["environment"]["commit"][:7] in page

@@ -1,7 +1,10 @@
 """Tables of results: cells, alignment, and missing numbers."""
 
 import io
+import json
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from dsv4.tools.bench.tables import build_table, show
@@ -9,10 +12,46 @@ from dsv4.tools.bench.tables import build_table, show
 COLUMNS = (("name", "{name}"), ("us", "{times[best]:.1f}"), ("of all", "{share:.0%}"))
 
 
+RECORDS = sorted((Path(__file__).parents[3] / "docs").glob("benchmarks-*.json"))
+
+
+def drawn(*tables, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(*tables)
+    return console.file.getvalue()
+
+
 def printed(table):
-    console = Console(file=io.StringIO(), width=100)
-    console.print(table)
-    return [line.strip("│┃ ") for line in console.file.getvalue().splitlines() if "│" in line]
+    return [line.strip("│┃ ") for line in drawn(table).splitlines() if "│" in line]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_records_fit_80_columns(path):
+    result = json.loads(path.read_text())
+    text = drawn(*show(result["bench"], result).tables, width=80)
+    assert "━" in text and "…" not in text
+
+
+def test_each_external_kernel_has_a_ratio():
+    row = {"layer": "CSA", "start": 8192, "score_us": 30.0, "topk_us": 8.0, "attend_us": 20.0,
+           "deepgemm_us": 40.0, "sglang_us": 4.0, "flashmla_us": 10.0}  # fmt: skip
+    result = {"chunk": 8192, "layers": {"CSA": 1}, "rows": [row], "prompts": [], "memory": []}
+    text = drawn(*show("prefill", result).tables)
+    lines = [line.split("│") for line in text.splitlines() if "8,192" in line and "," in line]
+    ratios = {cells[1].strip(): cells[-2].strip() for cells in lines if len(cells) == 8}
+    assert ratios == {
+        "scores, DeepGEMM": "0.75", "top-k, SGLang": "2.00", "attention, FlashMLA": "2.00",
+    }  # fmt: skip
+
+
+def test_targets_have_verdicts():
+    row = {"format": "fp8", "entries": 5, "select_us": 4.0, "ascending_us": 12.0,
+           "ascending_ratio": 3.0, "ascending_target": 2.5, "verdict": "missed"}  # fmt: skip
+    assert "2.5, missed" in drawn(*show("index", {"rows": [], "prefill": [row]}).tables)
+    mixed = {"decode": 31, "chunks": "480", "captured_us": 400.0, "verdict": "met"}
+    result = {"decode": [], "mixed": [mixed], "mixed_target_us": 500, "pool_bytes": 7}
+    text = drawn(*show("step", result).tables, width=200)
+    assert "captured: 500" in text and "met" in text
 
 
 def test_cells_are_filled_in_and_stand_right():

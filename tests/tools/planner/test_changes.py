@@ -77,12 +77,21 @@ def test_all_formats_together():
     assert changes[0] is together
 
 
-@pytest.mark.parametrize(("ranks", "left"), [(1, 8), (8, 16), (3, 8)])
+@pytest.mark.parametrize(("ranks", "left"), [(1, 8), (8, 16), (2, 8)])
 def test_more_ranks(ranks, left):
     plan = replace(flash_plan(), weights_bytes=800 * 10**9, num_ranks=ranks)
     changes = find_changes(replace(plan, gpu_bytes=plan.cache_bytes + 800 * 10**9 // left))
     found = [change.what for change in changes if "ranks" in change.what]
     assert found == [f"{left} ranks instead of {ranks}"]
+
+
+def test_ranks_divide_the_heads():
+    config = replace(flash_plan().config, num_query_heads=12)
+    plan = replace(flash_plan(), config=config, weights_bytes=800 * 10**9)
+    changes = find_changes(replace(plan, gpu_bytes=plan.cache_bytes + 10**11))
+    assert not any("ranks" in change.what for change in changes)  # 8 would do
+    changes = find_changes(replace(plan, gpu_bytes=plan.cache_bytes + 2 * 10**11))
+    assert [c.what for c in changes if "ranks" in c.what] == ["4 ranks instead of 1"]
 
 
 def test_no_number_of_ranks_divides_the_cache():

@@ -44,7 +44,7 @@ def test_a_plan_that_does_not_fit(capsys):
     out = words(capsys.readouterr().out)
     assert "It does not fit" in out and "Nearest change: " in out
     assert "ranks instead of 2" in out and "requests instead of 8" in out
-    assert "Tensor parallelism divides the weights, not the cache" in out
+    assert "Tensor parallelism divides the weights and the query heads" in out
     assert "as marketed" not in out
 
 

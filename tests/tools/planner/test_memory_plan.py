@@ -118,12 +118,28 @@ def test_a_part_filled_block_is_a_whole_one():
     assert tiny_plan(context_tokens=3).per_token() == tiny_plan(context_tokens=999).per_token()
 
 
-def test_ranks_divide_the_weights_alone():
+def test_ranks_divide_weights_and_heads():
     one = tiny_plan(weights_bytes=1001)
     four = replace(one, num_ranks=4)
     assert (one.rank_weights_bytes, four.rank_weights_bytes) == (1001, 251)
-    assert four.memory == one.memory
+    changed = [name for name in one.memory if four.memory[name] != one.memory[name]]
+    assert changed == ["attention_partials"]
     assert four.needed_bytes == four.cache_bytes + 251
+
+
+@pytest.mark.parametrize(
+    ("config", "num_ranks", "num_stages"),
+    [(CacheConfig.tiny(num_query_heads=12), 3, 1), (CacheConfig.tiny(num_query_heads=12), 4, 3),
+     (CacheConfig.v4_flash(), 2, 1), (CacheConfig.v4_flash(), 4, 2), (CacheConfig.v4_pro(), 8, 4)],
+)  # fmt: skip
+def test_a_rank_is_as_large_as_a_manager_of_its_heads(config, num_ranks, num_stages):
+    plan = make_plan(config, num_ranks=num_ranks, num_stages=num_stages, max_forward_tokens=300)
+    heads = replace(config, num_query_heads=config.num_query_heads // num_ranks)
+    for layers, num_bytes in plan.stages.items():
+        stage = heads.cut_layers(*layers) if num_stages > 1 else heads
+        manager = build_manager(replace(plan.capacity, config=stage))
+        assert num_bytes == tensor_bytes(manager)
+    assert plan.cache_bytes < replace(plan, num_ranks=1).cache_bytes
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -244,6 +260,7 @@ def test_largest(number):
         ),
         ({"num_stages": 5}, "Invalid num_stages: expected an integer from 1 to 4 .*, got 5"),
         ({"num_ranks": 0}, "Invalid num_ranks: expected an integer from 1 to .*, got 0"),
+        ({"num_ranks": 3}, "Invalid num_ranks: expected a divisor of 4 query heads, got 3"),
         ({"num_requests": 0}, "Invalid num_requests: expected an integer from 1 to .*, got 0"),
         ({"context_tokens": 0}, "Invalid context_tokens: expected an integer from 1 to .*, got 0"),
         (

@@ -161,7 +161,7 @@ def random_choice(rng: random.Random, model_folder: str) -> dict:
         "gpu": rng.choice([*GPU_BYTES, "other"]),
         "size": rng.choice(["24GB", "80GiB", "139.8GB", "1.5 TiB", "3000000001B"]),
         "weights": rng.choice(["0", "160GB", "1.7TB", "90GiB"]),
-        "ranks": str(rng.choice([1, 2, 3, 16])),
+        "ranks": str(rng.choice([1, 2, 4, 16])),
         "reserve": rng.choice(["0", "4GiB", "123456789B"]),
         "block": rng.choice(["128", "256", "512", "1024"]),
         "align": rng.choice(["16", "576"]),
@@ -179,6 +179,12 @@ def test_numbers_are_those_of_the_plan(page, model_folder):
     for _ in range(80):
         choice = random_choice(rng, model_folder)
         check_numbers(choose(page, choice), make_plan(choice))
+
+
+@pytest.mark.browser
+def test_ranks_divide_the_heads(page):
+    shown = choose(page, FIRST | {"ranks": "3"})
+    assert shown["problem"] == "expected ranks that divide 64 query heads"
 
 
 @pytest.mark.browser

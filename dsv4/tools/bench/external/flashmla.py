@@ -6,7 +6,7 @@ BF16 rows, so the rows are copied beforehand too.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from dsv4.kernels.layer_memory import existing
 from dsv4.kernels.reference.addressing import visible_entries, window_positions
 from dsv4.kernels.reference.append import workspace_rows
 from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
-from dsv4.tools.bench.attend_case import AttendCase
+from dsv4.tools.bench.attend_case import AttendCase, check_result
 
 
 def decode_calls(decode: SparseDecode, case: AttendCase) -> Callable[[int], Decoded]:
@@ -88,6 +88,16 @@ def load_flash_mla_prefill() -> SparsePrefill:
         return Decoded(output[:, None], lse[:, :, None], None)
 
     return run
+
+
+def checked_prefill(
+    prefill: SparsePrefill, case: AttendCase, queries: Tensor
+) -> Callable[[], Decoded]:
+    """Return a call of FlashMLA's prefill; refuse results of `queries` that are wrong."""
+    inputs = prefill_inputs(case)
+    result = rotate_back(prefill(inputs), case, is_workspace=True)
+    check_result(case, result, "FlashMLA's output of a chunk", queries=queries)
+    return partial(prefill, inputs)
 
 
 def prefill_inputs(case: AttendCase) -> PrefillInputs:

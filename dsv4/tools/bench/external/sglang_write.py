@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.handle import LayerCacheHandle
-from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.config import CacheConfig
 from dsv4.formats import PagedRows, RowFormat
@@ -28,6 +27,7 @@ from dsv4.kernels.reference.gather import gather_rows
 from dsv4.testing import join_rows, model_projections, model_weights, move_to, take_rows
 from dsv4.tools.bench.external.sglang import RING_ROWS, WINDOW_PAGE, SGLangKernels
 from dsv4.tools.bench.external.sglang_index import are_rows_close, complex_frequencies
+from dsv4.tools.bench.requests import manager_for
 
 PAGE_ALIGN = 576  # bytes, for pages of KV rows
 CHECKED_LENGTHS = (256, 128)  # both close a window of every ratio
@@ -150,12 +150,10 @@ def _write_reference(
 ) -> LayerCacheHandle:
     """Write requests by the reference; a second forward writes the last token of each."""
     lengths = [len(request.kv) for request in requests]
-    blocks = sum(-(-length // config.block_tokens) for length in lengths)
-    manager = KVCacheManager(
-        config, max_requests=len(lengths), num_blocks=blocks, device=device, backend="reference",
-        max_forward_tokens=sum(lengths),
-    )  # fmt: skip
-    slots = [manager.open_request() for _ in lengths]
+    manager = manager_for(
+        config, len(lengths), max(lengths), device=device, chunk=sum(lengths), backend="reference"
+    )
+    slots = manager.open_requests(len(lengths))
     before = [0] * len(lengths)
     for after in ([length - 1 for length in lengths], lengths):
         handle = manager.acquire(0, prepare_forward(manager, slots, before, after))
