@@ -2,7 +2,8 @@
 
 A file's comments and `name==version` lines are its own; the hashes below them are the registry's,
 of all files of that version. `--wheel` adds the hash of another build of a pinned version, and it
-stays until the version changes. To move to another version, change its line and lock again.
+stays until the version changes. To move to another version, change its line and lock again. A
+comment `# platform: NAME` names the platform whose wheels a file needs, if it is another one.
 """
 
 import argparse
@@ -15,7 +16,9 @@ from pathlib import Path
 
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s\\;]+)")
 HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
-TARGET = ["--python-version", "3.11.9", "--python-platform", "x86_64-manylinux_2_28"]
+PLATFORM = re.compile(r"^# platform: (\S+)$", re.MULTILINE)
+DEFAULT_PLATFORM = "x86_64-manylinux_2_28"
+TARGET = ["--python-version", "3.11.9", "--python-platform"]
 
 
 def normal(name: str) -> str:
@@ -34,16 +37,17 @@ def read_pins(text: str) -> dict[tuple[str, str], set[str]]:
     return pins
 
 
-def registry_hashes(pins: list[tuple[str, str]]) -> dict[tuple[str, str], set[str]]:
-    """The hashes that the registry has for each pin."""
+def registry_hashes(pins: list[tuple[str, str]], platform: str) -> dict[tuple[str, str], set[str]]:
+    """The hashes that the registry has for each pin, of which one must fit the platform."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "pins.in"
         source.write_text("\n".join(f"{name}=={version}" for name, version in pins))
         uv = Path(sys.executable).with_name("uv")
-        command = [str(uv), "pip", "compile", "--no-deps", "--generate-hashes", "--quiet", *TARGET]
+        command = [str(uv), "pip", "compile", "--no-deps", "--generate-hashes", "--quiet"]
         result = subprocess.run(
-            [*command, str(source)], stdout=subprocess.PIPE, text=True, check=True
-        )
+            [*command, *TARGET, platform, str(source)],
+            stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
     return read_pins(result.stdout)
 
 
@@ -59,7 +63,8 @@ def lock(path: Path, wheels: list[Path]) -> None:
     text = path.read_text()
     comments = [line for line in text.splitlines() if line.startswith("#")]
     pins = read_pins(text)
-    hashes = registry_hashes(list(pins))
+    platform = PLATFORM.search(text)
+    hashes = registry_hashes(list(pins), platform[1] if platform else DEFAULT_PLATFORM)
     for pin, digest in map(wheel_hash, wheels):
         if pin in pins:
             pins[pin].add(digest)

@@ -12,16 +12,18 @@
 # index format, attention of every layer type, number of heads and row format at the real width.
 # What is left out repeats the same accesses: other values, reruns, random schedules, thousands of
 # replays. Run the GPU tests once before, so that the kernels are compiled. With
-# SANITIZE=write, SANITIZE=read or SANITIZE=chunk only a part of it. The last part are the kernels
-# for chunks: scores by pairs of tokens, dense rows and attention over them.
+# SANITIZE=write, read, chunk or v41 only a part of it. Chunks have scores by pairs of tokens, dense
+# rows and attention over them. V4.1 has writes, candidates and attention over its rows.
 set -eu
 cd "$(dirname "$0")/.."
 
 WRITE_FILES="tests/kernels/test_triton_write.py tests/kernels/test_triton_gather.py
-    tests/cache/test_captured_forward.py tests/kernels/test_acceptance.py"
+    tests/cache/test_captured_forward.py tests/kernels/test_acceptance.py
+    tests/cache/test_group_sums.py tests/kernels/test_triton_rope.py"
 WRITE="(test_bytes and (over or verify or keys)) or (test_bytes_at_the_real_width and random)
     or test_window_and_entries_apart or test_strided or test_values or test_shapes_of_rows
-    or test_missing_rows or test_planning_and_replaying or test_a_step_moves"
+    or test_missing_rows or test_planning_and_replaying or test_a_step_moves
+    or test_kernels_store_the_same_sums or test_bits_of_the_reference"
 READ_FILES="tests/kernels/test_triton_attention.py tests/kernels/test_triton_indexer.py
     tests/kernels/test_triton_topk.py"
 READ="(test_the_real_width and False) or test_formats_at_the_real_width
@@ -29,12 +31,17 @@ READ="(test_the_real_width and False) or test_formats_at_the_real_width
 CHUNK_FILES="tests/kernels/test_chunk_scores.py tests/kernels/test_dense_rows.py"
 CHUNK="test_scores_are_those_of_steps or test_parts_of_a_chunk or test_rows_outside_of_the_pool
     or test_rows_of_another_request or test_some_tokens_of_a_chunk"
+V41_FILES="tests/kernels/test_v41_triton.py"
+V41="test_writes_store_the_same_bytes or test_choices_and_candidates or test_programs_of_any_heads
+    or test_chunks_over_dense_rows or test_rows_become_dense"
 case "${SANITIZE:-all}" in
     write) FILES=$WRITE_FILES CHOSEN=$WRITE ;;
     read) FILES=$READ_FILES CHOSEN=$READ ;;
     chunk) FILES=$CHUNK_FILES CHOSEN=$CHUNK ;;
-    all) FILES="$WRITE_FILES $READ_FILES $CHUNK_FILES" CHOSEN="$WRITE or $READ or $CHUNK" ;;
-    *) echo "Invalid SANITIZE: expected write, read, chunk or all, got $SANITIZE" >&2; exit 2 ;;
+    v41) FILES=$V41_FILES CHOSEN=$V41 ;;
+    all) FILES="$WRITE_FILES $READ_FILES $CHUNK_FILES $V41_FILES"
+        CHOSEN="$WRITE or $READ or $CHUNK or $V41" ;;
+    *) echo "Invalid SANITIZE: expected write, read, chunk, v41 or all, got $SANITIZE" >&2; exit 2 ;;
 esac
 
 # PyTorch's own cache would hide an access beyond a tensor inside a larger allocation.
