@@ -125,6 +125,7 @@ def test_demo_of_a_checkpoint_in_bf16(capsys, tmp_path):
         ("demo --device cuda:x", "expected cpu, cuda or cuda:N, got 'cuda:x'"),
         ("bench quality --device meta", "expected cpu, cuda or cuda:N, got 'meta'"),
         ("bench quality --plot no/x.png", "expected a folder no, found none"),
+        ("bench quality --questions 3", "expected at least 4, some of each kind, got 3"),
         ("bench prefill --plot no/x.png", "expected a folder no, found none"),
     ],
 )  # fmt: skip

@@ -14,6 +14,8 @@ from dsv4.tools.console import make_console, printable
 from dsv4.tools.outputs import add_force, check_output
 from dsv4.tools.planner.command import PRESETS, positive, tokens
 
+LEAST_QUESTIONS = 4  # of bench quality: with fewer a kind is not asked
+
 
 class Bench(NamedTuple):
     """A bench `NAME`: `dsv4.tools.bench.NAME.bench_NAME`, which takes all its options by name.
@@ -115,7 +117,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse missing folders, a plot that cannot be drawn or replaced, and a missing device."""
+    """Refuse what a bench cannot use, before any work.
+
+    That is a missing folder or device, a plot that cannot be drawn or replaced, too few questions.
+    """
+    if options.bench == "quality" and options.num_questions < LEAST_QUESTIONS:
+        raise ValueError(
+            f"Invalid --questions: expected at least {LEAST_QUESTIONS}, some of each kind, "
+            f"got {options.num_questions}"
+        )
     if getattr(options, "peers", None) is not None:
         add_folder(options.peers)
     if getattr(options, "plot", None) is not None:

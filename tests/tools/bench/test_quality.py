@@ -43,6 +43,16 @@ def test_bench_quality(small, capsys, tmp_path):
     assert fp8["index"]["record"] < 1 == fp8["index"]["chapter"], "chapters need no index"
 
 
+def test_questions_are_on_what_the_book_has(monkeypatch):
+    """A name that it lacks is unknown at any margin: asked alone, no curve would end."""
+    asked = []
+    answer = quality.ask
+    monkeypatch.setattr(quality, "ask", lambda *run: asked.extend(run[2]) or answer(*run))
+    right = quality._ask(quality.write_book(256), {"index": "mxfp4"}, 1.0, 4, "cpu")
+    assert sorted(each.kind for each in asked) == ["chapter", "line", "record", "record"]
+    assert right == {"record": 1, "chapter": 1, "line": 1}
+
+
 def assert_own_rows_are_exact(rows) -> None:
     own, second, only, bf16 = rows
     errors = [name for name in own if name.endswith("error")]
