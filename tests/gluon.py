@@ -653,13 +653,17 @@ def load_hopper() -> dict[str, ModuleType]:
         "decode", "program", "softmax", "query", "few_heads", "many_heads", "attention",
         "dense_attention", "index_scores",
     )]  # fmt: skip
+    package = vars(importlib.import_module(HOPPER))
+    attributes = dict(package)  # an import adds its module to them
     kept = {name: sys.modules.pop(name, None) for name in [*names, *stand_ins]}
     sys.modules.update(stand_ins)
     try:
         loaded = {name: importlib.import_module(name) for name in names}
     finally:
+        package.clear()
+        package.update(attributes)
         for name, module in kept.items():
-            sys.modules.pop(name)
+            sys.modules.pop(name, None)
             if module is not None:
                 sys.modules[name] = module
     for module in loaded.values():

@@ -106,7 +106,7 @@ def _check_overflow(self, lhs, rhs, binary_op) -> None:
 
 
 def _dot_in_fp64(self, a, b, d, *precision):
-    """Multiply in fp64: bits then depend neither on the CPU nor on the number of columns."""
+    """Multiply in fp64: fp32 sums hardly ever show what CPU or number of columns changes there."""
     values = []
     for each in (a, b):
         data = each.data

@@ -27,7 +27,9 @@ def resume(
         prompt, books.count_fitting, named
     )
     num_missing, known = sum(node.block < 0 for node in path), len(path) * block_tokens
-    with books.open_slot(num_missing, path) as (slot, restored):
+    books.make_slot_room(num_missing, path)
+    with books.journal:
+        slot, restored = books.take_slot(num_missing)
         on_host = max(0, length - known + num_missing * block_tokens)
         prefix.count_lookup(len(prompt.ids), length, on_host)
         if path:
@@ -44,12 +46,12 @@ def resume(
 def fork(books: CacheBooks, forward: CurrentForward, slot: int) -> int:
     """Open a second request on a slot's full blocks, and on copies of the rest."""
     requests, memory = books.requests, books.memory
-    requests.check_free_slots()
     extent, num_full = requests.extent_of(slot), int(requests.num_full_blocks(np.array([slot]))[0])
     shared, copied = np.split(requests.blocks_of(slot), [num_full])
-    books.make_room(len(copied))
+    books.make_slot_room(len(copied))
     forward.checkpoint_fork(slot)
-    with books.open_slot(len(copied)) as (fork, copies):
+    with books.journal:
+        fork, copies = books.take_slot(len(copied))
         books.allocator.share(shared)
         requests.fill_slot(fork, np.concatenate((shared, copies)), extent)
         memory.slots.copy(memory.slots, slot, fork)
@@ -62,7 +64,9 @@ def fork(books: CacheBooks, forward: CurrentForward, slot: int) -> int:
 def swap_in(books: CacheBooks, swapped: SwappedRequest) -> int:
     """Open a slot for a request that waits on the host."""
     books.swapped.place_of(swapped)
-    with books.open_slot(swapped.num_missing_blocks, swapped.nodes) as (slot, taken):
+    books.make_slot_room(swapped.num_missing_blocks, swapped.nodes)
+    with books.journal:
+        slot, taken = books.take_slot(swapped.num_missing_blocks)
         blocks = books.swapped.copy_in(swapped, slot, taken)
         books.requests.fill_slot(slot, blocks, swapped.extent)
         books.journal.set_rows(books.requests.nonces, slot, swapped.nonce)
@@ -74,7 +78,9 @@ def swap_in(books: CacheBooks, swapped: SwappedRequest) -> int:
 
 def load(books: CacheBooks, saved: SavedRequest) -> int:
     """Open a slot with the bytes of a request that was copied."""
-    with books.open_slot(len(saved.blocks)) as (slot, blocks):
+    books.make_slot_room(len(saved.blocks))
+    with books.journal:
+        slot, blocks = books.take_slot(len(saved.blocks))
         books.memory.slots.write(np.array([slot]), saved.slot[None])
         books.memory.blocks.write(blocks, saved.blocks)
         books.requests.fill_slot(slot, blocks, Extent(saved.length, saved.rollback_floor))

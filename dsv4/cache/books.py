@@ -1,7 +1,6 @@
 """`CacheBooks`: the records that a manager keeps on the host, beside the current plan."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -115,20 +114,18 @@ class CacheBooks:
         room = self.allocator.num_free + self.prefix.tree.count_evictable(path) if num_host else 0
         return len(path) - max(0, num_host - room)
 
-    @contextmanager
-    def open_slot(
-        self, num_blocks: int, kept: Collection[PrefixNode] = ()
-    ) -> Iterator[tuple[int, IntArray]]:
-        """Enclose the change in which a new slot and blocks for it get a request.
+    def make_slot_room(self, num_blocks: int, kept: Collection[PrefixNode] = ()) -> None:
+        """Make room for a new slot and so many blocks, which `take_slot` then gives.
 
         Raises:
-            NoFreeSlotError, OutOfBlocksError: There is no room. Nothing was changed.
+            NoFreeSlotError, OutOfBlocksError: There is none. Nothing was changed.
         """
         self.requests.check_free_slots()
         self.make_room(num_blocks, kept)
-        with self.journal:
-            slot = self.open_slots(1)[0]
-            yield slot, self.acquire_blocks(num_blocks)
+
+    def take_slot(self, num_blocks: int) -> tuple[int, IntArray]:
+        """Open a slot and take blocks for it, as part of a change."""
+        return self.open_slots(1)[0], self.acquire_blocks(num_blocks)
 
     def open_slots(self, count: int) -> list[int]:
         """Open empty slots; their first writer waits for copies to the host."""

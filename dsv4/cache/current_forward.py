@@ -234,12 +234,18 @@ class CurrentForward:
                 self._journal.after_commit(books.checkpoints.load, checkpoint, slot)
 
     def final_tokens(self, slot: int) -> int:
-        """Count the first tokens of a request that only a checkpoint or 0 can bring back."""
+        """Count the first tokens of a request that only a checkpoint or 0 can bring back.
+
+        A cancel of its live chunk may bring the floor back too.
+        """
         requests, plan = self._books.requests, self.live_plan
-        length = int(requests.lengths[slot])
+        limits = [int(requests.lengths[slot]), int(requests.rollback_floor[slot])]
         if plan is not None and slot in self.live_slots:
-            length = int(plan.positions_before[plan.request_slots == slot][0])
-        return min(length, int(requests.rollback_floor[slot]))
+            row = np.flatnonzero(plan.request_slots == slot)[0]
+            limits.append(int(plan.positions_before[row]))
+            if plan.survival is not None and plan.survival.undo_slots[row] >= 0:
+                limits.append(int(plan.survival.floors[row]))
+        return min(limits)
 
     def publish(self) -> None:
         """Publish the full blocks that no forward can change."""

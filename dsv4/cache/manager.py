@@ -537,7 +537,9 @@ class KVCacheManager(NotCopyable):
         self._check_fits(num_tokens)
         self._begin()
         num_blocks = int(blocks_for(self.config, np.array([num_tokens]))[0])
-        with self._books.open_slot(num_blocks) as (slot, blocks):
+        self._books.make_slot_room(num_blocks)
+        with self._journal:
+            slot, blocks = self._books.take_slot(num_blocks)
             return self._requests.reserve(slot, blocks, num_tokens)
 
     def accept_request(self, incoming: IncomingRequest, saved: SavedRequest) -> int:

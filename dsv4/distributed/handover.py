@@ -307,7 +307,8 @@ class Inbox:
         """Keep room for a request; one with its id that is still on its way is given up.
 
         Raises:
-            ValueError: Another request that came by this id is open.
+            ValueError: Another request that came by this id is open, and did not go back to a
+                checkpoint or to 0.
         """
         named = {
             taken.incoming.nonce
@@ -328,6 +329,7 @@ class Inbox:
 
     def accept(self, offered: Offered, incoming: IncomingRequest, saved: SavedRequest) -> None:
         """Open a request, which is remembered first: an interrupt leaves both or neither."""
+        self.manager.check_incoming(incoming)  # else it may have arrived by another connection
         while len(self.taken) >= NUM_REMEMBERED:
             del self.taken[next(iter(self.taken))]
         self.taken[offered] = Taken(incoming, saved.length)

@@ -729,6 +729,39 @@ def test_a_request_in_doubt_is_known_after_it_was_swapped(expected, exported):
     pair.assert_receiver_alone(expected)
 
 
+def test_a_late_commit_forgets_no_arrival(expected, exported):
+    """The request has come by another connection before the first one's commit is read."""
+    pair = Pair(exported)
+    pair.handover.finish()
+    while not pair.handover._is_in_doubt:
+        assert not pair.taker.poll()
+        pair.handover.poll()
+    late, num_messages = pair.taker, len(pair.line.sizes)
+    pair.handover.close()
+    pair.connect(num_messages=num_messages)  # without the answer to the commit
+    (error, _), arrived = pair.run()
+    assert isinstance(error, HandoverInDoubtError) and len(arrived) == 1
+    with pytest.raises(PeerLostError, match="one that this manager keeps room for"):
+        late.poll()
+    pair.connect()
+    (error, _), again = pair.run()
+    assert error is None and not again
+    pair.assert_receiver_alone(expected)
+
+
+def test_blocks_that_can_change_after_a_cancel_are_not_final():
+    """A live chunk raises the floor, and its cancel brings back the lower one."""
+    manager = new_manager()
+    slot = manager.open_request()
+    feed(manager, slot, 258)
+    nonce, final = manager.request_nonce(slot), manager.final_tokens(slot)
+    plan = manager.prepare_forward([slot], [258], [290])
+    assert manager.final_tokens(slot) == final < 256
+    plan.cancel()
+    manager.truncate(slot, final)
+    assert manager.request_nonce(slot) == nonce
+
+
 def test_a_request_in_doubt_that_ran_on_is_not_freed(exported):
     pair = in_doubt(exported)
     feed(pair.sender, pair.slot, LENGTH + 1)

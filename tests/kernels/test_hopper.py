@@ -334,3 +334,15 @@ def test_one_program_joins_splits_as_several_do(ratios, step, num_heads, monkeyp
         results.append(run(triton(), handle, query, batch_invariant=True, is_query_raw=is_raw))
         assert_same_bits(results[-1], results[0])
     assert_within_bound(handle, prepared, results[0])
+
+
+def test_joined_splits_keep_nan(monkeypatch):
+    """Logits of NaN leave a split without a largest one, and its sum NaN."""
+    replace_combine(monkeypatch, joined_rows=128)
+    handle = flash(TYPES["csa"], "decode")
+    query = make_raw(handle)[1]
+    query.query[0] = float("nan")
+    for num_joining in (0, 1):
+        monkeypatch.setattr(attention, "count_joining", lambda *_, n=num_joining: n)
+        output = run(triton(), handle, query, batch_invariant=True).output
+        assert output[0].isnan().all() and output[1:].isfinite().all()

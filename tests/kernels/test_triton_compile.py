@@ -56,7 +56,7 @@ def test_no_kernel_spills(arch):
     assert counts["_rescore_kernel"] == (2 if arch == 90 else 0)
     assert counts["_attend_kernel"] == (5 if arch == 90 else 32)
     assert counts["gluon_attend_kernel"] == (15 if arch == 90 else 0)
-    assert counts["gluon_attend_chunk_kernel"] == (1 + 5 * 2 + 1 if arch == 90 else 0)
+    assert counts["gluon_attend_chunk_kernel"] == (1 + 5 * 2 + 2 if arch == 90 else 0)
     assert counts["gluon_attend_dense_kernel"] == (5 if arch == 90 else 0)
     assert counts["_dense_rows_kernel"] == counts["gluon_attend_dense_kernel"]
     names = {"_write_kernel", "_edge_kernel", "_topk_kernel", "_combine_kernel", "_rope_kernel"}
@@ -64,7 +64,7 @@ def test_no_kernel_spills(arch):
     spilling: Counter[str] = Counter()
     # A join has two sets of accumulators. A split without fused products spills outside of tiles.
     invariant = [kernel for kernel in kernels if kernel["kind"].endswith("True)")]
-    assert max(kernel["spilled_bytes"] for kernel in invariant) <= 760
+    assert max(kernel["spilled_bytes"] for kernel in invariant) <= 1360
     for kernel in kernels:
         if kernel in invariant:
             continue

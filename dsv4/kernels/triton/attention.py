@@ -419,8 +419,11 @@ def load_part(partials_ptr, stats_ptr, at, channel, is_there, DIM: tl.constexpr)
 
 @triton.jit
 def join_part(acc, largest, total, part_acc, part_largest, part_total):
-    """Join a split to those before it; one without rows, which stored nothing, changes nothing."""
-    is_there = part_largest != float("-inf")
+    """Join a split to those before it; one without rows, which stored nothing, changes nothing.
+
+    A sum of NaN may be beside the largest logit of no row.
+    """
+    is_there = (part_largest != float("-inf")) | (part_total != 0.0)
     new_largest = tl.maximum(largest, part_largest)
     base = finite_base(new_largest)
     shrink, grow = tl.exp2(largest - base), tl.exp2(part_largest - base)  # [1]
