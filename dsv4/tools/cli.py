@@ -142,10 +142,10 @@ def _plan(options: argparse.Namespace) -> int:
         plan = plan_command.build_plan(options)
         check_output("--plot", options.plot, force=options.force)
         check_output("--html", options.html, force=options.force)
+        models = {} if options.html is None else plan_command.page_models(options.model)
     if options.plot is not None:
         plot_plan(plan, options.plot, title=plan_command.title(plan, model=options.model))
     if options.html is not None:
-        models = plan_command.page_models(options.model)
         write_page(plan, options.html, model=options.model, gpu=options.gpu, models=models)
     if options.json:
         print(json.dumps(plan_command.as_json(plan, model=options.model)))

@@ -24,6 +24,12 @@ PRESETS = {
 # Fields of a config that have an option; those of a plan are its `LIMITS`.
 CHOICES = ("kv_format", "index_format", "tail_dtype", "block_tokens", "page_align",
            "drafts_per_step")  # fmt: skip
+# Options of a plan that are not called as its fields are.
+OPTIONS = {
+    "context_tokens": "--context", "num_requests": "--requests", "weights_bytes": "--weights",
+    "reserved_bytes": "--reserve", "num_ranks": "--tp", "num_stages": "--pp",
+    "max_forward_tokens": "--chunk", "num_checkpoints": "--checkpoints",
+}  # fmt: skip
 # Numbers of a plan that its JSON has under their own names.
 REPORTED = (
     "context_tokens", "num_requests", "max_forward_tokens", "num_checkpoints", "undo_slots",
@@ -132,7 +138,12 @@ def build_plan(options: argparse.Namespace) -> MemoryPlan:
             )
         config = config.split_context(0, options.context_ranks)  # all ranks have as many bytes
     sizes = {name: getattr(options, name) for name in LIMITS if name != "gpu_bytes"}
-    return MemoryPlan(config, gpu_bytes=gpu_bytes, **sizes)
+    try:
+        return MemoryPlan(config, gpu_bytes=gpu_bytes, **sizes)
+    except ValueError as error:
+        name, _, rest = str(error).removeprefix("Invalid ").partition(":")
+        text = f"argument {OPTIONS[name]}:{rest}" if name in OPTIONS else str(error)
+        raise ValueError(text) from error
 
 
 def _config(options: argparse.Namespace) -> CacheConfig:
@@ -212,7 +223,7 @@ def _requests(number: int) -> str:
 
 def print_plan(plan: MemoryPlan, console: Console, *, model: str, gpu: str) -> None:
     """Print the plan as tables and sentences."""
-    console.print(title(plan, model=model), highlight=False, soft_wrap=True)
+    console.print(title(plan, model=model), highlight=False)
     console.print()
     console.print(_component_table(plan))
     console.print(_gpu_table(plan, gpu=gpu))

@@ -128,10 +128,12 @@ def test_a_config_of_transformers(capsys, tmp_path, is_folder):
     ("arguments", "message"),
     [
         (["--context", "1G"], "expected a number of tokens such as 4096, 128k or 1M, got '1G'"),
-        (["--context", "2M"], "expected at most 1048576 (max_position), got 2097152"),
+        (["--context", "2M"], "argument --context: expected at most 1048576 (max_position), got"),
         (["--gpu", "80"], "expected a size such as 80GiB or 141GB, or one of a100"),
         (["--weights", "80"], "expected a size such as 80GiB or 141GB, got '80'"),
         (["--requests", "0"], "expected a whole number from 1 to 1,048,576, got '0'"),
+        (["--tp", "3"], "argument --tp: expected a divisor of 64 query heads, got 3"),
+        (["--pp", "45"], "argument --pp: expected an integer from 1 to 44"),
         (["--drafts", "-1"], "expected a whole number, got '-1'"),
         (["--drafts", "x"], "expected a whole number, got 'x'"),
         (["--block-tokens", "100"], "expected a multiple of the largest ratio (128), got 100"),
@@ -180,6 +182,24 @@ def test_plot(capsys, tmp_path):
     assert main([*FLASH, "--plot", str(path)]) == 0
     assert path.read_text().startswith("<?xml")
     assert "It fits" in capsys.readouterr().out
+
+
+def test_a_page_of_layers_that_share_is_refused_first(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = ["--plot", str(tmp_path / "a.png"), "--html", str(tmp_path / "b.html")]
+    with pytest.raises(SystemExit) as error:
+        main([*FLASH, "--model", "v41-flash", *files])
+    captured = capsys.readouterr()
+    assert error.value.code == 2 and captured.out == ""
+    assert "argument --html: expected a model whose layers own all" in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_has_80_columns(capsys):
+    assert main([*FLASH, "--model", "v41-flash"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("v41-flash, fp8_32 rows, nvfp4_16 entries")
+    assert max(map(len, lines)) <= 80
 
 
 def test_plain_text_where_there_is_no_terminal(capsys):
