@@ -10,6 +10,7 @@ import torch
 
 from dsv4.integrations.transformers import PagedCache
 from dsv4.model.random_hf import random_hf_model
+from dsv4.tools.bench.command import BENCHES
 from dsv4.tools.cli import main
 from dsv4.tools.demo import command
 from tests.integrations.checkpoint import save_checkpoint
@@ -126,6 +127,8 @@ def test_demo_of_a_checkpoint_in_bf16(capsys, tmp_path):
         ("bench quality --device meta", "expected cpu, cuda or cuda:N, got 'meta'"),
         ("bench quality --plot no/x.png", "expected a folder no, found none"),
         ("bench quality --questions 3", "expected at least 4, some of each kind, got 3"),
+        ("bench index --ranks 2 --compare", "Invalid --compare: expected --ranks 1, got --ranks 2"),
+        ("bench disk no", "Invalid FOLDER: expected a folder, got 'no'"),
         ("bench prefill --plot no/x.png", "expected a folder no, found none"),
     ],
 )  # fmt: skip
@@ -133,6 +136,18 @@ def test_options_that_contradict_each_other(arguments, refusal, capsys):
     with pytest.raises(SystemExit) as error:
         main(arguments.split())
     assert error.value.code == 2 and refusal in capsys.readouterr().err
+
+
+COMMANDS = ["demo", "plan", "inspect", "serve", "info", "bench"]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, *(f"bench {name}" for name in BENCHES)])
+def test_help_has_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as error:
+        main([*command.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert error.value.code == 0 and max(map(len, lines)) <= 80
 
 
 def test_demo_of_one_question(capsys, monkeypatch):

@@ -29,7 +29,7 @@ COMMANDS = {
     "info": (["info"], "dsv4.tools.info.collect_info"),
     **{
         f"bench {name}": (
-            ["bench", name, *(["FOLDER/file"] if name in ("disk", "trace") else [])],
+            ["bench", name, *{"disk": ["FOLDER"], "trace": ["FOLDER/file"]}.get(name, [])],
             f"dsv4.tools.bench.{name}.bench_{name}",
         )
         for name in BENCHES

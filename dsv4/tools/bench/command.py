@@ -71,7 +71,9 @@ BENCHES = {
     "gather": Bench("dense rows of a layer, on a GPU"),
     "index": Bench(
         "queries, scores and top-k of the index, on a GPU; scores of one of several --ranks",
-        {"ranks": 1}, external="DeepGEMM and SGLang"),
+        options={"--ranks": {"dest": "num_ranks", "type": positive, "default": 1,
+                             "metavar": "RANKS", "help": "ranks that divide the entries (1)"}},
+        external="DeepGEMM and SGLang"),
     "attend": Bench("attention of a layer in a decode step and of a prefill chunk, on a GPU",
                     external="FlashMLA"),
     "prefill": Bench("a whole prompt of V4-Flash, all layers, on a GPU", {"positions": 5}, {
@@ -94,7 +96,7 @@ BENCHES = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add a command for each bench, with its options; `parameters` names those that it takes."""
-    commands = parser.add_subparsers(dest="bench", required=True)
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     for name, bench in BENCHES.items():
         command = commands.add_parser(name, help=bench.help)
         if "--plot" in bench.options:
@@ -119,8 +121,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check_options(options: argparse.Namespace) -> None:
     """Refuse what a bench cannot use, before any work.
 
-    That is a missing folder or device, a plot that cannot be drawn or replaced, too few questions.
+    That is a missing folder or device, a plot that cannot be drawn or replaced, too few questions,
+    and kernels to compare with where none is timed.
     """
+    if options.bench == "disk" and not options.folder.is_dir():
+        raise ValueError(f"Invalid FOLDER: expected a folder, got {str(options.folder)!r}")
+    if options.bench == "index" and options.compare and options.num_ranks > 1:
+        raise ValueError(f"Invalid --compare: expected --ranks 1, got --ranks {options.num_ranks}")
     if options.bench == "quality" and options.num_questions < LEAST_QUESTIONS:
         raise ValueError(
             f"Invalid --questions: expected at least {LEAST_QUESTIONS}, some of each kind, "
