@@ -5,6 +5,8 @@ Without a GPU, Triton's kernels run under its interpreter; with one, processes s
 
 import os
 
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before NumPy is imported; other processes inherit it
+
 import pytest
 import torch
 

@@ -20,6 +20,7 @@ MEMORY_BYTES = 128 << 20
 DEADLINE_SECONDS = 30.0
 NO_LIMIT = timedelta(days=36500)  # deadlines are the caller's; in ns it fits 63 bits
 AT_ONCE = timedelta(milliseconds=1)
+CLOSING = 1 << 20  # a tag that no message has
 
 
 class Pending(Protocol):
@@ -62,36 +63,28 @@ class _Waiter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._works: SimpleQueue[Any] = SimpleQueue()
-        self._open: dict[Any, Future[None]] = {}
+        self._works: SimpleQueue[tuple[Any, Future[None]] | None] = SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def add(self, work: Any) -> "FuturePending":
-        over = self._open[work] = Future()
-        self._works.put(work)
+        over: Future[None] = Future()
+        self._works.put((work, over))
         return FuturePending(over)
 
     def close(self) -> None:
-        """End all works: a wait that is too long is the one thing after which gloo writes none."""
-        for work in list(self._open):
-            with suppress(RuntimeError):
-                work.wait(AT_ONCE)
         self._works.put(None)
 
     def _run(self) -> None:
-        while (work := self._works.get()) is not None:
-            error = None
+        while (started := self._works.get()) is not None:
+            work, over = started
             try:
                 work.wait(NO_LIMIT)
                 if self._device.type == "cuda":  # NCCL's works wait on the device alone
                     torch.cuda.current_stream(self._device).synchronize()
-            except Exception as raised:
-                error = raised
-            over = self._open.pop(work)
-            if error is None:
-                over.set_result(None)
-            else:
+            except Exception as error:
                 over.set_exception(error)
+            else:
+                over.set_result(None)
 
 
 class FuturePending(NamedTuple):
@@ -190,6 +183,11 @@ class TorchTransport:
             raise PeerLostError(f"The peer is lost: {error}") from error
 
     def close(self) -> None:
+        """End the connection. A wait that is too long is the one thing after which gloo does so."""
+        if self.memory.is_cuda:
+            self._group.abort()
+        else:
+            with suppress(RuntimeError):
+                self._group.recv([self.memory[:1]], self._peer, CLOSING).wait(AT_ONCE)
         self._receives.close()
         self._sends.close()
-        self._group.abort()

@@ -3,19 +3,18 @@
 Run as a script, without the interpreter: `python -m tests.kernels.compile_triton 90 1`.
 """
 
+import io
 import itertools
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from contextlib import nullcontext
-from pathlib import Path
+from contextlib import nullcontext, redirect_stdout
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -44,6 +43,7 @@ from dsv4.kernels.triton.launch import KINDS, Launch, architecture_steps, work_n
 from dsv4.layer_schedule import SHARED_RATIOS
 from dsv4.testing import model_projections, model_weights
 
+knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int32: "i32",
     torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
@@ -269,8 +269,11 @@ def record_attention(case: AttentionCase) -> list:
     return launches
 
 
-def compile_launch(kernel, arguments: dict, arch: int):
-    """Compile as the launcher would, with its hints of what is a multiple of 16."""
+def resources(kernel, arguments: dict, arch: int) -> dict:
+    """Compile as the launcher would; return registers and spilled bytes, as ptxas reports them.
+
+    Arguments have the launcher's hints of what is a multiple of 16.
+    """
     signature, constants, attributes = {}, {}, {}
     for position, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
         value = arguments[name]
@@ -294,26 +297,14 @@ def compile_launch(kernel, arguments: dict, arch: int):
     }
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with redirect_stdout(io.StringIO()) as log:
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     can_wait = arch >= 90  # for a launch that it begins beside
     assert can_wait or not arguments.get("launch_pdl"), kernel.__name__
     assert can_wait or "griddepcontrol" not in compiled.asm["ptx"], kernel.__name__
-    return compiled
-
-
-def resources(compiled, arch: int) -> dict:
-    """Registers and spilled bytes, as ptxas reports them."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    ptxas = tools / ("ptxas-blackwell" if arch >= 100 else "ptxas")
-    with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
-        file.write(compiled.asm["ptx"].encode())
-        file.flush()
-        name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-        command = [ptxas, "-v", f"-arch={name}", file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    (registers,) = re.findall(r"Used (\d+) registers", report)
-    (stores,) = re.findall(r"(\d+) bytes spill stores", report)
-    (loads,) = re.findall(r"(\d+) bytes spill loads", report)
+    (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
+    (stores,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
+    (loads,) = re.findall(r"(\d+) bytes spill loads", log.getvalue())
     return {"registers": int(registers), "spilled_bytes": int(stores) + int(loads)}
 
 
@@ -334,7 +325,7 @@ def main(arch: int, step: int) -> None:
         launches = list(dict.fromkeys(s.launch for s in steps[work_name(ratio, kind)]))
         for launch in launches[::step]:
             for kernel, arguments in record(ratio, kind, launch):
-                used = resources(compile_launch(kernel, arguments, arch), arch)
+                used = resources(kernel, arguments, arch)
                 work = f"{work_name(ratio, kind)} {launch}"
                 print(json.dumps({"kernel": kernel.__name__, "kind": work, **used}))
     for ratio, kind in itertools.product(SHARED_RATIOS, KINDS[:: 2 * step]):
@@ -343,7 +334,7 @@ def main(arch: int, step: int) -> None:
     report(record_rope(), "rope", arch)
     for kv_format in KV_FORMATS[::step]:
         for kernel, arguments in record_gathers(kv_format):
-            used = resources(compile_launch(kernel, arguments, arch), arch)
+            used = resources(kernel, arguments, arch)
             chunks = " chunk" if arguments["HAS_CHUNKS"] else ""
             kind = f"{arguments['SOURCE']}{chunks} {kv_format}"
             print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
@@ -368,7 +359,7 @@ def main(arch: int, step: int) -> None:
 
 def report(launches: list, kind: str, arch: int) -> None:
     for kernel, arguments in launches:
-        used = resources(compile_launch(kernel, arguments, arch), arch)
+        used = resources(kernel, arguments, arch)
         name = f"gluon{kernel.__name__}" if kernel.is_gluon() else kernel.__name__
         print(json.dumps({"kernel": name, "kind": kind, **used}))
 
