@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Collect the kernels that benches compare with in a folder for DSV4_PEERS, some 58 MB:
+# Collect the kernels that benches compare with in a folder for DSV4_PEERS, about 60 MB:
 #     scripts/peers.sh FOLDER [PYTHON_VERSION]
 # FlashMLA and DeepGEMM are vLLM's copies. SGLang's kernels bring the modules that they import.
 set -euo pipefail
-folder=$(mkdir -p "$1" && cd "$1" && pwd)
+target=${1:?usage: scripts/peers.sh FOLDER [PYTHON_VERSION]}
+folder=$(mkdir -p "$target" && cd "$target" && pwd)
 version=${2:-3.12}
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
@@ -14,8 +15,9 @@ for name in manylinux_2_34 manylinux_2_28 manylinux2014 manylinux_2_17; do
 done
 pip download --quiet --no-deps --dest "$wheels" --python-version "$version" --implementation cp \
     --abi "$abi" --abi abi3 --abi none --only-binary=:all: "${platforms[@]}" --platform any \
-    vllm==0.26.0 sglang==0.5.23 apache-tvm-ffi==0.1.11 ipython traitlets pyzmq msgspec orjson pybase64 \
-    starlette pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection
+    vllm==0.26.0 sglang==0.5.23 apache-tvm-ffi==0.1.11 ipython==9.18.1 traitlets==5.16.1 \
+    pyzmq==27.3.0 msgspec==0.22.0 orjson==3.13.0 pybase64==1.5.1 starlette==1.10.0 \
+    pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5
 cd "$wheels"
 unzip -qo vllm-*.whl vllm/_flashmla_C.abi3.so 'vllm/third_party/deep_gemm/*' -d "$folder"
 find "$folder/vllm" -name '_C.cpython-*.so' ! -name "*cpython-${version/./}-*" -delete
@@ -35,7 +37,10 @@ unzip -qo sglang-*.whl 'sglang/*.py' '*.cuh' '*.h' '*.dist-info/METADATA' -d "$f
 for wheel in *.whl; do
     case $wheel in
         vllm-* | sglang-*) ;;
-        *) unzip -qo "$wheel" -d "$folder" -x '*/tests/*' '*/licenses/*' 2> /dev/null ;;
+        *) said=$(unzip -qo "$wheel" -d "$folder" -x '*/tests/*' '*/licenses/*' 2>&1) || {
+            echo "scripts/peers.sh: $wheel was not unpacked: $said" >&2
+            exit 1
+        } ;;
     esac
 done
 rm -rf "$folder"/tvm_ffi/{3rdparty/libbacktrace,src,cython,share}

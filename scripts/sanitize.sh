@@ -41,7 +41,8 @@ case "${SANITIZE:-all}" in
     v41) FILES=$V41_FILES CHOSEN=$V41 ;;
     all) FILES="$WRITE_FILES $READ_FILES $CHUNK_FILES $V41_FILES"
         CHOSEN="$WRITE or $READ or $CHUNK or $V41" ;;
-    *) echo "Invalid SANITIZE: expected write, read, chunk, v41 or all, got $SANITIZE" >&2; exit 2 ;;
+    *) echo "Invalid SANITIZE: expected write, read, chunk, v41 or all, got $SANITIZE" >&2
+        exit 2 ;;
 esac
 
 # PyTorch's own cache would hide an access beyond a tensor inside a larger allocation.
