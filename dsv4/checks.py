@@ -79,7 +79,7 @@ def _as_ints(name: str, values: Any) -> NDArray[np.int64]:
     if array.ndim != 1:
         raise ValueError(f"Invalid shape of {name}: expected one axis, got {list(array.shape)}")
     if array.dtype in (object, np.uint64):  # lists of large integers are one of these
-        large = [each for each in array.tolist() if abs(_as_int(each) or 0) >> 63]
+        large = [each for each in array.tolist() if (_as_int(each) or 0) + 2**63 >> 64]
         if large:
             raise ValueError(f"Invalid {name}: expected 64-bit signed integers, got {large[0]}")
     if array.size and array.dtype.kind not in "iu":
