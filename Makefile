@@ -13,6 +13,9 @@ OTHER_CPU := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPA
 # mlx-lm, in a folder of its own.
 MLX := PYTHONPATH=$(VENV)/mlx
 
+# Which larger sets `make slow` runs.
+SLOW ?= slow
+
 # How long `make soak` runs, and where.
 MINUTES ?= 10
 DEVICE ?= cpu
@@ -36,7 +39,7 @@ oldest: $(VENV)/.oldest
 	PYTHONPATH=$(VENV)/oldest $(PYTEST) tests/model tests/integrations tests/test_config.py
 
 slow: $(VENV)/.installed
-	$(PYTEST) -m slow --durations=10
+	$(PYTEST) -m "$(SLOW)" --durations=10
 
 othercpu: $(VENV)/.mlx
 	$(MLX) $(OTHER_CPU) $(PYTEST) $(MODEL_TESTS)

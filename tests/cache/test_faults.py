@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -378,10 +379,12 @@ def test_a_fault_at_some_points(name, kind, tmp_path, record_property):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", [7, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_fault_at_every_point(name, kind, tmp_path, record_property, capsys):
-    num_points = inject(CALLS[name], kind, tmp_path, range)
+def test_a_fault_at_many_points(name, kind, share, tmp_path, record_property, capsys):
+    """Every seventh, and every one."""
+    num_points = inject(CALLS[name], kind, tmp_path, partial(some, share=share))
     record_property("points", num_points)
     with capsys.disabled():
         print(f" {name}, {kind}: {num_points} points", end="")
