@@ -249,15 +249,6 @@ def test_plan_of_pipeline_stages(capsys):
     assert "Layers 27 to 39 cannot be cut out" in capsys.readouterr().err
 
 
-def test_no_page_for_shared_entries(capsys, tmp_path):
-    options = ["--context", "1M", "--gpu", "h200", "--html", str(tmp_path / "plan.html")]
-    assert main(["plan", "--model", "v41-flash", *options]) == 1
-    error = capsys.readouterr().err
-    assert "--html: expected a model whose layers own all that they read, as V4's do; " in error
-    assert "--plot and --json take others, got 'v41-flash'" in error
-    assert not (tmp_path / "plan.html").exists()
-
-
 def test_fingerprint_covers_stored_choices_alone():
     fingerprint = tiny_v41().format_fingerprint
     for change in (

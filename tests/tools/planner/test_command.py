@@ -191,7 +191,8 @@ def test_a_page_of_layers_that_share_is_refused_first(capsys, tmp_path):
         main([*FLASH, "--model", "v41-flash", *files])
     captured = capsys.readouterr()
     assert error.value.code == 2 and captured.out == ""
-    assert "argument --html: expected a model whose layers own all" in captured.err
+    assert "argument --html: expected a model whose layers own all that they read" in captured.err
+    assert "--plot and --json take others, got 'v41-flash'" in captured.err
     assert not list(tmp_path.iterdir())
 
 
