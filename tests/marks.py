@@ -16,6 +16,11 @@ def quick(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     return _marked(cases, kept, pytest.mark.slow)
 
 
+def long(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """The cases of a slow test; all but those kept are long."""
+    return _marked(cases, kept, pytest.mark.long)
+
+
 def interpreted(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     """The cases of a test of kernels; all but those kept are slow under the interpreter."""
     return _marked(cases, kept, pytest.mark.interpreted)

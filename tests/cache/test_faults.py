@@ -14,6 +14,7 @@ from dsv4.testing import Row, forward_inputs, poison
 from tests.cache import life
 from tests.cache.faults import KINDS, Fault, OutOfMemoryFault, Points
 from tests.cache.life import SHORT, assert_stores, run_layers
+from tests.marks import long
 
 rng = np.random.default_rng(5)
 BLOCK, DRAFTS = SHORT.config.block_tokens, life.DRAFTS
@@ -379,7 +380,7 @@ def test_a_fault_at_some_points(name, kind, tmp_path, record_property):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("share", long([7, 1], [7]))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_fault_at_many_points(name, kind, share, tmp_path, record_property, capsys):
