@@ -175,6 +175,19 @@ def test_triton_s_kernels_skip_the_padding(eager_graph, config):
     twins.compare_bytes()
 
 
+@pytest.mark.parametrize("num_tokens", [3, 5])
+def test_rows_without_a_token(eager_graph, num_tokens):
+    """Also where tokens are as many as the rows that a graph sees, with the one of padding."""
+    twins = Twins(CacheConfig.tiny(compress_ratios=(4,)), [(4, num_tokens, 0)], backend="triton")
+    slots = [twins.open() for _ in range(3)]
+    for manager in (twins.captured, twins.eager):
+        prepare_forward(manager, slots, [0] * 3, [3, 9, 5]).complete()
+        manager.state.storage.zero_()
+        manager.paged.storage.zero_()
+    compare_outputs(*twins.step([(slots[0], 3, 4), (slots[1], 9, 9), (slots[2], 5, 6)]))
+    twins.compare_bytes()
+
+
 def test_what_a_mixed_step_sees(eager_graph):
     manager = make_manager(VERIFY, max_requests=8, max_request_tokens=1000)
     forward, step = capture(manager, batch=3, max_chunks=2, num_tokens=90)

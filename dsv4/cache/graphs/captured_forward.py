@@ -77,8 +77,9 @@ class CapturedForward:
         step: Called with one handle per layer. It writes every layer, does not wait for the
             device, and returns tensors that each replay fills again.
         batch: The most requests of a replay.
-        tokens_per_request: The most tokens of one request, unless it is a chunk. With 1 and no
-            chunks, each row of a plan must have exactly one; else any number up to that.
+        tokens_per_request: The most tokens of one request, unless it is a chunk. With 1, no
+            chunks and `num_tokens` = batch, each row of a plan must have exactly one; else any
+            number up to that.
         max_chunks: The most chunks of a replay: requests with more tokens than a step. Sizes of
             their workspaces follow from it.
         num_tokens: The most tokens of a replay, by default batch × tokens_per_request, and with
@@ -183,6 +184,8 @@ class CapturedForward:
     def _run(self, step: Step) -> Any:
         """Run the step over the buffers as they are, through a plan that only it sees."""
         most = self.num_tokens if self.max_chunks else self.tokens_per_request
+        if not self._is_decode:  # a row may have no token: token i need not be of row i
+            most = max(most, 2)
         plan = self.manager.padding_plan(
             self.num_rows, self.num_tokens, self.max_chunks, most, max_length=self.max_length
         )
