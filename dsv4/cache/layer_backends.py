@@ -18,6 +18,7 @@ from dsv4.kernels.external.limits import (
     check_attention_backend,
     check_index_backend,
     check_latent_keys,
+    check_topk,
 )
 
 
@@ -89,4 +90,6 @@ def choose_backends(
                 check_index_backend(index, config, device)
     attention, index = attention or by_part[0], index or by_part[0]
     check_latent_keys(config, attention=attention, index=index)
+    for kernels in (index, *by_part[1:]):
+        check_topk(config, index=kernels)
     return LayerBackends(by_part, attention, index, batch_invariant)

@@ -17,6 +17,7 @@ DENSE_HEADS = 64  # query heads of a work item of attention over dense rows
 DENSE_WORKS = 128  # work items of a forward with room for dense rows; fewer fill no Hopper twice
 WHOLE_ENTRIES = 8192  # the most entries that one program of the top-k takes without groups
 NARROW_ENTRIES = 4096  # the fewest scores of a program that starts from groups
+MAX_TOPK = 4096  # for more, a program has 65,536 scores: more than its counts of 16 bits hold
 GROUP = 8  # neighbours that their largest score stands for
 MIN_HEADS = 16  # the fewest rows of a matrix product
 QUERY_BYTES = {"fp8": 1, "mxfp4": 1, "fp32": 4}  # bytes of a channel by key format; others take 2

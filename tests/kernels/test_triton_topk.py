@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dsv4 import CacheConfig, KVCacheManager
 from dsv4.kernels import index_scratch
 from dsv4.kernels.contracts import Selection, TokenMap
 from dsv4.kernels.reference.addressing import entry_rows
@@ -185,6 +186,22 @@ def test_tokens_before_the_first_are_left_alone():
 @pytest.mark.parametrize("width", [5000, 10_000, 40_000])
 def test_default_sizes(width):
     assert_chosen(normal(2, width), [width, 4097], 512)
+
+
+@pytest.mark.parametrize("width", [32768, 40_000])
+def test_the_most_that_are_counted(width):
+    """A program's scores are 32,768, all equal: a count has 16 bits."""
+    assert_chosen(torch.full((1, width), -1.5), [width], index_scratch.MAX_TOPK)
+
+
+@pytest.mark.parametrize("name", ["index_topk", "candidate_topk_blocks"])
+def test_more_than_are_counted_are_refused(name):
+    make = CacheConfig.v4_flash if name == "index_topk" else CacheConfig.v41_flash
+    sizes = {"max_requests": 1, "num_blocks": 1, "max_forward_tokens": 1}
+    config = make(**{name: index_scratch.MAX_TOPK + 1})
+    with pytest.raises(ValueError, match=rf"Invalid {name} of .* at most 4096, got 4097"):
+        KVCacheManager(config, backend="triton", device=DEVICE, **sizes)
+    KVCacheManager(config, backend="reference", device=DEVICE, **sizes).close()
 
 
 @pytest.mark.gpu

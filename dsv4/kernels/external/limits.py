@@ -8,6 +8,7 @@ from dsv4.config import CacheConfig
 from dsv4.formats import V41_FORMATS
 from dsv4.kernels.backends import BACKENDS, check_backend
 from dsv4.kernels.external.find import PAGE_KEYS, load_deep_gemm, load_flash_mla
+from dsv4.kernels.index_scratch import MAX_TOPK
 from dsv4.layer_schedule import AttentionType
 
 ATTENTION_BACKENDS = (*BACKENDS, "flashmla")
@@ -74,6 +75,17 @@ def check_latent_keys(config: CacheConfig, *, attention: str, index: str) -> Non
             f"{index!r} has no kernels for DeepSeek-V4.1's index in {config.index_format}: "
             "expected index_backend='reference', or mxfp4 keys and 'triton'"
         )
+
+
+def check_topk(config: CacheConfig, *, index: str) -> None:
+    """Refuse more entries or candidate blocks than Triton's top-k counts, which all others use."""
+    names = ("index_topk", "candidate_topk_blocks")[: 1 + (config.candidate_source_layer_id >= 0)]
+    for name in names if index != "reference" else ():
+        if (value := getattr(config, name)) > MAX_TOPK:
+            raise ValueError(
+                f"Invalid {name} of index_backend {index!r}: expected at most {MAX_TOPK}, "
+                f"got {value}"
+            )
 
 
 def external_problem(name: str, load: Callable[[], object]) -> str | None:
