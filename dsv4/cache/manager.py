@@ -119,6 +119,7 @@ class KVCacheManager(NotCopyable):
         memory_parts: The tensors of each device.
         layout: The places of every layer's bytes in blocks and slots.
         transfers: Those that read or write the pools in place; `close` ends them.
+        num_sleeps: Calls of `sleep`. Graphs from before one write to memory that was given back.
         blocks, slots: The rows of all devices, each in the order of bytes of one device.
         device_memory: Every tensor of `device`, and each layer's part of it.
         block_table: `[max_requests, max_blocks]` int32 on the device, -1 where there is none.
@@ -185,7 +186,7 @@ class KVCacheManager(NotCopyable):
             config, max_requests, num_blocks, max_forward_tokens, max_request_tokens,
             num_checkpoints, host_blocks, host_slots, undo_slots,
         )  # fmt: skip
-        self._problem = ""
+        self._problem, self.num_sleeps = "", 0
         self._journal = Journal(fatal=(torch.AcceleratorError,))
         self._requests = RequestTable(self.capacity, self._journal)
         self._memory = CacheMemory(
@@ -811,6 +812,7 @@ class KVCacheManager(NotCopyable):
         self._books.empty_device(self.capacity.num_checkpoints)
         self._forward.retire()
         self._problem = "asleep: call wake() first"
+        self.num_sleeps += 1
         self._memory.release()
 
     def wake(self) -> None:

@@ -466,6 +466,21 @@ def test_a_stale_plan_is_refused(eager_graph):
     forward.replay(plan)
 
 
+def test_a_graph_from_before_a_sleep_is_refused(eager_graph):
+    """The pools' memory was given back, and may be taken elsewhere."""
+    manager = make_manager(DECODE)
+    forward, _ = capture(manager)
+    manager.sleep()
+    manager.wake()
+    plan = prepare_forward(manager, [manager.open_request()], [0], [1])
+    with pytest.raises(RuntimeError, match="Stale graph: its manager has slept since the capture"):
+        forward.replay(plan)
+    assert not plan.has_started
+    plan.cancel()
+    forward, _ = capture(manager)
+    forward.replay(prepare_forward(manager, manager.open_slots, [0], [1]))
+
+
 def test_a_plan_is_replayed_once(eager_graph):
     manager = grown(DECODE, 5)
     forward, _ = capture(manager)

@@ -31,6 +31,15 @@ def check_complete(manager: KVCacheManager, purpose: str) -> None:
         )
 
 
+def check_awake_since(manager: KVCacheManager, num_sleeps: int) -> None:
+    """Refuse a graph of a manager that has slept since: the memory it writes was given back."""
+    if manager.num_sleeps != num_sleeps:
+        raise RuntimeError(
+            "Stale graph: its manager has slept since the capture, and its memory may be "
+            "elsewhere; capture again"
+        )
+
+
 def fill_with_padding(manager: KVCacheManager, num_tokens: int) -> None:
     """Make padding of all rows and of the first `num_tokens` tokens, now and wherever unused."""
     manager.check_one_device("captured forward")
@@ -131,7 +140,7 @@ class CapturedForward:
         self.num_tokens = self._choose_tokens(num_tokens, capacity, has_chunks=max_chunks > 0)
         # A chunk has more tokens than a step; the workspace has rows for no more chunks than that.
         self.max_chunks = min(max_chunks, self.num_tokens // (capacity.max_step_tokens + 1))
-        self.manager = manager
+        self.manager, self._num_sleeps = manager, manager.num_sleeps
         is_even = self.num_tokens == self.batch and self.tokens_per_request == 1
         self._is_decode = is_even and not max_chunks
         self.num_rows = self.batch + (not self._is_decode)
@@ -168,6 +177,7 @@ class CapturedForward:
         one by one.
         """
         self.manager.check_plan(plan)
+        check_awake_since(self.manager, self._num_sleeps)
         if plan.has_started:
             raise RuntimeError("Invalid plan: expected one not yet written, got one begun or run")
         if (misfit := self._find_misfit(plan)) is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from dsv4.cache.graphs.captured_forward import (
     CudaGraph,
     GraphPool,
+    check_awake_since,
     check_complete,
     fill_with_padding,
 )
@@ -36,7 +37,7 @@ class CapturedLayers:
     def __init__(
         self, manager: KVCacheManager, step: LayerStep, *, batch: int, max_length: int
     ) -> None:
-        self.manager = manager
+        self.manager, self._num_sleeps = manager, manager.num_sleeps
         self.batch = batch
         self.max_length = max_length
         if manager.config.kv_source_layer_ids:
@@ -60,6 +61,7 @@ class CapturedLayers:
 
     def replay(self, layer_idx: int, plan: ForwardPlan) -> Any:
         """Run a layer for a plan that fits, and return the outputs of its step."""
+        check_awake_since(self.manager, self._num_sleeps)
         is_decode = plan.num_tokens == plan.num_requests and plan.tokens.max_step == 1
         if not is_decode or not self.fits(plan.num_requests, plan.longest):
             raise ValueError(
