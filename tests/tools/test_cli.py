@@ -130,6 +130,7 @@ def test_demo_of_a_checkpoint_in_bf16(capsys, tmp_path):
         ("bench index --ranks 2 --compare", "Invalid --compare: expected --ranks 1, got --ranks 2"),
         ("bench disk no", "Invalid FOLDER: expected a folder, got 'no'"),
         ("bench prefill --plot no/x.png", "expected a folder no, found none"),
+        ("bench prefill --positions 1", "expected at least 2, both ends of a prompt, got 1"),
     ],
 )  # fmt: skip
 def test_options_that_contradict_each_other(arguments, refusal, capsys):

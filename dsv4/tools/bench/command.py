@@ -15,6 +15,7 @@ from dsv4.tools.outputs import add_force, check_output
 from dsv4.tools.planner.command import PRESETS, positive, tokens
 
 LEAST_QUESTIONS = 4  # of bench quality: with fewer a kind is not asked
+LEAST_POSITIONS = 2  # of bench prefill: with one, every chunk would count as the first
 
 
 class Bench(NamedTuple):
@@ -121,8 +122,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check_options(options: argparse.Namespace) -> None:
     """Refuse what a bench cannot use, before any work.
 
-    That is a missing folder or device, a plot that cannot be drawn or replaced, too few questions,
-    and kernels to compare with where none is timed.
+    That is a missing folder or device, a plot that cannot be drawn or replaced, too few questions
+    or positions, and kernels to compare with where none is timed.
     """
     if options.bench == "disk" and not options.folder.is_dir():
         raise ValueError(f"Invalid FOLDER: expected a folder, got {str(options.folder)!r}")
@@ -132,6 +133,11 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(
             f"Invalid --questions: expected at least {LEAST_QUESTIONS}, some of each kind, "
             f"got {options.num_questions}"
+        )
+    if options.bench == "prefill" and options.num_positions < LEAST_POSITIONS:
+        raise ValueError(
+            f"Invalid --positions: expected at least {LEAST_POSITIONS}, both ends of a prompt, "
+            f"got {options.num_positions}"
         )
     if getattr(options, "peers", None) is not None:
         add_folder(options.peers)
