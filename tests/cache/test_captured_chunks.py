@@ -226,6 +226,12 @@ def test_sizes_that_are_refused(eager_graph, choices, match):
         capture(make_manager(VERIFY), batch=3, **choices)
 
 
+def test_forwards_that_hold_no_chunk(eager_graph):
+    manager = make_manager(VERIFY, max_forward_tokens=4)
+    with pytest.raises(ValueError, match=r"Invalid max_chunks: expected 0, .* at least 5 tokens"):
+        capture(manager, max_chunks=1)
+
+
 REFUSED_PLANS = {
     "chunks": ([(0, 5, 25), (1, 9, 19), (2, 3, 4)], "at most 1 chunks, as captured, got 2"),
     "tokens": ([(0, 5, 105), (1, 9, 10)], "at most 100 tokens, as captured, got 101"),

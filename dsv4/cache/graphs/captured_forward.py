@@ -154,6 +154,11 @@ class CapturedForward:
         limit = capacity.max_forward_tokens
         if wanted is not None or has_chunks:
             least = capacity.max_step_tokens + 1 if has_chunks else 1
+            if least > limit:
+                raise ValueError(
+                    f"Invalid max_chunks: expected 0, since a chunk has at least {least} tokens "
+                    f"and a forward at most {limit} (max_forward_tokens)"
+                )
             return check_int(
                 "num_tokens", limit if wanted is None else wanted,
                 at_least=least, at_most=limit, limit="max_forward_tokens",
