@@ -231,7 +231,7 @@ class Handover(_Driver):
 
     def _send_rest(self, rest: SavedRequest) -> Steps:
         """Send the blocks that could still change, the slot and the known ids."""
-        ids = rest.token_ids.contiguous().view(torch.uint8).view(-1, 4)
+        ids = rest.token_ids.reshape(-1, 1).contiguous().view(torch.uint8)  # of none too
         for kind, first, rows in (
             ("blocks", self._num_sent, rest.blocks),
             ("slot", 0, rest.slot.view(-1, self._manager.config.page_align)),
@@ -319,8 +319,7 @@ class Inbox:
             raise ValueError(f"another request has the id {request_id!r} here")
         if request_id in self._coming:
             self.manager.drop_incoming(self._coming.pop(request_id))
-        incoming = self._coming[request_id] = self.manager.reserve_request(num_tokens)
-        return incoming
+        return self._coming.setdefault(request_id, self.manager.reserve_request(num_tokens))
 
     def find(self, offered: Offered) -> Taken | None:
         """Return a request that has arrived; None if it did not."""
@@ -374,10 +373,10 @@ class Receiver(_Driver):
                 self._advance(seconds)
         except PeerLostError as error:
             lost = error
-        arriving, self._arriving = self._arriving, []
-        arrived = [Arrived(name, each.slot) for name, each in arriving if each.is_accepted]
+        arrived = [Arrived(name, each.slot) for name, each in self._arriving if each.is_accepted]
         if lost is not None and not arrived:
             raise lost
+        self._arriving = []
         return arrived
 
     def wait(self) -> list[Arrived]:
@@ -397,14 +396,15 @@ class Receiver(_Driver):
         if (taken := inbox.find(offered)) is not None:
             yield from channel.put("have", length=taken.length)
             return
+        incoming = None
         try:
-            self._check_offer(offer)
-            check = load_xxh3() if offer["has_checks"] else None
-            incoming = inbox.reserve(offer["id"], offer["num_tokens"])
-        except (ValueError, NoFreeSlotError, OutOfBlocksError, ImportError) as error:
-            yield from channel.put("refuse", why=_reason(str(error)))
-            return
-        try:
+            try:
+                self._check_offer(offer)
+                check = load_xxh3() if offer["has_checks"] else None
+                incoming = inbox.reserve(offer["id"], offer["num_tokens"])
+            except (ValueError, NoFreeSlotError, OutOfBlocksError, ImportError) as error:
+                yield from channel.put("refuse", why=_reason(str(error)))
+                return
             yield from channel.put("accept")
             saved = yield from self._receive_parts(incoming, check)
             if isinstance(saved, SavedRequest):
@@ -418,7 +418,8 @@ class Receiver(_Driver):
         except ValueError as error:  # its room was given up meanwhile
             raise PeerLostError(f"The hand-over is over: {error}") from error
         finally:
-            inbox.drop(offer["id"], incoming)
+            if incoming is not None:
+                inbox.drop(offer["id"], incoming)
 
     def _check_offer(self, offer: dict[str, Any]) -> None:
         fingerprint = self._manager.config.format_fingerprint

@@ -664,6 +664,16 @@ def test_a_request_comes_back_and_goes_again(expected, exported):
     assert_same(live_bytes(first.manager, slot), expected[0])
 
 
+def test_a_request_without_known_ids_arrives():
+    """The prefix cache follows it, and knows no id of it."""
+    first, second = Place(), Place()
+    slot = first.manager.resume_request(range(200)).slot
+    first.manager.truncate(slot, 0)
+    first.manager.prepare_forward([slot], [0], [150]).complete()
+    ((_, slot),) = first.send_to(second, slot)
+    assert second.manager.lengths[slot] == 150 and second.manager.num_known_ids[slot] == 0
+
+
 def test_another_request_with_an_old_id_is_taken_or_refused(exported):
     first, second = Place(), Place(host_slots=1, host_blocks=8)
     ((_, slot),) = first.send_to(second, first.manager.import_request(exported))
@@ -690,19 +700,23 @@ def test_a_reason_fits_a_message():
 
 
 def test_an_interrupted_arrival_is_whole(exported):
-    """At any line the request is here and reported, or neither here nor remembered."""
+    """At any line the request is here and reported, or neither here nor remembered.
+
+    Then no room is kept for it.
+    """
+    whole = {each.__code__ for each in (Inbox.reserve, Inbox.accept, Receiver._receive)}
     for point in itertools.count():
         pair, points = Pair(exported), iter(range(point, -1, -1))
 
-        def on_line(frame, event, _, points=points):
-            if event == "line" and next(points, None) == 0:
+        def on_line(frame, event, _, pair=pair, points=points):
+            is_counted = frame.f_code in whole or pair.taker._arriving
+            if event == "line" and is_counted and next(points, None) == 0:
                 raise KeyboardInterrupt
             return on_line
 
         pair.handover.finish()
-        accept = Inbox.accept.__code__
-        sys.settrace(lambda frame, *_, on_line=on_line, accept=accept: (
-            on_line if frame.f_code is accept else None
+        sys.settrace(lambda frame, *_, on_line=on_line: (
+            on_line if frame.f_code in {*whole, Receiver.poll.__code__} else None
         ))  # fmt: skip
         arrived = []
         try:
@@ -719,6 +733,7 @@ def test_an_interrupted_arrival_is_whole(exported):
             with contextlib.suppress(PeerLostError, KeyboardInterrupt):
                 arrived += pair.taker.poll()
         assert is_here == bool(arrived) and (is_here or pair.sender.open_slots)
+        assert pair.receiver._requests.incoming == {}
         if not is_interrupted:
             break
     assert point >= 3
