@@ -234,22 +234,23 @@ class SplitContext:
             raise RankLostError("A rank of the split context was lost before: free its requests")
         staged = (mine.cpu() if self._is_staged else mine).contiguous().view(torch.uint8)
         self._place[2] += 1
+        self._is_lost = True  # until both exchanges are over: the next one has another size
         if not staged.is_cuda:
             place = torch.tensor([*self._place, staged.nbytes])
             if (self._allgather(place.view(torch.uint8)).view(place.dtype) != place).any():
-                self._is_lost = True
                 raise RankLostError(
                     "A rank of the split context is elsewhere: it failed alone, or has other "
                     "requests"
                 )
-        return self._allgather(staged).to(mine.device).view(mine.dtype)
+        parts = self._allgather(staged)
+        self._is_lost = False
+        return parts.to(mine.device).view(mine.dtype)
 
     def _allgather(self, mine: Tensor) -> Tensor:
         parts = mine.new_empty((self._config.num_ranks, *mine.shape))
         try:
             self._group.allgather([list(parts)], [mine]).wait()
         except RuntimeError as error:
-            self._is_lost = True
             raise RankLostError(f"A rank of the split context is lost: {error}") from error
         return parts
 

@@ -447,6 +447,31 @@ def fail_alone(rank, group):
     return int(manager.lengths[slot])
 
 
+def fail_in_an_exchange(rank, group, folder, number):
+    """Rank 1 has no memory for what the others send, once."""
+    group = new_group(folder / "store", rank, group.size(), 4.0)
+    config, weights = deep_config(), model_weights(deep_config(), seed=0)
+    tokens = model_projections(config, 60, seed=1)
+    sizes = {"max_requests": 2, "num_blocks": 16, "max_forward_tokens": 64}
+    manager = KVCacheManager(config, process_group=group, **sizes)
+    rows = [Row(manager.open_request(), tokens, 0, 40)]
+    if rank == 1:
+        gather, left = manager.context._allgather, iter(range(number))
+
+        def fail(mine):
+            if next(left, None) is None:
+                raise MemoryError
+            return gather(mine)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(manager.context, "_allgather", fail)
+            run_layers(manager, weights, rows)
+    for _ in range(2):
+        with pytest.raises(RankLostError):
+            run_layers(manager, weights, rows)
+    return int(manager.lengths[0])
+
+
 def promote(rank, group, make_config, lengths, folder):
     """Requests of a manager without a group go on in one that has it, on every rank.
 

@@ -180,6 +180,12 @@ def test_a_rank_that_fails_alone():
     assert ranks.run_ranks(2, ranks.fail_alone) == [4, 4]
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_a_rank_that_fails_in_an_exchange(number, tmp_path):
+    """The second part of an exchange has another size than the next exchange's first."""
+    assert ranks.run_ranks(2, ranks.fail_in_an_exchange, tmp_path, number) == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "make_config", "lengths"),
     [(2, ranks.short_config, (0, 3, 4, 5, 8, 9, 12, 13, 40)),
