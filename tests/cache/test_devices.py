@@ -19,6 +19,7 @@ from tests.cache.live import assert_same, live_bytes
 
 CONFIG = CacheConfig.tiny(**BASE, compress_ratios=(0, 4, 128, 4), block_tokens=128)
 DEVICES = ["cpu:0", "cpu", "cpu:0", "cpu"]
+NO_ENTRIES = ["cpu:0", "cpu", "cpu", "cpu"]  # on the first device
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +102,9 @@ def test_bytes_are_counted():
         assert manager.memory()[name] == whole.memory()[name]
 
 
-def test_requests_travel_between_managers_of_any_devices(tmp_path):
-    managers = {name: grown(name if name == "cpu" else DEVICES) for name in ("cpu", "split")}
+@pytest.mark.parametrize("devices", [DEVICES, NO_ENTRIES])
+def test_requests_travel_between_managers_of_any_devices(devices, tmp_path):
+    managers = {name: grown(name if name == "cpu" else devices) for name in ("cpu", "split")}
     exported = {name: manager.export_request(slot) for name, (manager, slot) in managers.items()}
     for name in ("slot", "blocks"):
         assert torch.equal(getattr(exported["cpu"], name), getattr(exported["split"], name))
@@ -119,6 +121,7 @@ def test_requests_travel_between_managers_of_any_devices(tmp_path):
     "devices",
     [
         DEVICES,
+        NO_ENTRIES,
         pytest.param(["cuda", "cpu", "cuda", "cpu"], marks=pytest.mark.gpu),
         pytest.param(["cpu", "cuda", "cuda:0", "cuda"], marks=pytest.mark.gpu),
     ],

@@ -63,6 +63,8 @@ def find_spans(whole: RunLayout, part: RunLayout) -> tuple[Span, ...]:
         for layer_idx, names in enumerate(part.offsets)
         for name, offset in names.items()
     )
+    if not offsets:  # blocks of layers without entries
+        return ()
     ends = [offset for offset, _ in offsets[1:]] + [part.num_bytes - part.padding]
     spans: list[Span] = []
     for (offset, start), end in zip(offsets, ends, strict=True):
