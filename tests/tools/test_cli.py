@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4.cache.memory.device_rows import DeviceRows
+from dsv4.cache.memory.host_memory import HostMemory
 from dsv4.integrations.transformers import PagedCache
 from dsv4.model.random_hf import random_hf_model
 from dsv4.tools.bench.command import BENCHES
@@ -54,6 +56,22 @@ def test_demo_fails_on_a_draft_that_stays(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert re.search("in a fork +16/16\nafter a draft was rejected +15/16\n", text)
     assert "MISMATCH" in text
+
+
+@pytest.mark.parametrize(
+    ("memory", "copy", "move"),
+    [
+        (HostMemory, "copy_in", "after a swap to the host and back"),
+        (DeviceRows, "write", "after a save and a load"),
+    ],
+)
+def test_demo_fails_on_a_move_that_copies_nothing(memory, copy, move, capsys, monkeypatch):
+    """The request gets the slot and the blocks that it left, so they must not have its bytes."""
+    monkeypatch.setattr(memory, copy, lambda *_: None)
+    assert main(BOOK) == 1
+    text = capsys.readouterr().out
+    assert re.search("after a draft was rejected +16/16\n", text)
+    assert re.search(f"{move} +1/16\n", text), "only the name that the book lacks"
 
 
 def test_demo_prints_tables(capsys, monkeypatch):

@@ -20,12 +20,15 @@ Answer = tuple[int, ...]
 def open_cache(
     model: Any, num_tokens: int, kv: Any, index: Any, *, num_books: int = 1, **options: Any
 ) -> PagedCache:
-    """Make a cache for books and the forks that ask, with room on the host for a request."""
+    """Make a cache for books and the forks that ask, with room on the host for a request.
+
+    What a request leaves is wiped: a move that copies nothing would find it in the same place.
+    """
     num_blocks = num_tokens // BLOCK + 2
     return attach(
         model, max_requests=ROWS, num_blocks=num_books * num_blocks + 2 * ROWS, kv_format=kv,
         index_format=index, block_tokens=BLOCK, drafts_per_step=DRAFTS, host_slots=1,
-        host_blocks=num_blocks, **options,
+        host_blocks=num_blocks, wipe_on_free=True, **options,
     )  # fmt: skip
 
 
