@@ -13,6 +13,7 @@ from dsv4.model.memory_book import (
     CHAPTER_TOKENS,
     IDS,
     MAX_TOKENS,
+    STOP,
     UNKNOWN,
     VOCABULARY,
     make_tokenizer,
@@ -160,14 +161,18 @@ def adopt(cache: PagedCache, slot: int, num_tokens: int) -> None:
 
 @everywhere
 def test_a_prefix_hit(story):
-    model, book = story.model, write_book(story.num_tokens)
-    with open_cache(model, len(book.ids), "fp8", "mxfp4", num_checkpoints=4) as cache:
-        for num_known in (0, story.num_tokens // 256 * 256):
-            slot, num_found, num_replayed, _ = cache.manager.resume_request(book.ids.numpy())
-            assert num_found + num_replayed == num_known
+    """The hit ends behind the line, so that the line's rows are those of the checkpoint."""
+    num_known = story.num_tokens // 256 * 256
+    model, book = story.model, write_book(num_known - CHAPTER_TOKENS)
+    ids = torch.cat((book.ids, torch.full((num_known + 16 - len(book.ids),), STOP)))
+    with open_cache(model, len(ids), "fp8", "mxfp4", num_checkpoints=4) as cache:
+        for text, expected in ((ids, 0), (ids[: num_known + 1], num_known)):
+            slot, num_found, num_replayed, _ = cache.manager.resume_request(text.numpy())
+            assert (num_found, num_replayed) == (expected, 0)
             adopt(cache, slot, num_found)
-            read_book(model, cache, book.ids[num_found:])
-            assert wrong(model, cache, book, story.num_questions) == []
+            read_book(model, cache, text[num_found:])
+            if num_found:
+                assert wrong(model, cache, book, story.num_questions) == []
             cache.reset()
 
 
