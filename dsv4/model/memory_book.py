@@ -80,7 +80,10 @@ class Book:
     questions: list[Question]
 
     def choose(self, count: int) -> list[Question]:
-        """Choose questions of all kinds from the whole book: half of them, or more, on records."""
+        """Choose from the whole book: up to a quarter each on chapters and on the line.
+
+        The last one is on a name that the book lacks, all others are on records.
+        """
         chosen: list[Question] = []
         for kind, most in (("nobody", 1), ("line", count // 4), ("chapter", count // 4),
                            ("record", count)):  # fmt: skip

@@ -14,7 +14,7 @@ from dsv4.integrations.transformers import PagedCache
 from dsv4.model.random_hf import random_hf_model
 from dsv4.tools.bench.command import BENCHES
 from dsv4.tools.cli import main
-from dsv4.tools.demo import command
+from dsv4.tools.demo import command, memory_run
 from tests.integrations.checkpoint import save_checkpoint
 
 RANDOM = ["demo", "--model", "random"]
@@ -35,6 +35,14 @@ def test_demo_answers_from_a_book(capsys):
     assert all(len(line) <= 80 for line in text.splitlines()) and text.isascii()
     readme = re.findall(r"^#         (  .*)$", (ROOT / "README.md").read_text(), re.M)
     assert len(readme) == 3 and set(readme) <= set(text.splitlines())
+
+
+def test_demo_of_a_long_book_asks_this_cache_alone(capsys, monkeypatch):
+    monkeypatch.setattr(memory_run, "MAX_OWN_TOKENS", 511)
+    assert main([*BOOK, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["runs"].keys() == {"this cache, fp8 + mxfp4"} and len(result["after"]) == 4
+    assert result["same_ids"] and {*result["after"].values()} == {16}
 
 
 def test_demo_fails_on_a_wrong_answer(capsys, monkeypatch):
