@@ -112,8 +112,8 @@ class RequestInspector:
 
 
 def _geometry(config: CacheConfig) -> dict[str, Any]:
-    names = ("compress_ratios", "head_dim", "rope_dim", "sliding_window", "index_head_dim",
-             "index_hadamard")  # fmt: skip
+    names = ("compress_ratios", "kv_source_layer_ids", "head_dim", "rope_dim", "sliding_window",
+             "index_head_dim", "index_hadamard")  # fmt: skip
     return {name: getattr(config, name) for name in names}
 
 

@@ -295,6 +295,17 @@ def test_refuses_to_compare_with_others(path, tmp_path, choices, length, match):
         RequestInspector(path, against=tmp_path / "other")
 
 
+def test_refuses_to_compare_with_other_owners(path, tmp_path):
+    sources = {"kv_source_layer_ids": (1, 2, 3), "index_source_layer_ids": (1, 2, 3, 4, 6)}
+    for each, config in (
+        (path, tiny_v41(**sources)), (tmp_path / "other", tiny_v41(kv_format="bf16")),
+    ):  # fmt: skip
+        manager = KVCacheManager(config, max_requests=1, num_blocks=1)
+        manager.save_request(manager.open_request(), each)
+    with pytest.raises(ValueError, match=r"expected layers and widths .*\(1, 2, 3\).*\(1, 3\)"):
+        RequestInspector(path, against=tmp_path / "other")
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
