@@ -175,6 +175,7 @@ def test_trained_rows_are_the_default():
         528, 288, 68,
     )  # fmt: skip
     assert config.kv_row.is_joined and config.entry_row.is_joined and not config.index_row.is_joined
+    assert config.scale_floor == "amax" and not config.index_hadamard
     v4_rows = CacheConfig.v41_flash(kv_format="fp8")
     assert v4_rows.entry_row == v4_rows.kv_row == CacheConfig.v4_flash().kv_row
 

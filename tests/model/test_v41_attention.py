@@ -16,7 +16,7 @@ from dsv4.kernels.contracts import (
     LayerWeights,
 )
 from dsv4.kernels.reference.arithmetic import rotate
-from dsv4.model.attention import GATE_TENSOR, INDEX_TENSORS, KV_TENSORS, TENSORS
+from dsv4.model.attention import GATE_TENSOR, INDEX_TENSORS, KV_TENSORS, TENSORS, project
 from dsv4.rope import build_rope_table
 from tests.dense import dense_layers
 from tests.v41 import tiny_v41
@@ -153,6 +153,18 @@ def test_compiled_blocks_are_the_eager_ones():
     got = run(torch.compile(stack, backend=counter, fullgraph=True))
     assert all(torch.equal(*pair) for pair in zip(got, run(stack), strict=True))
     assert counter.frame_count <= 4  # a chunk, a step, and lengths that become symbols
+
+
+def test_small_low_ranks_are_normed():
+    """V4's epsilon would leave a low rank of 1e-6 small, and so its query."""
+    tensors = make_tensors(CONFIG.schedule[0])
+    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+    queries = []
+    for scale in (1.0, 1e-6):
+        given = {**tensors, "wq_a.weight": scale * tensors["wq_a.weight"]}
+        block = AttentionSubBlock.from_tensors(given, CONFIG, 0)
+        queries.append(project(block.module, hidden, CONFIG).query)
+    torch.testing.assert_close(*queries)
 
 
 def test_tensors_are_refused_by_name():
