@@ -209,12 +209,13 @@ def _fake_gather(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Values and presence of listed rows, of each request's entries, or of each token's window."""
     kept = LayerLayout.from_key(layout)
+    row = kept.kv_row if rows is None and max_entries is None else kept.entry_row
     if rows is None:
         plan = TokenMap._make([*tokens, 0])
         rows = plan.positions if max_entries is None else plan.request_slots
         width = kept.window if max_entries is None else max_entries
         rows = rows[:, None].expand(-1, width)
-    values = rows.new_empty((*rows.shape, kept.kv_row.dim), dtype=kept.kv_row.value_dtype)
+    values = rows.new_empty((*rows.shape, row.dim), dtype=row.value_dtype)
     return values, rows.new_empty(rows.shape, dtype=torch.bool)
 
 

@@ -330,18 +330,26 @@ def test_schema_and_fake(name):
     assert mutated == expected.get(name, [])
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp32"])
-def test_gathered_values_have_the_rows_dtype(name):
-    manager = make_manager(config=CacheConfig.tiny(kv_format=name))
-    memory = manager.device_memory.memories[CSA]
-    rows = torch.zeros(2, 3, dtype=torch.int64)
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        gathered = ops.gather_compressed_kv(memory, rows, backend="reference")
-    assert (
-        gathered.values.dtype
-        == ops.gather_compressed_kv(memory, rows, backend="reference").values.dtype
-    )
-    assert gathered.values.shape == (2, 3, CONFIG.head_dim)
+@pytest.mark.parametrize(
+    "choices",
+    [{"kv_format": "bf16"}, {"kv_format": "fp32"}, {"kv_format": "fp32", "entry_format": "fp8"}],
+    ids=lambda choices: "_".join(choices.values()),
+)
+def test_gathered_values_have_the_rows_dtype(choices):
+    """A compiled graph reads results by the dtype that the fake gave them."""
+    manager = make_manager(config=CacheConfig.tiny(**choices))
+    memory, rows = manager.device_memory.memories[CSA], torch.zeros(2, 3, dtype=torch.int64)
+    tokens = prepare_forward(manager, [manager.open_request()], [0], [8]).tokens
+    gathers = [
+        lambda: ops.gather_compressed_kv(memory, rows, backend="reference"),
+        lambda: ops.gather_all_compressed_kv(memory, tokens, max_entries=2, backend="reference"),
+        lambda: ops.gather_swa_kv(memory, tokens, backend="reference"),
+    ]
+    for gather in gathers:
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            fake = gather().values
+        values = gather().values
+        assert (fake.dtype, fake.shape) == (values.dtype, values.shape)
 
 
 def test_an_unknown_backend_is_refused():
