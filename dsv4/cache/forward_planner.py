@@ -100,7 +100,7 @@ class ForwardPlanner:
             try:
                 return self.prepare(slots, before, before + num_tokens)
             except OutOfBlocksError:
-                if not forward.committed.names(slots):
+                if forward.committed.step is None:
                     raise
         forward.settle_commit()
         before = self._longest_lengths(slots)

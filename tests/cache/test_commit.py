@@ -396,6 +396,17 @@ def test_with_few_blocks_the_host_waits(accepted, is_possible):
     twins.compare(is_roomy=True)
 
 
+def test_the_blocks_of_another_request_in_flight_are_waited_for():
+    twins = Twins(SHORT, num_blocks=5)
+    first, second = twins.open(17), twins.open(19)
+    plan, _ = twins.step([first], 4)  # 21 tokens would take a third block, 18 do not
+    twins.commit(plan, [first], 4, [1])
+    assert twins.mine.num_free_blocks == 0
+    plan, _ = twins.step([second], 1)
+    twins.commit(plan, [second], 1, [1])
+    twins.compare(is_roomy=True)
+
+
 def test_blocks_of_the_longest_length_are_given_back():
     twins, slot = flight(length=13, accepted=1)
     plan, _ = twins.prepare([slot], 4)
