@@ -49,8 +49,8 @@ def find_files(options: argparse.Namespace) -> tuple[Path, Path | None, Path | N
     """Find the files of the request, its comparison and its selections; a folder has all three."""
     path, against, selections = options.path, options.against, options.selections
     if path.is_dir():
-        against = against or _if_there(path / RUN_FILES.against)
-        selections = selections or _if_there(path / RUN_FILES.selections)
+        there = [each if each.is_file() else None for each in map(path.joinpath, RUN_FILES)]
+        against, selections = against or there[1], selections or there[2]
         path = path / RUN_FILES.request
     for name, file in (("FILE", path), ("--against", against), ("--selections", selections)):
         if file is not None and not file.is_file():
@@ -60,19 +60,11 @@ def find_files(options: argparse.Namespace) -> tuple[Path, Path | None, Path | N
     return path, against, selections
 
 
-def _if_there(path: Path) -> Path | None:
-    return path if path.is_file() else None
-
-
 def read_layer_selections(path: Path, inspector: RequestInspector) -> dict[int, LayerSelections]:
     """Read recorded selections; refuse layers that are not CSA layers of the request."""
-    selections = read_selections(path)
-    schedule = inspector.config.schedule
-    csa = {
-        layer.layer_idx: layer.ratio
-        for layer in schedule
-        if layer.attention_type is AttentionType.CSA
-    }
+    selections, layers = read_selections(path), inspector.config.schedule
+    csa = {each.layer_idx: each.ratio for each in layers
+           if each.attention_type is AttentionType.CSA}  # fmt: skip
     if not {idx: layer.ratio for idx, layer in selections.items()}.items() <= csa.items():
         raise ValueError(
             f"Invalid recorded selections {path}: expected layers of {[*csa]}, the CSA layers of "
@@ -83,15 +75,15 @@ def read_layer_selections(path: Path, inspector: RequestInspector) -> dict[int, 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print the report as tables and sentences."""
-    for sentence in _sentences(report):
-        console.print(sentence, highlight=False)
-    console.print()
+    console.print(*_sentences(report), "", sep="\n", highlight=False)
     console.print(_part_table(report))
-    if report["selections"]:
-        rows = report["selections"]
+    if rows := report["selections"]:
         console.print(build_table("What top-k chose", rows, SELECTION_COLUMNS, missing="", **STYLE))
-    for sentence in _problem_lines(report["problems"]):
-        console.print(sentence, highlight=False)
+    problems = report["problems"]
+    lines = [_problem(problem) for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > len(lines):
+        lines.append(f"{len(problems) - len(lines):,} more places: --json has them.")
+    console.print(*lines or ["Every value is finite."], sep="\n", highlight=False)
 
 
 def _sentences(report: dict[str, Any]) -> list[str]:
@@ -105,16 +97,14 @@ def _sentences(report: dict[str, Any]) -> list[str]:
     ]
     if window["rows"]:
         lines.append(
-            f"Window: positions {window['first_position']:,} to {window['last_position']:,} in a "
-            f"ring of {window['ring_rows']} rows; the next token takes row {window['next_row']}."
+            "Window: positions {first_position:,} to {last_position:,} in a ring of {ring_rows} "
+            "rows; the next token takes row {next_row}.".format_map(window)
         )
-    for tail in report["tails"]:
-        lines.append(
-            f"{tail['type']} tails: {tail['open_tokens']} tokens of the open window, "
-            f"{tail['rows']} of {tail['tail_rows']} rows in use; {tail['closed_entries']:,} "
-            "entries closed."
-        )
-    return lines
+    return lines + [
+        "{type} tails: {open_tokens} tokens of the open window, {rows} of {tail_rows} rows in use; "
+        "{closed_entries:,} entries closed.".format_map(tail)
+        for tail in report["tails"]
+    ]
 
 
 def _part_table(report: dict[str, Any]) -> Table:
@@ -132,14 +122,6 @@ def _part_table(report: dict[str, Any]) -> Table:
     has_errors = any(row["relative_rms_error"] is not None for row in rows)
     columns = PART_COLUMNS if has_errors else PART_COLUMNS[:-1]
     return build_table("Rows by layer", rows, columns, num_left=3, missing="", **STYLE)
-
-
-def _problem_lines(problems: list[dict[str, Any]]) -> list[str]:
-    if not problems:
-        return ["Every value is finite."]
-    lines = [_problem(problem) for problem in problems[:MAX_PROBLEMS]]
-    num_more = len(problems) - len(lines)
-    return lines + ([f"{num_more:,} more places: --json has them."] if num_more else [])
 
 
 def _problem(problem: dict[str, Any]) -> str:

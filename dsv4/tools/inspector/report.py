@@ -20,6 +20,9 @@ from dsv4.tools.inspector.selections import LayerSelections
 from dsv4.tools.inspector.statistics import describe_part
 
 EXACT_FORMATS = ("bf16", "fp32")
+FORMAT_FIELDS = ("kv_format", "index_format", "tail_dtype")
+GEOMETRY_FIELDS = ("compress_ratios", "kv_source_layer_ids", "head_dim", "rope_dim",
+                   "sliding_window", "index_head_dim", "index_hadamard")  # fmt: skip
 CHUNK_TOKENS = 2048  # tokens compared at a time
 
 
@@ -46,13 +49,9 @@ class RequestInspector:
     def layers(self) -> Iterator[dict[str, Any]]:
         """Yield each layer's type and the statistics of its parts."""
         for layer, parts in zip(self.config.schedule, self._parts, strict=True):
-            yield {
-                "layer": layer.layer_idx,
-                "type": layer.attention_type.name,
-                "parts": [
-                    describe_part(part, self._exact_part(layer.layer_idx, part)) for part in parts
-                ],
-            }
+            idx = layer.layer_idx
+            described = [describe_part(part, self._exact_part(idx, part)) for part in parts]
+            yield {"layer": idx, "type": layer.attention_type.name, "parts": described}
 
     def summary(self) -> dict[str, Any]:
         """Describe the request without its rows: lengths, blocks, window and tails."""
@@ -61,24 +60,18 @@ class RequestInspector:
         ratio = config.smallest_ratio or 1
         closed_tokens = saved.length // ratio * ratio
         return {
-            "file": str(self.path),
-            "length": saved.length,
-            "rollback_floor": saved.rollback_floor,
-            "kv_format": config.kv_format,
-            "index_format": config.index_format,
-            "tail_dtype": config.tail_dtype,
+            "file": str(self.path), "length": saved.length, "rollback_floor": saved.rollback_floor,
+            **{name: getattr(config, name) for name in FORMAT_FIELDS},
             "config_fingerprint": config.format_fingerprint,
             "blocks": {
-                "num_blocks": num_blocks,
-                "block_tokens": config.block_tokens,
+                "num_blocks": num_blocks, "block_tokens": config.block_tokens,
                 "block_bytes": block_bytes,
                 # The share of the blocks' entries that are closed.
                 "fill": closed_tokens / (num_blocks * config.block_tokens) if num_blocks else None,
             },
-            "slot_bytes": saved.slot.numel(),
-            "window": _window(config, saved),
+            "slot_bytes": saved.slot.numel(), "window": _window(config, saved),
             "tails": _tails(config, saved),
-        }
+        }  # fmt: skip
 
     def report(self, layers: list[dict[str, Any]]) -> dict[str, Any]:
         """Join layers to the whole report, and list values that are not finite as problems."""
@@ -97,7 +90,10 @@ class RequestInspector:
             raise ValueError(f"{invalid} rows in bf16 or fp32, got {config.kv_format}")
         if saved.length != self.saved.length:
             raise ValueError(f"{invalid} {self.saved.length} tokens, got {saved.length}")
-        expected, got = _geometry(self.config), _geometry(config)
+        expected, got = (
+            {name: getattr(each, name) for name in GEOMETRY_FIELDS}
+            for each in (self.config, config)
+        )
         if expected != got:
             raise ValueError(f"{invalid} layers and widths {expected}, got {got}")
         return [{part.name: part for part in parts} for parts in layer_parts(config, saved)]
@@ -111,22 +107,14 @@ class RequestInspector:
         return exact if is_known else None
 
 
-def _geometry(config: CacheConfig) -> dict[str, Any]:
-    names = ("compress_ratios", "kv_source_layer_ids", "head_dim", "rope_dim", "sliding_window",
-             "index_head_dim", "index_hadamard")  # fmt: skip
-    return {name: getattr(config, name) for name in names}
-
-
 def _window(config: CacheConfig, saved: SavedRequest) -> dict[str, Any]:
     ring_rows = config.sliding_window + config.drafts_per_step
     first = first_window_position(config.sliding_window, saved.length)
+    positions = (first, saved.length - 1) if saved.length else (None, None)
     return {
-        "rows": saved.length - first,
-        "ring_rows": ring_rows,
-        "first_position": first if saved.length else None,
-        "last_position": saved.length - 1 if saved.length else None,
-        "next_row": saved.length % ring_rows,
-    }
+        "rows": saved.length - first, "ring_rows": ring_rows, "first_position": positions[0],
+        "last_position": positions[1], "next_row": saved.length % ring_rows,
+    }  # fmt: skip
 
 
 def _tails(config: CacheConfig, saved: SavedRequest) -> list[dict[str, Any]]:
@@ -134,43 +122,35 @@ def _tails(config: CacheConfig, saved: SavedRequest) -> list[dict[str, Any]]:
 
     Layers of V4.1 have several ratios, and one token closes an entry of ratio 1.
     """
-    kinds = {}
-    for schema in build_schemas(config):
-        if schema.layer.owns_entries:
-            ratio = f" {schema.ratio}:1" if config.has_latent_keys else ""
-            kinds[schema.attention_type.name + ratio] = schema
+    owners = [schema for schema in build_schemas(config) if schema.layer.owns_entries]
+    name = "{0.attention_type.name}" + (" {0.ratio}:1" if config.has_latent_keys else "")
+    kinds = {name.format(schema): schema for schema in owners}
     return [
-        {
-            "type": name,
-            "open_tokens": saved.length % schema.ratio,
-            "rows": max(0, saved.length - first_tail_position(schema, saved.length)),
-            "tail_rows": schema.tail_rows,
-            "closed_entries": saved.length // schema.ratio,
-        }
+        {"type": name, "open_tokens": saved.length % schema.ratio,
+         "rows": max(0, saved.length - first_tail_position(schema, saved.length)),
+         "tail_rows": schema.tail_rows, "closed_entries": saved.length // schema.ratio}
         for name, schema in sorted(kinds.items())
-    ]
+    ]  # fmt: skip
 
 
 def describe_selections(selections: dict[int, LayerSelections]) -> list[dict[str, Any]]:
     """Summarise the entries that top-k chose in each layer."""
-    return [_describe_layer(idx, layer) for idx, layer in selections.items()]
+    return [{"layer": idx, **_describe_layer(layer)} for idx, layer in selections.items()]
 
 
-def _describe_layer(idx: int, layer: LayerSelections) -> dict[str, Any]:
+def _describe_layer(layer: LayerSelections) -> dict[str, Any]:
     entries, visible = layer.entries.numpy(), layer.visible.numpy()
     is_chosen, num_tokens = entries >= 0, len(entries)
     num_visible, num_choices = int(visible.max(initial=0)), int(is_chosen.sum())
     distinct = int(np.count_nonzero(np.bincount(entries[is_chosen])))
     newest = entries >= (visible * 3 // 4)[:, None]
     return {
-        "layer": idx,
-        "tokens": num_tokens,
-        "entries": num_visible,
+        "tokens": num_tokens, "entries": num_visible,
         "chosen_per_token": num_choices / num_tokens if num_tokens else None,
         "never_chosen": 1 - distinct / num_visible if num_visible else None,
         "in_newest_quarter": int((newest & is_chosen).sum()) / num_choices if num_choices else None,
         "kept_from_token_before": _kept(entries),
-    }
+    }  # fmt: skip
 
 
 def _kept(entries: np.ndarray[Any, Any]) -> float | None:
