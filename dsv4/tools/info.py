@@ -18,23 +18,20 @@ def collect_info() -> dict[str, Any]:
     """Collect everything that the command prints; the version of a missing package is None."""
     # Benches alone call SGLang's kernels.
     external = {"flashmla": load_flash_mla, "deepgemm": load_deep_gemm, "sglang": load_sglang}
-    cpu = dict.fromkeys(("memory_bytes", "capability", "kernels"))
+    cpu = {"device": "cpu", "name": platform.machine(),
+           **dict.fromkeys(("memory_bytes", "capability", "kernels"))}  # fmt: skip
+    backends = {name: _backend_problem(name) for name in BACKENDS}
+    peers = {name: external_problem(name, load) for name, load in external.items()}
     return {
         "versions": {"python": platform.python_version(), **{n: _version(n) for n in PACKAGES}},
         "cuda": torch.version.cuda,
-        "devices": [
-            {"device": "cpu", "name": platform.machine(), **cpu},
-            *(_gpu(idx) for idx in range(torch.cuda.device_count())),
-        ],
-        "backends": {name: _availability(_backend_problem(name)) for name in BACKENDS},
-        "peers": {
-            name: _availability(external_problem(name, load)) for name, load in external.items()
-        },
-    }
+        "devices": [cpu, *(_gpu(idx) for idx in range(torch.cuda.device_count()))],
+        "backends": _availability(backends), "peers": _availability(peers),
+    }  # fmt: skip
 
 
-def _availability(problem: str | None) -> dict[str, Any]:
-    return {"available": problem is None, "problem": problem}
+def _availability(problems: dict[str, str | None]) -> dict[str, dict[str, Any]]:
+    return {name: {"available": text is None, "problem": text} for name, text in problems.items()}
 
 
 def _version(package: str) -> str | None:
@@ -47,12 +44,11 @@ def _version(package: str) -> str | None:
 def _gpu(idx: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(idx)
     return {
-        "device": f"cuda:{idx}",
-        "name": properties.name,
+        "device": f"cuda:{idx}", "name": properties.name,
         "memory_bytes": properties.total_memory,
         "capability": f"{properties.major}.{properties.minor}",
         "kernels": experience((properties.major, properties.minor)),
-    }
+    }  # fmt: skip
 
 
 def _backend_problem(name: str) -> str | None:

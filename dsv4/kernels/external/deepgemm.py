@@ -107,11 +107,8 @@ def tokens_at_once(num_rows: int) -> int:
 
 def call_sizes(num_rows: int) -> list[int]:
     """List the sizes that calls are rounded up to; DeepGEMM compiles a kernel for each."""
-    sizes, size = [min(COMPILED_TOKENS, num_rows)], 2 * COMPILED_TOKENS
-    while size <= num_rows:
-        sizes.append(size)
-        size *= 2
-    return sizes
+    larger = range(COMPILED_TOKENS.bit_length(), num_rows.bit_length())  # powers of two
+    return [min(COMPILED_TOKENS, num_rows), *(1 << power for power in larger)]
 
 
 def score_inputs(

@@ -37,6 +37,7 @@ REPORTED = (
     "reserved_bytes", "cache_bytes", "free_bytes", "fits", "max_requests", "max_blocks",
     "max_tokens",
 )  # fmt: skip
+REPORTED_OF_CHANGES = ("fits", "needed_bytes", "free_bytes")
 MAX_NUMBER = 2**20  # of an option that counts things
 MAX_DIGITS, MAX_SHOWN = 18, 40
 # Choices that are valid for a model of any width.
@@ -49,7 +50,7 @@ TP_NOTE = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dsv4 plan`."""
-    add, whole = parser.add_argument, _argument(_whole)
+    add = parser.add_argument
     add("--model", required=True, metavar="v4-flash|v4-pro|v41-flash|PATH",
         help="a preset, or a transformers config.json or its folder")  # fmt: skip
     add("--context", required=True, type=tokens, dest="context_tokens", metavar="TOKENS",
@@ -91,22 +92,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_force(parser)
 
 
-def positive(text: str) -> int:
-    """Parse an option that is a whole number above 0."""
-    value = int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else 0
-    if not 1 <= value <= MAX_NUMBER:
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number from 1 to {MAX_NUMBER:,}, got {text[:MAX_SHOWN]!r}"
-        )
-    return value
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or len(text) > MAX_DIGITS:
-        raise ValueError(f"expected a whole number, got {text[:MAX_SHOWN]!r}")
-    return int(text)
-
-
 def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
     """Turn `parse` into the type of an option; its `ValueError` becomes a usage error."""
 
@@ -120,6 +105,24 @@ def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
 
 
 tokens, size = _argument(parse_tokens), _argument(parse_bytes)  # types of options
+
+
+@_argument
+def whole(text: str) -> int:
+    """Parse an option that is a whole number."""
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
+        raise ValueError(f"expected a whole number, got {text[:MAX_SHOWN]!r}")
+    return int(text)
+
+
+@_argument
+def positive(text: str) -> int:
+    """Parse an option that is a whole number above 0."""
+    value = int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else 0
+    if not 1 <= value <= MAX_NUMBER:
+        shown = text[:MAX_SHOWN]
+        raise ValueError(f"expected a whole number from 1 to {MAX_NUMBER:,}, got {shown!r}")
+    return value
 
 
 def build_plan(options: argparse.Namespace) -> MemoryPlan:
@@ -194,13 +197,8 @@ def as_json(plan: MemoryPlan, *, model: str) -> dict[str, Any]:
         "weights_bytes_per_rank": plan.rank_weights_bytes,
         "max_context_tokens": plan.max_context,
         "changes": [
-            {
-                "change": change.what,
-                "fits": change.plan.fits,
-                "needed_bytes": change.plan.needed_bytes,
-                "free_bytes": change.plan.free_bytes,
-            }
-            for change in find_changes(plan)
+            {"change": what, **{name: getattr(changed, name) for name in REPORTED_OF_CHANGES}}
+            for what, changed in find_changes(plan)
         ],
     }
 
@@ -223,42 +221,38 @@ def _requests(number: int) -> str:
 
 def print_plan(plan: MemoryPlan, console: Console, *, model: str, gpu: str) -> None:
     """Print the plan as tables and sentences."""
-    console.print(title(plan, model=model), highlight=False)
-    console.print()
-    console.print(_component_table(plan))
-    console.print(_gpu_table(plan, gpu=gpu))
+    changes = find_changes(plan)
+    console.print(title(plan, model=model), "", sep="\n", highlight=False)
+    console.print(_component_table(plan), _gpu_table(plan, gpu=gpu))
     if plan.num_stages > 1:
         console.print(_stage_table(plan))
-    changes = find_changes(plan)
     if changes:
         console.print(_change_table(changes))
-    for sentence in [*_verdict(plan, changes), "", *_notes(plan, gpu=gpu)]:
-        console.print(sentence, highlight=False)
+    sentences = [*_verdict(plan, changes), "", *_notes(plan, gpu=gpu)]
+    console.print(*sentences, sep="\n", highlight=False)
 
 
 def _component_table(plan: MemoryPlan) -> Table:
     headings = ("component", "payload", "allocated", "padding", "in all")
     table = make_table("Bytes of the cache", headings, ())
 
-    def section(heading: str, rows: Mapping[str, tuple[Any, Any]], spec: str) -> None:
-        total = (sum(row[0] for row in rows.values()), sum(row[1] for row in rows.values()))
+    def add(heading: str, rows: Mapping[str, tuple[Any, Any]], spec: str, style: str) -> None:
+        """Add a row for the sum of these."""
+        payload, allocated = (sum(row[column] for row in rows.values()) for column in (0, 1))
+        values = (payload, allocated, allocated - payload)
+        cells = [format(float(each) if "f" in spec else each, spec) for each in values]
         of_all = sum(plan.memory[name].allocated for name in rows)
-        table.add_row(heading, *_cells(total, spec), format_bytes(of_all), style="bold")
+        table.add_row(heading, *cells, format_bytes(of_all), style=style)
+
+    for heading, rows, spec in (
+        ("per token", plan.per_token(), ",.2f"), ("per request", plan.per_request(), ","),
+        ("shared", plan.shared(), ","),
+    ):  # fmt: skip
+        add(heading, rows, spec, "bold")
         for name, row in rows.items():
-            of_all = plan.memory[name].allocated
-            table.add_row(f"  {component_label(name)}", *_cells(row, spec), format_bytes(of_all))
+            add(f"  {component_label(name)}", {name: row}, spec, "")
         table.add_section()
-
-    section("per token", plan.per_token(), ",.2f")
-    section("per request", plan.per_request(), ",")
-    section("shared", plan.shared(), ",")
     return table
-
-
-def _cells(row: tuple[Any, Any], spec: str) -> list[str]:
-    payload, allocated = row
-    values = (payload, allocated, allocated - payload)
-    return [format(float(value) if "f" in spec else value, spec) for value in values]
 
 
 def _stage_table(plan: MemoryPlan) -> Table:

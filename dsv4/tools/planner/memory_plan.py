@@ -28,17 +28,11 @@ LABELS = {
 MAX_BYTES = 2**53 - 1  # exact in the page's JavaScript too
 # The least and the most of each number of a plan.
 LIMITS = {
-    "num_requests": (1, 10**6),
-    "context_tokens": (1, MAX_POSITION),
-    "gpu_bytes": (1, MAX_BYTES),
-    "weights_bytes": (0, MAX_BYTES),
-    "reserved_bytes": (0, MAX_BYTES),
-    "num_ranks": (1, 10**6),
-    "num_stages": (1, 4096),
-    "max_forward_tokens": (1, 2**30),
-    "num_checkpoints": (0, 10**6),
+    "num_requests": (1, 10**6), "context_tokens": (1, MAX_POSITION), "gpu_bytes": (1, MAX_BYTES),
+    "weights_bytes": (0, MAX_BYTES), "reserved_bytes": (0, MAX_BYTES), "num_ranks": (1, 10**6),
+    "num_stages": (1, 4096), "max_forward_tokens": (1, 2**30), "num_checkpoints": (0, 10**6),
     "undo_slots": (0, 10**6),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,15 +101,13 @@ class MemoryPlan:
     @cached_property
     def capacity(self) -> Capacity:
         """Sizes of a rank's manager for the plan."""
+        heads = self.config.num_query_heads // self.num_ranks
         return Capacity(
-            replace(self.config, num_query_heads=self.config.num_query_heads // self.num_ranks),
-            max_requests=self.num_requests,
+            replace(self.config, num_query_heads=heads), max_requests=self.num_requests,
             num_blocks=self.num_requests * self.blocks_per_request,
-            max_forward_tokens=self.max_forward_tokens,
-            max_request_tokens=self.context_tokens,
-            num_checkpoints=self.num_checkpoints,
-            undo_slots=self.undo_slots,
-        )
+            max_request_tokens=self.context_tokens, max_forward_tokens=self.max_forward_tokens,
+            num_checkpoints=self.num_checkpoints, undo_slots=self.undo_slots,
+        )  # fmt: skip
 
     @cached_property
     def memory(self) -> dict[str, ComponentBytes]:
@@ -189,9 +181,7 @@ class MemoryPlan:
         """Return the bytes of one request of the planned length: its blocks and its slot."""
         memory = replace(self, num_requests=1).memory
         sizes = [memory[name] for name in (*TOKEN_COMPONENTS, *SLOT_COMPONENTS)]
-        return ComponentBytes(
-            sum(size.payload for size in sizes), sum(size.allocated for size in sizes)
-        )
+        return ComponentBytes(*map(sum, zip(*sizes, strict=True)))
 
     @cached_property
     def max_requests(self) -> int:

@@ -27,6 +27,18 @@ LIMITED = {
 }  # fmt: skip
 
 
+# Constants of `index_scratch`, and fields of a model by their names in the page.
+SCRATCH_CONSTANTS = (
+    "SCRATCH_LIMIT", "DENSE_LIMIT", "DENSE_HEADS", "DENSE_WORKS", "WHOLE_ENTRIES",
+    "NARROW_ENTRIES", "GROUP", "MIN_HEADS", "QUERY_BYTES",
+)  # fmt: skip
+MODEL_FIELDS = {
+    "headDim": "head_dim", "ropeDim": "rope_dim", "window": "sliding_window",
+    "heads": "num_query_heads", "indexHeads": "index_num_heads", "indexDim": "index_head_dim",
+    "topk": "index_topk", "maxPosition": "max_position",
+}  # fmt: skip
+
+
 def write_page(
     plan: MemoryPlan, path: Path, *, model: str, gpu: str, models: dict[str, CacheConfig]
 ) -> None:
@@ -41,18 +53,8 @@ def write_page(
         "gpus": GPU_BYTES,
         "tails": {name: dtype.itemsize for name, dtype in TAIL_DTYPES.items()},
         "constants": {
-            "scratchLimit": index_scratch.SCRATCH_LIMIT,
-            "denseLimit": index_scratch.DENSE_LIMIT,
-            "denseHeads": index_scratch.DENSE_HEADS,
-            "denseWorks": index_scratch.DENSE_WORKS,
-            "wholeEntries": index_scratch.WHOLE_ENTRIES,
-            "narrowEntries": index_scratch.NARROW_ENTRIES,
-            "group": index_scratch.GROUP,
-            "minHeads": index_scratch.MIN_HEADS,
-            "queryBytes": index_scratch.QUERY_BYTES,
-            "headBlock": HEAD_BLOCK,
-            "splitPrograms": SPLIT_PROGRAMS,
-            "byteAlign": BYTE_ALIGN,
+            **{_camel_case(name): getattr(index_scratch, name) for name in SCRATCH_CONSTANTS},
+            "headBlock": HEAD_BLOCK, "splitPrograms": SPLIT_PROGRAMS, "byteAlign": BYTE_ALIGN,
         },
         "limits": {control: LIMITS[name][1] for control, name in LIMITED.items()}
         | {"drafts": MAX_DRAFTS},
@@ -62,7 +64,7 @@ def write_page(
         ],
         "labels": {name: component_label(name) for name in plan.memory},
         "choice": _choice(plan, model=model, gpu=gpu),
-    }
+    }  # fmt: skip
     path.write_text(_fill(json.dumps(data)), encoding="utf-8")
 
 
@@ -80,32 +82,24 @@ def _fill(data: str) -> str:
     return page
 
 
-def _dense_formats(config: CacheConfig) -> list[str]:
-    """Return the row formats that attention of chunks may make dense, of enough heads."""
-    sizes = {"head_dim": config.head_dim, "rope_dim": config.rope_dim}
-    heads = index_scratch.DENSE_HEADS
-    return [n for n in KV_FORMATS if index_scratch.has_dense_rows(n, **sizes, num_heads=heads)]
+def _camel_case(name: str) -> str:
+    first, *others = name.lower().split("_")
+    return "".join((first, *(word.capitalize() for word in others)))
 
 
 def _model(config: CacheConfig) -> dict[str, Any]:
     num_main = config.num_layers - config.num_mtp_layers
     main = replace(config, compress_ratios=config.compress_ratios[:num_main], num_mtp_layers=0)
+    sizes = {"head_dim": config.head_dim, "rope_dim": config.rope_dim,
+             "num_heads": index_scratch.DENSE_HEADS}  # fmt: skip
     return {
-        "headDim": config.head_dim,
-        "ropeDim": config.rope_dim,
-        "window": config.sliding_window,
-        "heads": config.num_query_heads,
-        "indexHeads": config.index_num_heads,
-        "indexDim": config.index_head_dim,
-        "topk": config.index_topk,
-        "maxPosition": config.max_position,
-        "kvRows": row_bytes(config, "kv_format"),
-        "denseFormats": _dense_formats(config),
-        "indexRows": row_bytes(config, "index_format"),
+        **{name: getattr(config, field) for name, field in MODEL_FIELDS.items()},
+        "kvRows": row_bytes(config, "kv_format"), "indexRows": row_bytes(config, "index_format"),
+        # Rows that attention of chunks may make dense, of enough heads.
+        "denseFormats": [n for n in KV_FORMATS if index_scratch.has_dense_rows(n, **sizes)],
         "hasMtp": config.num_mtp_layers > 0,
-        "withMtp": _layers(config),
-        "withoutMtp": _layers(main),
-    }
+        "withMtp": _layers(config), "withoutMtp": _layers(main),
+    }  # fmt: skip
 
 
 def _layers(config: CacheConfig) -> dict[str, int]:
@@ -118,22 +112,13 @@ def _choice(plan: MemoryPlan, *, model: str, gpu: str) -> dict[str, Any]:
     config = plan.config
     name = gpu.strip().lower()
     return {
-        "model": model,
-        "context": short_tokens(plan.context_tokens),
+        "model": model, "context": short_tokens(plan.context_tokens),
         "requests": str(plan.num_requests),
-        "kv": config.kv_format,
-        "index": config.index_format,
-        "tails": config.tail_dtype,
-        "gpu": name if name in GPU_BYTES else "other",
-        "size": short_bytes(plan.gpu_bytes),
-        "weights": short_bytes(plan.weights_bytes),
-        "ranks": str(plan.num_ranks),
-        "reserve": short_bytes(plan.reserved_bytes),
-        "block": config.block_tokens,
-        "align": config.page_align,
-        "drafts": str(config.drafts_per_step),
-        "chunk": short_tokens(plan.max_forward_tokens),
-        "checkpoints": str(plan.num_checkpoints),
-        "undo": str(plan.undo_slots),
+        "kv": config.kv_format, "index": config.index_format, "tails": config.tail_dtype,
+        "gpu": name if name in GPU_BYTES else "other", "size": short_bytes(plan.gpu_bytes),
+        "weights": short_bytes(plan.weights_bytes), "reserve": short_bytes(plan.reserved_bytes),
+        "ranks": str(plan.num_ranks), "block": config.block_tokens, "align": config.page_align,
+        "drafts": str(config.drafts_per_step), "chunk": short_tokens(plan.max_forward_tokens),
+        "checkpoints": str(plan.num_checkpoints), "undo": str(plan.undo_slots),
         "mtp": config.num_mtp_layers > 0,
-    }
+    }  # fmt: skip

@@ -10,27 +10,19 @@ from dsv4.tools.planner.sizes import short_tokens
 NUM_POINTS = 65
 GIB = 2**30
 COLORS = {
-    "weights": "#8c8c8c",
-    "reserved": "#bdbdbd",
-    "shared": "#6b4c9a",
-    "fixed state": "#d95f02",
-    "HCA entries": "#e6ab02",
-    "index keys": "#1b9e77",
-    "CSA entries": "#3573b1",
-}
+    "weights": "#8c8c8c", "reserved": "#bdbdbd", "shared": "#6b4c9a", "fixed state": "#d95f02",
+    "HCA entries": "#e6ab02", "index keys": "#1b9e77", "CSA entries": "#3573b1",
+}  # fmt: skip
 
 
 def component_groups(plan: MemoryPlan) -> dict[str, list[str]]:
     """List the components of each group of the stack, from the bottom."""
     return {
-        "weights": ["weights"],
-        "reserved": ["reserved"],
+        "weights": ["weights"], "reserved": ["reserved"],
         "shared": [name for name in plan.shared() if name != "undo_slots"],
-        "fixed state": [*REQUEST_COMPONENTS, "undo_slots"],
-        "HCA entries": ["hca_entries"],
-        "index keys": ["index_keys"],
-        "CSA entries": ["csa_entries", "block_padding"],
-    }
+        "fixed state": [*REQUEST_COMPONENTS, "undo_slots"], "HCA entries": ["hca_entries"],
+        "index keys": ["index_keys"], "CSA entries": ["csa_entries", "block_padding"],
+    }  # fmt: skip
 
 
 def stack(plan: MemoryPlan, contexts: list[int]) -> dict[str, list[int]]:
@@ -55,13 +47,9 @@ def plot_plan(plan: MemoryPlan, path: Path, *, title: str) -> None:
     series = stack(plan, contexts)
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
-    axes.stackplot(
-        contexts,
-        [[size / GIB for size in sizes] for sizes in series.values()],
-        labels=list(series),
-        colors=[COLORS[name] for name in series],
-        linewidth=0,
-    )
+    heights = [[size / GIB for size in sizes] for sizes in series.values()]
+    colors = [COLORS[name] for name in series]
+    axes.stackplot(contexts, heights, labels=list(series), colors=colors, linewidth=0)
     limit = plan.gpu_bytes / GIB
     axes.axhline(limit, color="black", linewidth=1.2, label=f"GPU: {limit:,.1f} GiB")
     axes.axvline(

@@ -15,16 +15,9 @@ _BYTE_UNITS = _DECIMAL_UNITS | _BINARY_UNITS
 GB = 10**9
 # As marketed, in units of 10^9 bytes. A driver reports up to 7 % more.
 GPU_BYTES: dict[str, int] = {
-    "a100-40gb": 40 * GB,
-    "a100": 80 * GB,
-    "h100": 80 * GB,
-    "h20": 96 * GB,
-    "h200": 141 * GB,
-    "b200": 180 * GB,
-    "b300": 288 * GB,
-    "l40s": 48 * GB,
-    "rtx-pro-6000": 96 * GB,
-}
+    "a100-40gb": 40 * GB, "a100": 80 * GB, "h100": 80 * GB, "h20": 96 * GB, "h200": 141 * GB,
+    "b200": 180 * GB, "b300": 288 * GB, "l40s": 48 * GB, "rtx-pro-6000": 96 * GB,
+}  # fmt: skip
 
 
 def parse_tokens(text: str) -> int:
