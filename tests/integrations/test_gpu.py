@@ -11,8 +11,7 @@ from dsv4.integrations.transformers import attach, detach
 from dsv4.model.random_hf import random_hf_model
 from dsv4.tools.bench import transformers as bench
 from dsv4.tools.bench.transformers import FLASH_WIDTHS, Sizes
-from dsv4.tools.demo.run import run_demo
-from dsv4.tools.demo.subject import random_subject
+from dsv4.tools.demo.run import random_subject, run_demo
 from tests.integrations.generation import (
     GREEDY,
     alone,

@@ -10,9 +10,8 @@ from rich.text import Text
 
 from dsv4.tools.console import make_table, working
 from dsv4.tools.demo.memory_run import run_memory
-from dsv4.tools.demo.run import run_demo
+from dsv4.tools.demo.run import load_subject, random_subject, run_demo
 from dsv4.tools.demo.serve_run import run_served
-from dsv4.tools.demo.subject import load_subject, random_subject
 
 STEPS_PER_LINE = 12
 SHOWN_CHARACTERS = 60

@@ -6,9 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dsv4.cache.manager import KVCacheManager
-from dsv4.cache.prepare_forward import prepare_forward
-from dsv4.config import CacheConfig
+from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import IndexFormatName, KVFormatName
 from dsv4.testing import model_projections, model_weights, take_rows
 from dsv4.tools.inspector.selections import RUN_FILES, SelectionRecorder

@@ -10,15 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from dsv4.integrations.transformers import PagedCache
-from dsv4.model.memory_book import (
-    TODAY,
-    VOCABULARY,
-    Book,
-    Question,
-    text_of,
-    write_book,
-    write_draft,
-)
+from dsv4.model import memory_book
+from dsv4.model.memory_book import TODAY, VOCABULARY, Book, Question, text_of, write_book
 from dsv4.model.memory_hf import FLASH_WIDTHS, memory_hf_model
 from dsv4.tools.bench.timing import time_to_end
 from dsv4.tools.demo.ask import Answer, ask, count_right, open_cache, read_book
@@ -80,17 +73,11 @@ def describe(
     line = book.ids.tolist().index(TODAY)
     num_right = {*(run["right"] for run in runs.values()), *after.values()}
     return {
-        "demo": "memory",
-        "device": device,
-        "tokens": len(book.ids),
+        "demo": "memory", "device": device, "tokens": len(book.ids),
         "text": [text_of(book.ids[:12]), text_of(book.ids[line : line + 9])],
-        "questions": len(questions),
-        "shown": shown,
-        "runs": runs,
-        "after": after,
-        "same_ids": is_same,
-        "ok": is_same is not False and num_right == {len(questions)},
-    }
+        "questions": len(questions), "shown": shown, "runs": runs, "after": after,
+        "same_ids": is_same, "ok": is_same is not False and num_right == {len(questions)},
+    }  # fmt: skip
 
 
 def _run(
@@ -124,7 +111,7 @@ def ask_after_moves(
         cache.batch_select_indices(torch.tensor([1]))
 
     def reject() -> None:
-        draft = torch.tensor(write_draft(questions[-1], cache.get_seq_length()))
+        draft = torch.tensor(memory_book.write_draft(questions[-1], cache.get_seq_length()))
         read_book(model, cache, draft)  # a name that the book lacks: left in, it is known
         cache.crop(-len(draft))
 

@@ -4,24 +4,62 @@ transformers runs the prompts one after the other, because its cache is wrong on
 The result shows how wrong.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dsv4.checks import check_int
+from dsv4.checks import check_checkpoint, check_int
 from dsv4.integrations.transformers import PagedCache, attach
+from dsv4.model.random_hf import random_hf_model
 from dsv4.tools.bench.timing import time_to_end
-from dsv4.tools.demo.subject import Subject
 from dsv4.tools.transformers_cache import transformers_cache_bytes
 
 EXACT_TOLERANCE = 1e-4  # of the largest logit, for fp32 rows
 TAILS = ("csa_tails", "index_tails", "hca_tails")
 ROWS = ("csa_entries", "index_keys", "hca_entries", "window")
 MAX_FORWARD_TOKENS = 8192
+PROMPT_LENGTHS = (300, 130, 37, 5)
+RANDOM_MODEL = {
+    "hidden_size": 128, "num_attention_heads": 8, "compress_ratios": [0, 4, 128, 4],
+    "index_topk": 24, "initializer_range": 0.12,
+}  # fmt: skip
+DEFAULT_PROMPTS = ("The quick brown fox", "Once upon a time, in a land far away, there lived")
 Run = dict[str, Any]  # ids and logits of each prompt, memory, speed
+
+
+class Subject(NamedTuple):
+    """A model in eval mode, token ids `[num_tokens]` of each prompt, and a way to print new ids."""
+
+    name: str
+    model: Any
+    prompts: list[Tensor]
+    decode: Callable[[Tensor], str]
+
+
+def random_subject(*, seed: int, device: str) -> Subject:
+    """Make a model of transformers' class with random weights, and random prompts."""
+    check_int("seed", seed, at_least=0, at_most=2**62)
+    model = random_hf_model(seed=seed, **RANDOM_MODEL).to(device)
+    generator, size = torch.Generator().manual_seed(seed + 1), model.config.vocab_size
+    prompts = [torch.randint(1, size, (n,), generator=generator) for n in PROMPT_LENGTHS]
+    on_device = [prompt.to(device) for prompt in prompts]
+    return Subject("random weights", model, on_device, lambda ids: " ".join(map(str, ids.tolist())))
+
+
+def load_subject(path: str, texts: Sequence[str], *, device: str) -> Subject:
+    """Load a checkpoint folder in its stored dtype."""
+    check_checkpoint(path)
+    from transformers import AutoTokenizer, DeepseekV4ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model: Any = DeepseekV4ForCausalLM.from_pretrained(path, dtype="auto")
+    ids = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts or DEFAULT_PROMPTS]
+    prompts = [each.to(device) for each in ids]
+    return Subject(path, model.to(device).eval(), prompts, lambda new: str(tokenizer.decode(new)))
 
 
 def run_demo(
@@ -47,14 +85,10 @@ def run_demo(
     errors = _errors(exact, alone), _errors(chosen, alone)
     is_equal = all(first is None for first in firsts["fp32"]) and max(errors[0]) <= EXACT_TOLERANCE
     return {
-        "demo": "generate",
-        "model": subject.name,
-        "device": str(subject.model.device),
+        "demo": "generate", "model": subject.name, "device": str(subject.model.device),
         "dtype": str(subject.model.dtype).removeprefix("torch."),
-        "prompts": [len(prompt) for prompt in subject.prompts],
-        "new_tokens": num_new,
-        "kv_format": kv_format,
-        "index_format": index_format,
+        "prompts": [len(prompt) for prompt in subject.prompts], "new_tokens": num_new,
+        "kv_format": kv_format, "index_format": index_format,
         "texts": [subject.decode(ids) for ids in alone["ids"]],
         "texts_of_formats": [subject.decode(ids) for ids in chosen["ids"]],
         "first_difference": firsts,
@@ -64,7 +98,7 @@ def run_demo(
             name: run["speed"] for name, run in (runs | {"transformers_alone": alone}).items()
         },
         "ok": is_equal or subject.model.dtype != torch.float32,
-    }
+    }  # fmt: skip
 
 
 def _warm_up(subject: Subject, **cache: PagedCache) -> None:
