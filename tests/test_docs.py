@@ -105,6 +105,11 @@ def test_commands_print_what_the_page_shows(command, output, run, capsys, monkey
         assert printed == output
     for name in re.findall(r"--(?:plot|html|heatmap) (\S+)", command):
         assert (tmp_path / name).stat().st_size > 0
+    for name in re.findall(r"--plot (\S+)", command):  # of arithmetic alone, so the same everywhere
+        from matplotlib.image import imread
+
+        drawn, shown = imread(tmp_path / name), imread(ROOT / "docs" / name)
+        assert drawn.shape == shown.shape and (drawn == shown).all()
 
 
 @pytest.mark.parametrize("page", PAGES)
