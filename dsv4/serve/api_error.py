@@ -19,9 +19,8 @@ class ApiError(Exception):
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
-        # A client's text may hold half a surrogate pair, which UTF-8 has no bytes for.
-        super().__init__(message.encode("utf-8", "replace").decode())
-        self.status, self.param, self.code = status, param, code
+        super().__init__(_encodable(message))
+        self.status, self.param, self.code = status, param and _encodable(param), code
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object that tells a client of it."""
@@ -38,3 +37,8 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         headers = {"Retry-After": "1"} if self.status == 429 else None
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+def _encodable(text: str) -> str:
+    """Replace halves of surrogate pairs, for which UTF-8 has no bytes: a client may send them."""
+    return text.encode("utf-8", "replace").decode()

@@ -60,7 +60,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def no_object(request: Request, error: RequestValidationError) -> Response:
-        return ApiError("Invalid body: expected a JSON object").response()
+        needs = "a JSON object, and the header Content-Type: application/json"
+        return ApiError(f"Invalid body: expected {needs}").response()
 
     @app.exception_handler(HTTPException)
     async def by_status(request: Request, error: HTTPException) -> Response:

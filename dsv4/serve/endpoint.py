@@ -162,7 +162,7 @@ def _check_parts(messages: list[dict[str, Any]], param: str) -> None:
         raise ApiError(f"Invalid {param}: expected at least one message", param=param)
     for message in messages:
         content = message.get("content")
-        if not isinstance(message["role"], str) or not isinstance(content, str | list | None):
+        if not isinstance(message.get("role"), str) or not isinstance(content, str | list | None):
             raise TypeError("expected a role and a content that is a text or a list of parts")
         for part in content if isinstance(content, list) else []:
             if part["type"] not in TEXT_PARTS or not isinstance(part["text"], str):

@@ -54,6 +54,7 @@ def post(server, path, content, **headers):
         ({"model": None}, 400, "model"),
         ({"model": 3}, 400, "model"),
         ({"unheard_of": 1}, 400, "unheard_of"),
+        ({"half a pair \ud800": 1}, 400, "half a pair ?"),
         ({"temperature": -0.1}, 400, "temperature"),
         ({"temperature": float("nan")}, 400, "temperature"),
         ({"temperature": "1"}, 400, "temperature"),
@@ -132,7 +133,12 @@ def test_what_is_no_json_object(server, content):
 
 def test_another_content_type(server):
     reply = post(server, "/v1/completions", TEXT, **{"content-type": "text/plain"})
-    check_error(reply, 400)
+    assert "Content-Type: application/json" in check_error(reply, 400)["message"]
+
+
+def test_a_message_without_a_role(server):
+    reply = post(server, "/v1/chat/completions", CHAT | {"messages": [{"content": "a"}]})
+    assert "expected a role" in check_error(reply, 400)["message"]
 
 
 def test_large_bodies(server):
