@@ -93,7 +93,7 @@ class FakeEngine:
     def snapshot(self):
         stats = CacheStats(
             num_free_blocks=5, num_request_blocks=2, num_swapped_blocks=1, num_hit_tokens=60,
-            num_host_hit_tokens=50, num_disk_tokens=20,
+            num_host_hit_tokens=50, num_disk_tokens=20, num_lookups=3, num_asked_tokens=130,
         )  # fmt: skip
         requests = [RequestState(name, 0, "decode", 3, 4, 2) for name in list(self.open)]
         memory = {"csa_kv": ComponentBytes(900, 1024), "swa": ComponentBytes(10, 2048)}

@@ -64,7 +64,7 @@ def test_the_page_shows_the_engine(driver, width):
         stats = {"requests": 2, "prefix cache": 0, "swapped requests": 1, "free": 5}
         assert shown["blocks"] == stats
         assert shown["memory"] == {"csa_kv": 1024, "swa": 2048}
-        assert shown["hits"] == {"device": 10, "host": 30, "disk": 20, "computed": 40}
+        assert shown["hits"] == {"device": 10, "host": 30, "disk": 20, "computed": 70}
         assert not shown["isTooWide"]
         server.engine.num_steps += 1000
         rate = "steps a second"
