@@ -78,6 +78,15 @@ def test_repeat_and_select(model, cache):
     assert len(cache.manager.is_open.nonzero()[0]) == 3
 
 
+@pytest.mark.parametrize("rows", [[0.5], [1.0], [2], [-3], [True], [True, False, True]])
+def test_rows_that_are_none_change_nothing(model, cache, rows):
+    feed(model, cache, prompts(2, 130, 7))
+    with pytest.raises(ValueError, match=r"Invalid (rows|mask): expected"):
+        cache.batch_select_indices(torch.tensor(rows))
+    assert cache.lengths == [130, 7] and cache.manager.open_slots == [0, 1]
+    cache.reset()
+
+
 def test_rows_that_there_is_no_room_for(model):
     texts = prompts(3, 200, 130)
     with poisoned(model, max_requests=3, num_blocks=3) as cache:

@@ -441,6 +441,10 @@ class PagedCache(AttachedCache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows of the batch that indices, or a mask, select."""
         if indices.dtype == torch.bool:
+            if indices.shape != (len(self._slots),):
+                raise ValueError(
+                    f"Invalid mask: expected [{len(self._slots)}], got {list(indices.shape)}"
+                )
             indices = indices.nonzero()[:, 0]
         self._select_rows(indices.tolist())
 
@@ -449,7 +453,7 @@ class PagedCache(AttachedCache):
         rows = [row + batch if row < 0 else row for row in rows]
         if rows == list(range(batch)):
             return
-        if any(not 0 <= row < batch for row in rows):
+        if any(type(row) is not int or not 0 <= row < batch for row in rows):
             raise ValueError(f"Invalid rows: expected 0 to {batch - 1}, got {rows}")
         self._check_room(len(rows))
         copied = [self._slots[row] for number, row in enumerate(rows) if row in rows[:number]]
