@@ -14,7 +14,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="a checkpoint's folder, or its name on the hub")
     add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one")
     add("--name", help="the model's name for clients; by default MODEL")
     add("--api-key", default=os.environ.get("DSV4_API_KEY"),
         help="the key that clients must send; by default $DSV4_API_KEY")  # fmt: skip
@@ -44,3 +44,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--drafts", type=int, default=0, help="tokens that a step may draft (%(default)s)")
     add("--device", default=None, help="cpu, cuda or cuda:N; by default cuda where there is one")
     add("--dtype", default="auto", help="float32 or bfloat16; by default the checkpoint's")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 65535, got {text!r}")
+    return int(text)

@@ -41,6 +41,13 @@ def test_loopback_unless_told(monkeypatch):
     assert options.max_body == 8 << 20
 
 
+@pytest.mark.parametrize("port", ["-1", "65536", "99999999999", "http", "²"])
+def test_a_port_that_is_none_is_refused(capsys, port):
+    with pytest.raises(SystemExit):
+        main(["serve", "folder", f"--port={port}"])
+    assert "expected a whole number from 0 to 65535, got" in capsys.readouterr().err
+
+
 def test_an_empty_key_is_refused(capsys):
     assert main(["serve", "folder", "--api-key", ""]) == 1
     assert "expected a key, got an empty one" in capsys.readouterr().err
