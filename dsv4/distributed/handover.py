@@ -27,6 +27,7 @@ from torch import Tensor
 from dsv4.cache.incoming import IncomingRequest
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.arrays import IntArray
+from dsv4.cache.memory.device_rows import copy_bytes
 from dsv4.cache.saved_request import SavedRequest, check_request
 from dsv4.distributed.channel import Channel, Region, RegionRows, Steps, load_xxh3
 from dsv4.distributed.transport import DEADLINE_SECONDS, Transport
@@ -450,7 +451,7 @@ class Receiver(_Driver):
             if region.kind == "blocks":
                 manager.write_incoming(incoming, first, rows)
             else:
-                (slot if region.kind == "slot" else ids)[first : first + count].copy_(rows)
+                copy_bytes((slot if region.kind == "slot" else ids)[first : first + count], rows)
 
         def find(first: int, count: int) -> Tensor | None:
             manager.check_incoming(incoming)
@@ -524,6 +525,6 @@ def _tensor_rows(rows: Tensor, offset: int, *, in_place: bool) -> RegionRows:
         return rows[first - offset : first - offset + count]
 
     def read(first: int, count: int, into: Tensor) -> None:
-        into.copy_(find(first, count))
+        copy_bytes(into, find(first, count))
 
     return RegionRows(read, find) if in_place and rows.is_cpu else RegionRows(read)
