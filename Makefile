@@ -10,8 +10,8 @@ MODEL_TESTS := tests/test_docs.py tests/test_readme.py tests/tools/test_cli.py t
 OTHER_CPU := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE \
 	TEST_THREADS=2 OMP_WAIT_POLICY=passive
 
-# mlx-lm, in a folder of its own.
-MLX := PYTHONPATH=$(VENV)/mlx
+# What some tests compare with or run on, in folders of their own.
+OPTIONAL := PYTHONPATH=$(VENV)/mlx:$(VENV)/engines
 
 # Which larger sets `make slow` runs.
 SLOW ?= slow
@@ -32,17 +32,17 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict dsv4
 
-unit: $(VENV)/.mlx
-	$(MLX) $(PYTEST) --durations=10
+unit: $(VENV)/.mlx $(VENV)/.engines
+	$(OPTIONAL) $(PYTEST) --durations=10
 
 oldest: $(VENV)/.oldest
 	PYTHONPATH=$(VENV)/oldest $(PYTEST) tests/model tests/integrations tests/test_config.py
 
-slow: $(VENV)/.installed
-	$(PYTEST) -m "$(SLOW)" --durations=10
+slow: $(VENV)/.engines
+	$(OPTIONAL) $(PYTEST) -m "$(SLOW)" --durations=10
 
 othercpu: $(VENV)/.mlx
-	$(MLX) $(OTHER_CPU) $(PYTEST) $(MODEL_TESTS)
+	$(OPTIONAL) $(OTHER_CPU) $(PYTEST) $(MODEL_TESTS)
 
 # Arguments of a part go into GPU_TESTS, as in make gpu GPU_TESTS="--minutes 4".
 gpu:
@@ -77,10 +77,10 @@ $(VENV)/.oldest: $(VENV)/.installed requirements-oldest.txt
 	touch $@
 
 # Without wheels for this machine its tests are skipped, and the next run tries again.
-$(VENV)/.mlx: $(VENV)/.installed requirements-mlx.txt
-	rm -rf $(VENV)/mlx
-	$(BIN)/$(INSTALL) --target $(VENV)/mlx -r requirements-mlx.txt && touch $@ \
-		|| echo "mlx-lm could not be installed: tests/model/test_v41_mlx.py is skipped"
+$(VENV)/.mlx $(VENV)/.engines: $(VENV)/.%: requirements-%.txt $(VENV)/.installed
+	rm -rf $(VENV)/$*
+	$(BIN)/$(INSTALL) --target $(VENV)/$* -r $< && touch $@ \
+		|| echo "$< could not be installed: tests that need it are skipped"
 
 $(VENV)-docs/.installed: requirements-docs.txt
 	$(PYTHON) -m venv $(VENV)-docs
