@@ -6,6 +6,7 @@ keys, and attends its own share of the entries. The ranks exchange candidates an
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +37,8 @@ def rank_config(
     config: CacheConfig,
     group: Any,
     *,
-    backends: tuple[str | None, ...],
-    store: PrefixStore | None,
+    backends: tuple[str | None, ...] = (),
+    store: PrefixStore | None = None,
 ) -> CacheConfig:
     """Return the config of this rank; refuse what a split context does not have."""
     if not hasattr(group, "allgather"):
@@ -71,7 +72,8 @@ class SplitContext:
         self, capacity: Capacity, memory: DeviceMemory, group: Any, *choices: object
     ) -> None:
         block_table = memory.block_table
-        self._config, self._memory, self._group = capacity.config, memory, group
+        self._capacity, self._config = capacity, capacity.config
+        self._memory, self._group = memory, group
         find = getattr(group, "_get_backend", lambda device: group)  # a group has some by device
         self._is_staged = block_table.is_cuda and find(block_table.device).name() == "gloo"
         self.can_capture = block_table.is_cuda and not self._is_staged
@@ -79,7 +81,7 @@ class SplitContext:
         self._place = [0, 0, 0]  # forwards, the last one's digest and exchanges
         # The current plan's tokens: as they see the rank's own entries, by ratio; as they attend.
         self._own_tokens: dict[int, TokenMap] = {}
-        self._attending: TokenMap | None = None
+        self.attending: TokenMap | None = None
         self._has_rows = False
         sizes = repr((replace(capacity, config=capacity.config.whole), *choices))
         digest = torch.frombuffer(
@@ -104,7 +106,7 @@ class SplitContext:
         if self._config.rank > 0:  # a token before the first sees no window
             nowhere = torch.full_like(tokens.positions, -1)
             tokens = tokens._replace(positions=nowhere, chunk_ids=tokens.chunk_ids[:0])
-        self._attending = tokens
+        self.attending = tokens
         self._has_rows = False
         digest = 0 if self.can_capture else _digest(plan, block_table, self._config)
         self._place = [self._place[0] + 1, digest, 0]
@@ -140,14 +142,18 @@ class SplitContext:
                 block_scores=largest if most_blocks else None,
             )  # fmt: skip
             mine = [_pairs(self._number(chosen.entry_idx, size), scores)[:, :most]]
+            best, blocks = counts.new_empty(len(query), topk), chosen.blocks
             if most_blocks:
-                blocks = self._number(chosen.blocks, size // per_block)
-                largest = torch.where(blocks == num_blocks[:, None] - 1, torch.inf, largest)
-                mine.append(_pairs(blocks, largest)[:, : -(-most // per_block)])
-            of_all = self._gather(torch.cat(mine, 1)).split([each.shape[1] for each in mine], 2)
-            best, blocks = _merge(of_all[0], num_listed, topk), chosen.blocks
-            if most_blocks:  # the newest is infinite
-                blocks = _merge(of_all[1], num_blocks, most_blocks).int()
+                numbers = self._number(chosen.blocks, size // per_block)
+                largest = torch.where(numbers == num_blocks[:, None] - 1, torch.inf, largest)
+                mine.append(_pairs(numbers, largest)[:, : -(-most // per_block)])
+                blocks = torch.empty_like(chosen.blocks)
+            widths = [each.shape[1] for each in mine]
+            for part in _joined_tokens(len(query)):
+                of_all = self._gather(torch.cat([each[part] for each in mine], 1)).split(widths, 2)
+                best[part] = _merge(of_all[0], num_listed[part], topk)
+                if most_blocks:  # the newest is infinite
+                    blocks[part] = _merge(of_all[1], num_blocks[part], most_blocks)
             slots = addressing.token_slots(tokens)[:, None]
             rows = addressing.entry_rows(tokens.block_table, slots, best, size)
         return Selection(best.int(), rows, (best >= 0).sum(dim=1).int(), blocks)
@@ -158,11 +164,16 @@ class SplitContext:
         batch_invariant: bool, backend: str,
     ) -> AttentionResult:  # fmt: skip
         """Attend the window on rank 0, each entry on its rank, and join the results."""
-        tokens, is_alone = plan.tokens, max_entries == 0
-        if not is_alone:
-            tokens, ratio = existing(self._attending), memory.layout.ratio
-            max_entries = self._most_entries(plan, ratio)
-            selected_rows = self._rows(plan, ratio) if selected_rows is None else selected_rows
+        tokens, ratio = plan.tokens, memory.layout.ratio
+        is_alone = not ratio or (not max_entries and not batch_invariant)
+        if is_alone:
+            memory, selected_rows = memory.window_alone, None
+        else:
+            tokens, max_entries = existing(self.attending), self._most_entries(plan, ratio)
+            if batch_invariant:  # the same splits and the same joins in any batch
+                max_entries = self._capacity.most_entries(ratio)
+            if selected_rows is None:
+                selected_rows = self._rows(ratio, max_entries)
         part = ops.attend(
             query, sinks if is_alone else None, memory, selected_rows, tokens,
             max_entries=max_entries, is_query_raw=is_query_raw, batch_invariant=batch_invariant,
@@ -170,15 +181,15 @@ class SplitContext:
         )  # fmt: skip
         if is_alone:
             return part
-        for first in range(0, len(query), JOINED_AT_ONCE):
-            output, lse = (each[first : first + JOINED_AT_ONCE] for each in part)
+        for joined in _joined_tokens(len(query)):
+            output, lse = (each[joined] for each in part)
             bits = lse[:, :, None].view(query.dtype)
             parts = self._gather(torch.cat((output, bits), dim=2))
             outputs, of_all = parts.split([query.shape[2], bits.shape[2]], dim=3)
             lses = of_all.contiguous().view(torch.float32).squeeze(-1)
-            joined = _join(outputs, lses, sinks)
-            output.copy_(joined.output)
-            lse.copy_(joined.lse)
+            whole = _join(outputs, lses, sinks)
+            output.copy_(whole.output)
+            lse.copy_(whole.lse)
         return part
 
     def _most_entries(self, plan: ForwardPlan, ratio: int) -> int:
@@ -206,12 +217,12 @@ class SplitContext:
         own = torch.where(is_own, own, NO_ENTRY).sort(dim=1).values
         return torch.where(own < NO_ENTRY, own, -1).int()
 
-    def _rows(self, plan: ForwardPlan, ratio: int) -> Tensor:
+    def _rows(self, ratio: int, most: int) -> Tensor:
         """Flat rows `[num_tokens, most]` of all own entries that each token sees; then -1.
 
         The first layer that attends them lists them.
         """
-        own, most = self._own_tokens[ratio], self._most_entries(plan, ratio)
+        own = self._own_tokens[ratio]
         rows = self._memory.context_rows[: len(own.positions) * most].view(-1, most)
         if not self._has_rows:
             entry = torch.arange(most, device=rows.device)
@@ -278,6 +289,12 @@ def own_tokens(tokens: TokenMap, config: CacheConfig, ratio: int) -> TokenMap:
         positions=count((tokens.positions + 1) // ratio) * ratio - 1,
         positions_after=count(tokens.positions_after // ratio) * ratio,
     )
+
+
+def _joined_tokens(num_tokens: int) -> Iterator[slice]:
+    """Cut tokens into those whose parts of all ranks are held at once."""
+    for first in range(0, num_tokens, JOINED_AT_ONCE):
+        yield slice(first, first + JOINED_AT_ONCE)
 
 
 def _pairs(numbers: Tensor, scores: Tensor) -> Tensor:

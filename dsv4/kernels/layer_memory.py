@@ -205,6 +205,11 @@ class LayerMemory(LayerStorages):
         return self.layout.cut_entries(self.blocks)
 
     @cached_property
+    def window_alone(self) -> "LayerMemory":
+        """The same memory as one without entries, to attend the window alone."""
+        return self._replace(layout=replace(self.layout, entries_offset=-1))
+
+    @cached_property
     def index_keys(self) -> PagedRows | None:
         """Pages of index keys; None unless CSA."""
         return self.layout.cut_index_keys(self.blocks)

@@ -414,6 +414,33 @@ def serve(rank, group):
     return [request.ids for request in requests]
 
 
+def answer(rank, group):
+    """What `generate` and the engine say with an attached model, and the blocks of its cache."""
+    from dsv4.engine import Engine, SamplingParams
+    from dsv4.integrations.transformers import PackedModel, attach
+    from dsv4.model.random_hf import random_hf_model
+
+    model, said = random_hf_model(seed=0), {}
+    cache = attach(
+        model, max_requests=3, max_tokens=500, block_tokens=128, kv_format="fp32",
+        index_format="fp32", max_forward_tokens=64, drafts_per_step=3, process_group=group,
+    )  # fmt: skip
+    text = torch.arange(290)[None] % 120 + 5
+    new = model.generate(text, past_key_values=cache, do_sample=False, max_new_tokens=6)
+    said["generate"] = new[0, 290:].tolist()
+    cache.reset()
+    engine = Engine(PackedModel(model, cache), cache.manager, num_drafts=3)
+    for prompt in (text[0].tolist(), [*range(5, 12)], text[0, :140].tolist()):
+        name = engine.submit(
+            prompt, SamplingParams(temperature=0, max_new_tokens=6),
+            lambda output: said[output.request_id].extend(output.token_ids),
+        )  # fmt: skip
+        said[name] = []
+    while engine.step():
+        pass
+    return list(said.values()), cache.manager.capacity.num_blocks
+
+
 class Dying:
     """A group whose process dies, or stops, at one of its exchanges."""
 

@@ -16,6 +16,7 @@ from dsv4.testing import Row, model_projections, model_weights
 from dsv4.tools.planner.memory_plan import MemoryPlan
 from tests.cache.life import run_layers
 from tests.distributed import ranks
+from tests.distributed.local import Group
 from tests.v41 import tiny_v41
 
 SHORT_FORWARDS = ((70, 20), (9, 40), (3, 3), (1, 1), (1, 0))
@@ -38,6 +39,13 @@ def test_the_ranks_equal_one(num_ranks, call):
 def test_an_engine_serves_from_two_ranks():
     expected = ranks.serve(0, None)
     assert ranks.run_ranks(2, ranks.serve) == [expected, expected]
+
+
+def test_an_attached_model_answers_from_two_ranks():
+    """A rank has half of the blocks, each of twice the tokens."""
+    said, num_blocks = ranks.answer(0, None)
+    assert num_blocks == 3 * 4
+    assert ranks.run_ranks(2, ranks.answer) == [(said, num_blocks // 2)] * 2
 
 
 V4_ROWS = {"head_dim": 512, "rope_dim": 64, "num_query_heads": 64, "index_num_heads": 64,
@@ -233,24 +241,6 @@ def test_ranks_of_other_choices_are_refused(choices):
     ranks.run_ranks(2, ranks.choose_apart, choices)
 
 
-class Group:
-    """A group of ranks that exchanges nothing."""
-
-    def __init__(self, rank=0, size=2):
-        self.rank, self.size = (lambda: rank), (lambda: size)
-
-    def name(self):
-        return "none"
-
-    def allgather(self, outputs, inputs):
-        for each in outputs[0]:
-            each.copy_(inputs[0])
-        return self
-
-    def wait(self):
-        pass
-
-
 @pytest.mark.parametrize(
     ("problem", "choices"),
     [("backend 'flashmla'", {"attention_backend": "flashmla"}),
@@ -269,6 +259,22 @@ def test_warm_up_of_a_rank():
     manager = KVCacheManager(config, max_requests=1, num_blocks=130, max_forward_tokens=1,
                              process_group=Group(1), backend="triton")  # fmt: skip
     warm_up(manager, model_weights(config, seed=0))
+
+
+def test_a_short_request_has_the_same_bits_beside_a_long_one():
+    """Also on a rank, where results are joined for the long one alone."""
+    config = ranks.small_config(compress_ratios=(128,))
+    weights, outputs = model_weights(config, seed=0), []
+    tokens = model_projections(config, 130, seed=1)
+    for others in (0, 1):
+        manager = KVCacheManager(
+            config, max_requests=2, num_blocks=4, process_group=Group(), backend="triton",
+            batch_invariant=True,
+        )  # fmt: skip
+        manager.open_requests(2)
+        rows = [Row(0, tokens, 0, 3), *[Row(1, tokens, 0, 130)] * others]
+        outputs.append([layer.output[:3] for layer in run_layers(manager, weights, rows)])
+    assert all(map(torch.equal, *outputs))
 
 
 def test_candidate_blocks_of_two_ranks_are_refused():

@@ -14,6 +14,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward, warm_up
+from dsv4.kernels.contracts import Selection
 from dsv4.kernels.triton import (
     acceptance,
     attention,
@@ -31,6 +32,7 @@ from dsv4.kernels.triton.hopper import attention as hopper
 from dsv4.kernels.triton.hopper import dense_attention, index_scores
 from dsv4.model.attention import forward_layer
 from dsv4.testing import model_projections, model_weights, take_rows
+from tests.distributed.local import Group
 from tests.kernels.serving import LONGEST, Server, attend, serve
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -62,6 +64,12 @@ class LaunchKeys:
 def record_kernels() -> dict[str, dict]:
     """Replace every kernel; their launches fill the returned dict."""
     keys: dict[str, dict] = {}
+    make_selection = indexer.empty_selection
+
+    def no_selection(*args: Any, **sizes: Any) -> Selection:
+        return Selection(*(each.zero_() for each in make_selection(*args, **sizes)))
+
+    indexer.empty_selection = no_selection  # no kernel writes it
     for module in (
         acceptance, attention, candidates, chunk_scores, dense_attention, dense_rows, flush_write,
         gather, hopper, index_scores, indexer, rope, topk,
@@ -148,6 +156,30 @@ def serve_chunks(keys: dict[str, dict], *, is_query_raw: bool) -> dict:
     return {"case": f"chunks {is_query_raw}", "warmed": len(warmed), "new": new_keys(keys, warmed)}
 
 
+def serve_rank(keys: dict[str, dict], rank: int) -> dict:
+    """Run chunks, steps and decode on a rank of two, from the first tokens on."""
+    keys.clear()
+    config = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), num_query_heads=64)
+    manager = KVCacheManager(
+        config, max_requests=40, num_blocks=100, max_forward_tokens=400, max_request_tokens=2000,
+        process_group=Group(rank),
+    )  # fmt: skip
+    use_triton(manager)
+    weights = model_weights(config, seed=0)
+    inputs = model_projections(config, 400, seed=1, dtype=torch.bfloat16)
+    warm_up(manager, weights, dtype=torch.bfloat16)
+    warmed = set(keys)
+    manager.open_requests(40)
+    for counts in ([1] * 40, [1] * 3, [3, 1], [2, 90], [400], [400], [400], [200, 3], [1] * 40):
+        before = manager.lengths[: len(counts)]
+        plan = prepare_forward(manager, [*range(len(counts))], before, before + counts)
+        for layer_idx, layer in enumerate(inputs):
+            handle, rows = manager.acquire(layer_idx, plan), take_rows(layer, slice(sum(counts)))
+            handle.write(rows, weights[layer_idx])
+            attend(handle, rows, weights[layer_idx].sinks)
+    return {"case": f"rank {rank}", "warmed": len(warmed), "new": new_keys(keys, warmed)}
+
+
 def attend_few_tokens(keys: dict[str, dict]) -> dict:
     """Attend for 64 heads in steps of any size, over any number of entries, on an H200."""
     keys.clear()
@@ -223,6 +255,8 @@ def main() -> None:
     print(json.dumps(serve_all_layers(keys)))
     for is_query_raw in (False, True):
         print(json.dumps(serve_chunks(keys, is_query_raw=is_query_raw)))
+    for rank in (0, 1):
+        print(json.dumps(serve_rank(keys, rank)))
     print(json.dumps(attend_few_tokens(keys)))
     print(json.dumps(serve_candidates(keys)))
     chunk_scores.HEADS = (32, 64)

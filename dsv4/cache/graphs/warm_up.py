@@ -20,6 +20,7 @@ from dsv4.kernels import ops
 from dsv4.kernels.backends import load_backend
 from dsv4.kernels.contracts import LayerProjections, LayerWeights
 from dsv4.kernels.index_scratch import index_scratch_bytes
+from dsv4.kernels.layer_memory import existing
 from dsv4.layer_schedule import AttentionType
 
 if TYPE_CHECKING:
@@ -135,8 +136,20 @@ class _Kernels:
         """Return the choices of attention, and the fewest entries of a launch that has each.
 
         They are the heads of a program, the launch that combines splits, and whether rows of a
-        chunk are made dense. With `batch_invariant` it is whether one program joins all splits.
+        chunk are made dense. With `batch_invariant` it is whether one program joins all splits. A
+        rank lists its entries, where rank 0 alone has chunks, or attends the window alone.
         """
+        numbers = self._entry_numbers(layer_idx)
+        if not self._is_listing(layer_idx):
+            return self._choices(layer_idx, num_tokens, num_chunks, numbers)
+        chunks_here = num_chunks if self.config.rank == 0 else 0
+        choices = self._choices(layer_idx, num_tokens, chunks_here, numbers)
+        alone = self._choices(layer_idx, num_tokens, num_chunks, (0,))
+        return choices | {("alone", choice): number for choice, number in alone.items()}
+
+    def _choices(
+        self, layer_idx: int, num_tokens: int, num_chunks: int, numbers: tuple[int, ...]
+    ) -> dict[object, int]:
         from dsv4.kernels.triton import attention
         from dsv4.kernels.triton.dense_rows import choose_dense
         from dsv4.kernels.triton.launch import num_multiprocessors
@@ -144,7 +157,7 @@ class _Kernels:
         num_heads = self.config.num_query_heads
         memory = self.manager.device_memory.memories[layer_idx]
         widest = attention.attend_launch(num_heads, self.dtype, memory)
-        numbers = self._entry_numbers(layer_idx)
+        longest = self._entry_numbers(layer_idx)[-1]
         if num_tokens <= num_multiprocessors(self.device):  # every tile counts
             numbers = (*range(numbers[0], numbers[-1], widest.tile), numbers[-1])
         choices: dict[object, int] = {}
@@ -152,7 +165,8 @@ class _Kernels:
             launch, num_tiles = widest, attention.count_tiles(memory, widest, number)
             sizes = num_tokens, num_heads, num_tiles
             if self.manager.batch_invariant:
-                most = attention.count_tiles(memory, widest, numbers[-1])
+                is_listed = number > 0 and self._is_listing(layer_idx)
+                most = attention.count_tiles(memory, widest, number if is_listed else longest)
                 splits = attention.invariant_splits(num_tiles, most, widest, memory)
                 joins = attention.count_joining(*sizes, splits, widest, memory) > 0
                 choices.setdefault((splits is None, joins), number)
@@ -167,6 +181,10 @@ class _Kernels:
             combine = splits and attention.combine_launch(self.device, splits.num_splits)
             choices.setdefault((launch.heads, combine, dense is None), number)
         return choices
+
+    def _is_listing(self, layer_idx: int) -> bool:
+        """Whether attention of a layer lists the rank's own entries."""
+        return self.manager.context is not None and self.manager.schedule[layer_idx].ratio > 0
 
     def _at_most(self, num_entries: int, layer_idx: int) -> int:
         """Return so many entries, or as many as a request can have."""
@@ -216,8 +234,10 @@ class _Kernels:
             handle.gather_compressed_kv(self._no_rows(handle))
 
     def _no_rows(self, handle: LayerCacheHandle) -> Tensor:
-        shape = (handle.plan.num_tokens, self.config.index_topk)
-        return torch.full(shape, -1, dtype=torch.int64, device=self.device)
+        return self._list(handle, self.config.index_topk, torch.int64)
+
+    def _list(self, handle: LayerCacheHandle, num_rows: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((handle.plan.num_tokens, num_rows), -1, dtype=dtype, device=self.device)
 
     def select_entries(self, handle: LayerCacheHandle) -> None:
         """Select entries, at the smallest number of entries for every choice of programs."""
@@ -292,11 +312,16 @@ class _Kernels:
             memories.append(handle.memory._replace(index_scratch=handle.memory.index_scratch[:0]))
         numbers = {*self._entry_numbers(layer_idx), *numbers}
         for number, memory in product(sorted(numbers), memories):
+            count, tokens, listed = self._at_most(number, layer_idx), handle.tokens, rows
+            if self._is_listing(layer_idx) and count:
+                tokens = existing(existing(self.manager.context).attending)
+                listed = self._list(handle, count, torch.int32) if rows is None else rows
+            elif self._is_listing(layer_idx):
+                memory, listed = memory.window_alone, None
             for given in (sinks, None):
                 ops.attend(
-                    query, given, memory, rows, handle.tokens,
-                    max_entries=self._at_most(number, layer_idx),
-                    is_query_raw=self.is_query_raw,
+                    query, given, memory, listed, tokens,
+                    max_entries=count, is_query_raw=self.is_query_raw,
                     batch_invariant=self.manager.batch_invariant,
                     backend=self.manager.attention_backend,
                 )  # fmt: skip

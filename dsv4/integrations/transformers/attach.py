@@ -20,6 +20,7 @@ from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.memory.capacity import blocks_for
 from dsv4.checks import check_int
 from dsv4.config import CacheConfig
+from dsv4.distributed.context import rank_config
 from dsv4.formats import IndexFormatName, KVFormatName
 
 try:
@@ -107,7 +108,9 @@ def attach(
     manager = KVCacheManager(
         config,
         max_requests=max_requests,
-        num_blocks=_num_blocks(config, max_requests, max_tokens, num_blocks),
+        num_blocks=_num_blocks(
+            config, max_requests, max_tokens, num_blocks, manager_choices.get("process_group")
+        ),
         device=layer_devices(model.model),
         backend=backend,
         max_forward_tokens=max_forward_tokens,
@@ -172,7 +175,11 @@ def _split_choices(choices: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _num_blocks(
-    config: CacheConfig, max_requests: int, max_tokens: int | None, num_blocks: int | None
+    config: CacheConfig,
+    max_requests: int,
+    max_tokens: int | None,
+    num_blocks: int | None,
+    process_group: Any,
 ) -> int:
     if (max_tokens is None) == (num_blocks is None):
         raise ValueError(
@@ -184,6 +191,8 @@ def _num_blocks(
     max_tokens = check_int(
         "max_tokens", max_tokens, at_least=1, at_most=config.max_position, limit="max_position"
     )
+    if process_group is not None:
+        config = rank_config(config, process_group)
     return max_requests * int(blocks_for(config, np.array([max_tokens]))[0])
 
 
