@@ -18,6 +18,7 @@ class IncomingRequest(NotCopyable):
         num_tokens: The most tokens that it may have.
         blocks: Blocks on the device for so many tokens, in order.
         nonce: As of `RequestTable`.
+        label: What its owner knows it by.
         is_accepted: It has become an open request.
         stop: Ends what writes to the blocks beside its owner; called before they are given up.
     """
@@ -26,6 +27,7 @@ class IncomingRequest(NotCopyable):
     num_tokens: int
     blocks: IntArray
     nonce: int
+    label: object = None
     is_accepted: bool = False
     stop: Callable[[], None] | None = None
 

@@ -525,10 +525,13 @@ class KVCacheManager(NotCopyable):
         """
         return int(self._requests.nonces[self._open_rows(slot)[0]])
 
-    def reserve_request(self, num_tokens: int) -> IncomingRequest:
+    def reserve_request(self, num_tokens: int, *, label: object = None) -> IncomingRequest:
         """Keep a slot and blocks for a request of up to so many tokens that is on its way.
 
         No other call sees it before `accept_request`.
+
+        Args:
+            label: Finds it among `incoming_requests`, should an interrupt keep it from returning.
 
         Raises:
             ValueError: It can never fit.
@@ -541,7 +544,13 @@ class KVCacheManager(NotCopyable):
         self._books.make_slot_room(num_blocks)
         with self._journal:
             slot, blocks = self._books.take_slot(num_blocks)
-            return self._requests.reserve(slot, blocks, num_tokens)
+            return self._requests.reserve(slot, blocks, num_tokens, label)
+
+    @property
+    def incoming_requests(self) -> tuple[IncomingRequest, ...]:
+        """The requests that room is kept for."""
+        self._journal.finish()
+        return tuple(self._requests.incoming.values())
 
     def accept_request(self, incoming: IncomingRequest, saved: SavedRequest) -> int:
         """Open the request whose blocks were written to the room kept for it; return its slot.

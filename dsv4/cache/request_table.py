@@ -102,9 +102,11 @@ class RequestTable:
         self._journal.set_rows(self.is_closing, slots, True)
         self._journal.set_rows(self.is_hidden, slots, True)
 
-    def reserve(self, slot: int, blocks: IntArray, num_tokens: int) -> IncomingRequest:
+    def reserve(
+        self, slot: int, blocks: IntArray, num_tokens: int, label: object
+    ) -> IncomingRequest:
         """Keep an empty slot with these blocks for a request of up to so many tokens."""
-        incoming = IncomingRequest(slot, num_tokens, blocks, int(self.nonces[slot]))
+        incoming = IncomingRequest(slot, num_tokens, blocks, int(self.nonces[slot]), label)
         self.fill_slot(slot, blocks, Extent(num_tokens, num_tokens))
         self._journal.set_item(self.incoming, slot, incoming)
         self._journal.set_rows(self.is_hidden, slot, True)

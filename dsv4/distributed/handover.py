@@ -19,6 +19,7 @@ so, and any other takes it anew. A nonce tells the request from others that had 
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from dsv4.errors import (
     HandoverError,
     HandoverInDoubtError,
     HandoverRefusedError,
+    LostCacheError,
     NoFreeSlotError,
     OutOfBlocksError,
     PeerLostError,
@@ -66,10 +68,8 @@ class _Driver:
 
     def _advance(self, seconds: float = 0.0) -> bool:
         """Go on until the peer keeps it waiting for so long; return whether all is done."""
-        if self._failure is not None:
-            raise self._failure
         try:
-            while True:
+            while self._failure is None:
                 pending = next(self._steps)
                 if pending is None or not pending.wait(seconds):
                     return False
@@ -77,9 +77,9 @@ class _Driver:
             return True
         except BaseException as error:
             self._failure = error
-            if not isinstance(error, HandoverRefusedError):
-                self.close()
-            raise
+        if not isinstance(self._failure, HandoverRefusedError):
+            self.close()  # again, where an interrupt ended it
+        raise self._failure
 
     def close(self) -> None:
         """Give up what is on its way, and end the connection."""
@@ -285,6 +285,13 @@ class Offered(NamedTuple):
     fingerprint: str
 
 
+class Coming(NamedTuple):
+    """A request that is on its way: its id, and the receiver that it comes by."""
+
+    request_id: str
+    receiver: "Receiver"
+
+
 class Taken(NamedTuple):
     """A request that has arrived, once its room is accepted, and its tokens at that time."""
 
@@ -302,9 +309,8 @@ class Inbox:
     def __init__(self, manager: KVCacheManager) -> None:
         self.manager = manager
         self.taken: dict[Offered, Taken] = {}
-        self._coming: dict[str, IncomingRequest] = {}
 
-    def reserve(self, request_id: str, num_tokens: int) -> IncomingRequest:
+    def reserve(self, coming: Coming, num_tokens: int) -> IncomingRequest:
         """Keep room for a request; one with its id that is still on its way is given up.
 
         Raises:
@@ -313,14 +319,13 @@ class Inbox:
         """
         named = {
             taken.incoming.nonce
-            for offered, taken in self.taken.items() if offered.request_id == request_id
+            for offered, taken in self.taken.items() if offered.request_id == coming.request_id
         }  # fmt: skip
         here = {each.nonce for each in self.manager.swapped_requests}
         if named and named & here.union(map(self.manager.request_nonce, self.manager.open_slots)):
-            raise ValueError(f"another request has the id {request_id!r} here")
-        if request_id in self._coming:
-            self.manager.drop_incoming(self._coming.pop(request_id))
-        return self._coming.setdefault(request_id, self.manager.reserve_request(num_tokens))
+            raise ValueError(f"another request has the id {coming.request_id!r} here")
+        self.drop(request_id=coming.request_id)
+        return self.manager.reserve_request(num_tokens, label=coming)
 
     def find(self, offered: Offered) -> Taken | None:
         """Return a request that has arrived; None if it did not."""
@@ -335,11 +340,14 @@ class Inbox:
         self.taken[offered] = Taken(incoming, saved.length)
         self.manager.accept_request(incoming, saved)
 
-    def drop(self, request_id: str, incoming: IncomingRequest) -> None:
-        """Give up what was not accepted; again does nothing more."""
-        if self._coming.get(request_id) is incoming:
-            del self._coming[request_id]
-        self.manager.drop_incoming(incoming)
+    def drop(self, *, request_id: str | None = None, receiver: "Receiver | None" = None) -> None:
+        """Give up what comes by an id or by a receiver; again does nothing more."""
+        for each in self.manager.incoming_requests:
+            label = each.label
+            if isinstance(label, Coming) and (
+                label.request_id == request_id or label.receiver is receiver
+            ):
+                self.manager.drop_incoming(each)
 
 
 class Receiver(_Driver):
@@ -367,6 +375,8 @@ class Receiver(_Driver):
         Raises:
             PeerLostError: The connection is over, and all that arrived was returned. A request
                 that was on its way is dropped.
+
+        An interrupt at its very end may keep arrivals from the caller: `Inbox.taken` has them.
         """
         lost = None
         try:
@@ -375,9 +385,9 @@ class Receiver(_Driver):
         except PeerLostError as error:
             lost = error
         arrived = [Arrived(name, each.slot) for name, each in self._arriving if each.is_accepted]
+        self._arriving = []
         if lost is not None and not arrived:
             raise lost
-        self._arriving = []
         return arrived
 
     def wait(self) -> list[Arrived]:
@@ -385,6 +395,11 @@ class Receiver(_Driver):
         while not (arrived := self.poll(WAIT_SECONDS)):
             pass
         return arrived
+
+    def close(self) -> None:
+        super().close()
+        with suppress(LostCacheError):
+            self._inbox.drop(receiver=self)  # also where an interrupt kept its steps from it
 
     def _run(self) -> Steps:
         while True:
@@ -397,12 +412,11 @@ class Receiver(_Driver):
         if (taken := inbox.find(offered)) is not None:
             yield from channel.put("have", length=taken.length)
             return
-        incoming = None
         try:
             try:
                 self._check_offer(offer)
                 check = load_xxh3() if offer["has_checks"] else None
-                incoming = inbox.reserve(offer["id"], offer["num_tokens"])
+                incoming = inbox.reserve(Coming(offer["id"], self), offer["num_tokens"])
             except (ValueError, NoFreeSlotError, OutOfBlocksError, ImportError) as error:
                 yield from channel.put("refuse", why=_reason(str(error)))
                 return
@@ -419,8 +433,7 @@ class Receiver(_Driver):
         except ValueError as error:  # its room was given up meanwhile
             raise PeerLostError(f"The hand-over is over: {error}") from error
         finally:
-            if incoming is not None:
-                inbox.drop(offer["id"], incoming)
+            inbox.drop(receiver=self)
 
     def _check_offer(self, offer: dict[str, Any]) -> None:
         fingerprint = self._manager.config.format_fingerprint

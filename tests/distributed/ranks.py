@@ -476,12 +476,13 @@ def fail_alone(rank, group):
 
 def fail_in_an_exchange(rank, group, folder, number):
     """Rank 1 has no memory for what the others send, once."""
-    group = new_group(folder / "store", rank, group.size(), 4.0)
+    world, group = group, new_group(folder / "store", rank, group.size(), 4.0)
     config, weights = deep_config(), model_weights(deep_config(), seed=0)
     tokens = model_projections(config, 60, seed=1)
     sizes = {"max_requests": 2, "num_blocks": 16, "max_forward_tokens": 64}
     manager = KVCacheManager(config, process_group=group, **sizes)
     rows = [Row(manager.open_request(), tokens, 0, 40)]
+    world.barrier().wait()  # with a longer timeout: one may have started late
     if rank == 1:
         gather, left = manager.context._allgather, iter(range(number))
 

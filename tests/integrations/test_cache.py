@@ -83,6 +83,9 @@ def test_rows_that_are_none_change_nothing(model, cache, rows):
     feed(model, cache, prompts(2, 130, 7))
     with pytest.raises(ValueError, match=r"Invalid (rows|mask): expected"):
         cache.batch_select_indices(torch.tensor(rows))
+    for equal_to_all in ([False, True], [0.0, 1.0]):
+        with pytest.raises(ValueError, match="Invalid rows: expected 0 to 1"):
+            cache.reorder_cache(torch.tensor(equal_to_all))
     assert cache.lengths == [130, 7] and cache.manager.open_slots == [0, 1]
     cache.reset()
 

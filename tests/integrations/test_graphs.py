@@ -155,6 +155,21 @@ def test_weights_that_move_are_captured_again(
     assert captures == ([] if cuda_graphs == "step" else [(1, 10), (1, 11)])
 
 
+@pytest.mark.parametrize("cuda_graphs", [True, "step"])
+def test_graphs_are_captured_again_after_a_sleep(model, cuda_graphs):
+    text = {**alone(prompts(5, 9)[0].to(model.device)), **GREEDY, "max_new_tokens": 6}
+    with poisoned(model, cuda_graphs=cuda_graphs) as cache:
+        before = model.generate(**text, past_key_values=cache).tolist()
+        old = [*cache._captured.values()]
+        cache.reset()
+        cache.manager.sleep()
+        cache.manager.wake()
+        assert model.generate(**text, past_key_values=cache).tolist() == before
+        for each in old:
+            with pytest.raises(RuntimeError, match="Stale graph"):
+                each.attend(0, torch.zeros_like(each._hidden), None)
+
+
 def test_what_was_not_captured_is_refused(model):
     with poisoned(model, cuda_graphs=True) as cache, torch.no_grad():
         ids = torch.tensor([[3], [5]], device=model.device)

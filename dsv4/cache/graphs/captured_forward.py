@@ -31,9 +31,9 @@ def check_complete(manager: KVCacheManager, purpose: str) -> None:
         )
 
 
-def check_awake_since(manager: KVCacheManager, num_sleeps: int) -> None:
+def check_current(is_current: bool) -> None:
     """Refuse a graph of a manager that has slept since: the memory it writes was given back."""
-    if manager.num_sleeps != num_sleeps:
+    if not is_current:
         raise RuntimeError(
             "Stale graph: its manager has slept since the capture, and its memory may be "
             "elsewhere; capture again"
@@ -171,6 +171,11 @@ class CapturedForward:
             )
         return num_tokens
 
+    @property
+    def is_current(self) -> bool:
+        """Whether its manager has not slept since the capture."""
+        return self.manager.num_sleeps == self._num_sleeps
+
     def fits(self, plan: ForwardPlan) -> bool:
         """Tell whether the sizes of a plan are as captured."""
         return self._find_misfit(plan) is None
@@ -182,7 +187,7 @@ class CapturedForward:
         one by one.
         """
         self.manager.check_plan(plan)
-        check_awake_since(self.manager, self._num_sleeps)
+        check_current(self.is_current)
         if plan.has_started:
             raise RuntimeError("Invalid plan: expected one not yet written, got one begun or run")
         if (misfit := self._find_misfit(plan)) is not None:

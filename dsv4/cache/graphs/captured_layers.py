@@ -11,8 +11,8 @@ from typing import Any
 from dsv4.cache.graphs.captured_forward import (
     CudaGraph,
     GraphPool,
-    check_awake_since,
     check_complete,
+    check_current,
     fill_with_padding,
 )
 from dsv4.cache.handle import LayerCacheHandle
@@ -55,13 +55,18 @@ class CapturedLayers:
             graph.capture(partial(self._run, step, idx)) for idx, graph in enumerate(self._graphs)
         ]
 
+    @property
+    def is_current(self) -> bool:
+        """Whether its manager has not slept since the capture."""
+        return self.manager.num_sleeps == self._num_sleeps
+
     def fits(self, batch: int, longest: int) -> bool:
         """Tell whether a step of that batch and longest request can be replayed."""
         return batch == self.batch and longest <= self.max_length
 
     def replay(self, layer_idx: int, plan: ForwardPlan) -> Any:
         """Run a layer for a plan that fits, and return the outputs of its step."""
-        check_awake_since(self.manager, self._num_sleeps)
+        check_current(self.is_current)
         is_decode = plan.num_tokens == plan.num_requests and plan.tokens.max_step == 1
         if not is_decode or not self.fits(plan.num_requests, plan.longest):
             raise ValueError(

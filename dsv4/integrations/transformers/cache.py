@@ -313,7 +313,8 @@ class PagedCache(AttachedCache):
     def _capture(self, batch: int, longest: int) -> CapturedAttention | None:
         """Return the graphs of a decode step; None before the first forward, or if one is live.
 
-        Each batch size keeps the graphs of its longest text, until a weight is moved.
+        Each batch size keeps the graphs of its longest text, until a weight moves or the
+        manager sleeps.
         """
         captured = self._captured.get(batch)
         if captured is not None and not captured.is_current():
@@ -450,11 +451,11 @@ class PagedCache(AttachedCache):
 
     def _select_rows(self, rows: list[int]) -> None:
         batch, manager = len(self._slots), self.manager
+        if any(type(row) is not int or not -batch <= row < batch for row in rows):
+            raise ValueError(f"Invalid rows: expected 0 to {batch - 1}, got {rows}")
         rows = [row + batch if row < 0 else row for row in rows]
         if rows == list(range(batch)):
             return
-        if any(type(row) is not int or not 0 <= row < batch for row in rows):
-            raise ValueError(f"Invalid rows: expected 0 to {batch - 1}, got {rows}")
         self._check_room(len(rows))
         copied = [self._slots[row] for number, row in enumerate(rows) if row in rows[:number]]
         dropped = [slot for row, slot in enumerate(self._slots) if row not in set(rows)]

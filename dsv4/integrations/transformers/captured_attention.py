@@ -58,8 +58,8 @@ class CapturedAttention:
         self._layers = CapturedLayers(manager, step, batch=batch, max_length=max_length)
 
     def is_current(self) -> bool:
-        """Return whether the weights lie where they were captured."""
-        return self._addresses.are_current()
+        """Return whether weights and cache lie where they were captured."""
+        return self._layers.is_current and self._addresses.are_current()
 
     def fits(self, batch: int, longest: int) -> bool:
         """Return whether a step of `batch` rows of at most `longest` tokens can be replayed."""

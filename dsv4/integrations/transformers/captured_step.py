@@ -77,8 +77,8 @@ class CapturedStep:
         self.max_length = self._forward.max_length
 
     def is_current(self) -> bool:
-        """Tell whether the weights lie where they were captured."""
-        return self._addresses.are_current()
+        """Tell whether weights and cache lie where they were captured."""
+        return self._forward.is_current and self._addresses.are_current()
 
     def fits(self, plan: ForwardPlan) -> bool:
         """Tell whether a plan that is not yet written can be replayed."""
@@ -104,7 +104,8 @@ def find_step(
 ) -> CapturedStep | None:
     """Return the step of a key; it is captured if there is none, or none that still serves.
 
-    One serves no more when weights have moved, or a text is longer than it has room for.
+    One serves no more when weights have moved, when the cache has slept, or when a text is longer
+    than it has room for.
 
     Args:
         steps: All that were captured.
