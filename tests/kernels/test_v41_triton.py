@@ -2,6 +2,7 @@
 
 from functools import cache
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from dsv4.kernels.index_scratch import IndexScratch, dense_sizes
 from dsv4.kernels.reference.attention import prepare_query
 from dsv4.kernels.reference.gather import gather_rows
 from dsv4.kernels.reference.indexer import select_blocks
-from dsv4.kernels.triton import attention, dense_rows, indexer
+from dsv4.kernels.triton import attention, candidates, dense_rows, indexer
 from dsv4.kernels.triton.candidates import choose_blocks
 from dsv4.kernels.triton.launch import HopperLaunch, find_launch
 from dsv4.testing import (
@@ -290,9 +291,9 @@ def test_scores_of_choices(kept):
     for idx, learned in enumerate(weights):
         inputs = forward_inputs(rows, idx)
         forward_layer(manager.acquire(idx, plan), inputs, learned, chosen)
-    for idx, candidates in ((3, None), (4, chosen[3].blocks)):
-        if candidates is not None:
-            candidates = pad(candidates[:, kept], (0, 4 - len(kept)), value=-1)
+    for idx, given in ((3, None), (4, chosen[3].blocks)):
+        if given is not None:
+            given = pad(given[:, kept], (0, 4 - len(kept)), value=-1)
         results = []
         for backend in ("reference", "triton"):
             handle, index = manager.acquire(idx, plan), forward_inputs(rows, idx).indexer
@@ -300,7 +301,7 @@ def test_scores_of_choices(kept):
             largest = torch.full((len(index.query), 4), torch.nan, device=DEVICE)
             got = load_backend(backend).select_entries(
                 index.query, index.head_weights, handle.memory, plan.tokens,
-                max_entries=plan.max_entries(1), candidates=candidates, chosen_scores=scores,
+                max_entries=plan.max_entries(1), candidates=given, chosen_scores=scores,
                 block_scores=largest if idx == 3 else None,
             )  # fmt: skip
             largest = largest[:, : got.blocks.shape[1]].masked_fill(got.blocks < 0, 0.0)
@@ -342,8 +343,13 @@ def test_blocks_beyond_the_table_have_no_page(beyond):
 
 @pytest.mark.parametrize("has_room", [True, False])
 @pytest.mark.parametrize(("size", "num_blocks", "longest"), [(8, 40, 70001), (3, 4, 50)])
-def test_blocks_by_their_largest_score(size, num_blocks, longest, has_room):
-    """Blocks that no program holds at once, equal scores, NaN, and no token at all."""
+def test_blocks_by_their_largest_score(size, num_blocks, longest, has_room, monkeypatch):
+    """Blocks that no program holds at once, equal scores, NaN, and no token at all.
+
+    Top-k's counts are apart from what its warps read at any time.
+    """
+    choose_best = Mock(wraps=candidates.choose_best)
+    monkeypatch.setattr(candidates, "choose_best", choose_best)
     manager = KVCacheManager(tiny_v41(), max_requests=2, num_blocks=1, device=DEVICE)
     tokens = prepare_forward(manager, [manager.open_request(), -1], [0, 0], [4, 1]).tokens
     counts = torch.tensor([longest, longest - size + 1, size * num_blocks, 1, 0], device=DEVICE)
@@ -358,6 +364,8 @@ def test_blocks_by_their_largest_score(size, num_blocks, longest, has_room):
     chosen = indexer.empty_selection(5, 8, scores.device, num_blocks=num_blocks)
     choose_blocks(chosen, scratch, layout, tokens, range(5), max_entries=longest)
     expected = select_blocks(scores[:, :longest], counts, num_blocks, size)
+    written, _, _, read, *_ = choose_best.call_args.args
+    assert written.counts.data_ptr() != read.positions.data_ptr()
     assert torch.equal(chosen.blocks[:, : expected.shape[1]].long(), expected)
 
 

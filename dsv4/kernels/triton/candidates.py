@@ -156,8 +156,9 @@ def choose_blocks(
         RATIO=layout.ratio, SIZE=size, BLOCK_SIZE=block_size, BLOCKS=num_blocks, num_warps=4,
         launch_pdl=starts_early(scratch.scores.device),
     )  # fmt: skip
+    counts = torch.empty_like(places)  # of no use; some warps still read places when others write
     choose_best(
-        chosen._replace(entry_idx=chosen.blocks, counts=places), room[:, :width], room[:, width:],
+        chosen._replace(entry_idx=chosen.blocks, counts=counts), room[:, :width], room[:, width:],
         tokens._replace(positions=places), ListedLayout(), part, max_entries=most,
     )  # fmt: skip
 

@@ -486,6 +486,7 @@ def _attend_dense_kernel(
                      before_ptr, workspace_starts_ptr, left_ptr)  # fmt: skip
     results = sinks_ptr, lse_ptr, cos_ptr, sin_ptr
     shared = make_shared()
+    fence_async_shared()  # for copies, which arrive at the barriers
     gl.thread_barrier()
     gl.warp_specialize(
         [

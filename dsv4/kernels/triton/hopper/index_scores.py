@@ -18,6 +18,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -305,6 +306,7 @@ def _score_kernel(
     keys = make_stages(key_desc, ROWS, STAGES, SIDES)
     queries = make_stages(query_desc, COLUMNS, 2, 1)
     gdc_wait()
+    fence_async_shared()  # for copies, which arrive at the barriers
     gl.thread_barrier()
     gl.warp_specialize(
         [
