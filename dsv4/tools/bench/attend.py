@@ -5,7 +5,7 @@ entries, HCA the window and all visible entries. Our time includes that of makin
 FlashMLA's prefill kernel reads a BF16 copy that is not timed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,7 +44,8 @@ def v41_layers(*, compress_ratios: tuple[int, ...], **choices: Any) -> CacheConf
 class AttendShape(NamedTuple):
     """A model's layer: requests of `length` tokens attend `num_entries` entries each.
 
-    A step has num_tokens of each request, all but one of them drafts.
+    A step has num_tokens of each request, all but one of them drafts. Targets by batch are
+    rotating us, and times a step of FLASH; invariant_target is times the default's time.
     """
 
     name: str
@@ -55,18 +56,29 @@ class AttendShape(NamedTuple):
     num_entries: int
     batches: tuple[int, ...] = BATCHES
     num_tokens: int = 1
+    targets_us: Mapping[int, float] = {}
+    of_flash_targets: Mapping[int, float] = {}
+    invariant_target: float | None = None
 
 
 FLASH, V41 = "Flash CSA", "V4.1-Flash"  # 128 + 512 rows of 64 heads in each
 SHAPES = (
-    AttendShape(FLASH, CacheConfig.v4_flash, 4, 64, 4096, 512),
-    AttendShape(f"{FLASH}, 4 tokens each", CacheConfig.v4_flash, 4, 64, 4096, 512, (8, 32), 4),
+    AttendShape(FLASH, CacheConfig.v4_flash, 4, 64, 4096, 512,
+                targets_us={1: 7.5, 128: 39.0, 256: 75.0}, invariant_target=1.25),
+    AttendShape(f"{FLASH}, 4 tokens each", CacheConfig.v4_flash, 4, 64, 4096, 512, (8, 32), 4,
+                of_flash_targets={32: 2.5}),
     AttendShape("Flash CSA, 8 heads", CacheConfig.v4_flash, 4, 8, 4096, 512),
-    AttendShape("Pro CSA", CacheConfig.v4_pro, 4, 128, 8192, 1024),
-    AttendShape("Flash HCA at 1M", CacheConfig.v4_flash, 128, 64, 1 << 20, 8192, (1, 8, 32, 64)),
-    AttendShape("Flash SWA", CacheConfig.v4_flash, 0, 64, 200, 0),
-    AttendShape(V41, v41_layers, 2, 64, 2048, 512),
-)
+    AttendShape("Pro CSA", CacheConfig.v4_pro, 4, 128, 8192, 1024,
+                targets_us={128: 110.0}, invariant_target=1.25),
+    AttendShape("Flash HCA at 32K", CacheConfig.v4_flash, 128, 64, 1 << 15, 256, (1,),
+                targets_us={1: 6.5}),
+    AttendShape("Flash HCA at 1M", CacheConfig.v4_flash, 128, 64, 1 << 20, 8192, (1, 8, 32, 64),
+                targets_us={1: 15.0, 64: 190.0}, invariant_target=1.5),
+    AttendShape("Flash SWA", CacheConfig.v4_flash, 0, 64, 200, 0,
+                targets_us={1: 6.0}, invariant_target=1.25),
+    AttendShape(V41, v41_layers, 2, 64, 2048, 512,
+                of_flash_targets={1: 1.0, 32: 1.0, 128: 0.95, 256: 0.95}),
+)  # fmt: skip
 
 
 class PrefillShape(NamedTuple):
@@ -114,11 +126,15 @@ def _measure_steps(decode: SparseDecode | None) -> Iterator[dict[str, Any]]:
             for batch_invariant in (False, True):
                 check_result(case, attend(case, 0, batch_invariant=batch_invariant), "the output")
             row = _measure(case, batch)
+            row |= timing.judge(row["rotating_us"], shape.targets_us.get(batch))
+            row |= timing.judge(row["invariant_ratio"], shape.invariant_target, "invariant_")
             if shape.name == FLASH:
                 flash_us[batch] = row["rotating_us"]
-            if shape.name == V41:
+            if shape.of_flash_targets:
                 row["of_flash"] = row["rotating_us"] / flash_us[batch]
-            elif decode is not None:
+                target = shape.of_flash_targets.get(batch)
+                row |= timing.judge(row["of_flash"], target, "of_flash_")
+            if decode is not None and shape.name != V41:
                 row |= _measure_flashmla(case, decode, row)
             yield row
         del manager, case
@@ -144,9 +160,10 @@ def _measure(case: AttendCase, batch: int) -> dict[str, Any]:
     )  # fmt: skip
     times = timing.time_layers(partial(attend, case), len(case.handles), num_bytes)
     invariant = partial(attend, case, batch_invariant=True)
+    invariant_us = timing.time_rotating(invariant, len(case.handles))
     return {
-        "layer": case.name, "batch": batch, **times,
-        "invariant_us": timing.time_rotating(invariant, len(case.handles)),
+        "layer": case.name, "batch": batch, **times, "invariant_us": invariant_us,
+        "invariant_ratio": invariant_us / times["rotating_us"],
         "tflops": 4 * heads * num_rows * DIM / times["rotating_us"] / 1e6,
     }  # fmt: skip
 
@@ -176,10 +193,11 @@ def _measure_prefill(shape: PrefillShape, prefill: SparsePrefill | None) -> dict
     num_rows = count_visible(case)
     num_flops = 4 * case.query.shape[1] * num_rows * DIM
     us = timing.replay_time(lambda: attend(case, 0), num_replays=NUM_REPLAYS)
-    row = {
+    row: dict[str, Any] = {
         "layer": shape.name, "context": CONTEXT, "tokens": CHUNK, "rows": num_rows,
-        "us": us, "tflops": num_flops / us / 1e6, "target_tflops": shape.target_tflops,
+        "us": us, "tflops": num_flops / us / 1e6,
     }  # fmt: skip
+    row |= timing.judge(row["tflops"], shape.target_tflops, is_least=True)
     if prefill is None:
         return row
     run = flashmla.checked_prefill(prefill, case, checked)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.config import CacheConfig
 from dsv4.distributed.context import own_tokens
-from dsv4.formats import IndexFormatName
+from dsv4.formats import IndexFormatName, PagedRows
 from dsv4.kernels import ops
 from dsv4.kernels.contracts import IndexInputs, Selection, TokenMap
 from dsv4.kernels.external import deepgemm
@@ -33,16 +33,24 @@ RATIO = 4
 NUM_LAYERS = 4  # rotating pools: more than the L2 of any GPU holds
 PREFILL_TOKENS = 65536
 FORMATS: tuple[IndexFormatName, ...] = ("fp8", "mxfp4")
-SCORED = ((262144, 1), (8192, 32), (32768, 64))  # entries × requests
+SCORED = ((8192, 1), (262144, 1), (8192, 32), (32768, 64))  # entries × requests
 CHOSEN = ((8192, 1), (8192, 32), (262144, 1))
-CHUNK_TOKENS = 8192  # queries of a chunk whose last one sees CHUNK_ENTRIES
-CHUNK_ENTRIES = 32768
+STEP_TARGETS_US = {  # rotating, by step, entries and requests
+    ("all", 8192, 1): 7.0, ("all", 262144, 1): 18.0, ("top-k", 8192, 32): 3.9,
+}  # fmt: skip
+CHUNK_TOKENS = 8192  # queries of a chunk
+CHUNK_TARGETS: dict[IndexFormatName, dict[int, float]] = {  # TFLOP/s, by entries of the last query
+    "fp8": {32768: 800.0, 131072: 870.0, 262144: 900.0},
+    "mxfp4": {32768: 750.0, 131072: 800.0, 262144: 820.0},
+}
 ASCENDING_TARGET = 2.5  # of the time with other scores
 SCORE_ERROR = 2.0**-6  # of the largest score; E4M3 products are added with 13 bits on Hopper
 NUM_TURNS = 5  # runs of each rotating layer in a captured step
 MODELS, MODEL_CONTEXT = ("v4-flash", "v41-flash"), 1 << 20  # their indices are compared
 LEAST_FOUND = 0.98  # of the reference's choice; FP8 products change neighbours of the last
 NUM_DRAWS = 5  # draws of scores: the time of top-k depends on the draw
+# Scales of scores that ascend: numbers, and exponents of UE8M0 that E5M2 operands hold.
+ASCENDING: dict[IndexFormatName, tuple[float, float]] = {"fp8": (0.5, 1.5), "mxfp4": (107, 133)}
 RANK_CASES = ((1, 1), (32, 1), (1, 4), (1, 2048))  # requests × tokens of each
 RANK_TARGET = 1.2  # of a rank's share of the time
 RANK_LAUNCHES = 48  # of a captured step, whatever its layers, unless it is of a long chunk
@@ -76,10 +84,10 @@ def bench_index(*, num_ranks: int, compare: bool) -> dict[str, Any]:
         return {"num_ranks": num_ranks, "context": MODEL_CONTEXT, "ranks": rows}
     loaders = {"DeepGEMM": load_deep_gemm, "SGLang": load_sglang}
     (logits, sglang), peers = load_external(compare, loaders)
-    total = 2 * len(FORMATS) * len(SCORED) + len(CHOSEN)
+    total = 3 * len(FORMATS) * len(SCORED) + len(CHOSEN)
     rows = list(track(_measure_steps(logits, sglang), "decode steps", total=total))
-    with working("prefill chunk"):
-        prefill = [measure_prefill(name, CHUNK_ENTRIES) for name in FORMATS]
+    chunks = [(name, num_entries) for name in FORMATS for num_entries in CHUNK_TARGETS[name]]
+    prefill = [measure_prefill(*chunk) for chunk in track(chunks, "prefill chunks")]
     with working("models"):
         models = [measure_model(name, MODEL_CONTEXT) for name in MODELS]
     for row in models:
@@ -110,6 +118,9 @@ def _measure_steps(
                 theirs = deepgemm_us[num_entries, batch]
                 row |= timing.beside(row["rotating_us"], "deepgemm_us", theirs)
             yield row
+            score_entries(case, case.handles[0])
+            check_topk(case, select_entries(case, case.handles[0]))
+            yield _measure("all", name, case, select_entries)
             del case
     for num_entries, batch in CHOSEN:
         case = index_case("fp8", num_entries, batch)
@@ -137,8 +148,7 @@ def _measure_rank(
     share = times[1] / times[0]
     return {
         "format": name, "batch": batch, "tokens": step_tokens, "one_us": times[0],
-        "rank_us": times[1], "share": share, "target": RANK_TARGET / num_ranks,
-        "verdict": timing.verdict(share * num_ranks, RANK_TARGET),
+        "rank_us": times[1], "share": share, **timing.judge(share, RANK_TARGET / num_ranks),
     }  # fmt: skip
 
 
@@ -199,10 +209,10 @@ def index_case(
     return IndexCase(handles, tokens, query, head_weights, scratch, num_entries)
 
 
-def measure_prefill(name: IndexFormatName, num_entries: int = CHUNK_ENTRIES) -> dict[str, Any]:
+def measure_prefill(name: IndexFormatName, num_entries: int) -> dict[str, Any]:
     """Time a chunk of CHUNK_TOKENS queries: its scores alone, and the whole index.
 
-    With fp8 keys also the index of scores that ascend with the entries, the worst order.
+    The index is timed again on scores that ascend with the entries, the worst order.
     """
     case = index_case(name, num_entries, 1, step_tokens=CHUNK_TOKENS)
     check_scores(case)
@@ -218,16 +228,18 @@ def measure_prefill(name: IndexFormatName, num_entries: int = CHUNK_ENTRIES) -> 
         "score_us": score_us, "score_tflops": num_flops / score_us / 1e6,
         "select_us": select_us, "select_tflops": num_flops / select_us / 1e6,
     }  # fmt: skip
-    if name == "fp8":
-        keys = existing(handle.memory.index_keys)
-        keys.data[:] = keys.data[0, 0].clone()  # keys that differ by their scales alone
-        scales = keys.field("scale")
-        scales.copy_(torch.linspace(0.5, 1.5, scales.numel()).view(scales.shape))
-        row["ascending_us"] = timing.replay_time(parts["select"], num_replays=5)
-        row["ascending_ratio"] = row["ascending_us"] / select_us
-        row["ascending_target"] = ASCENDING_TARGET
-        row["verdict"] = timing.verdict(row["ascending_ratio"], ASCENDING_TARGET)
-    return row
+    row |= timing.judge(row["select_tflops"], CHUNK_TARGETS[name].get(num_entries), is_least=True)
+    make_ascending(existing(handle.memory.index_keys), name)
+    row["ascending_us"] = timing.replay_time(parts["select"], num_replays=5)
+    row["ascending_ratio"] = row["ascending_us"] / select_us
+    return row | timing.judge(row["ascending_ratio"], ASCENDING_TARGET, "ascending_")
+
+
+def make_ascending(keys: PagedRows, name: IndexFormatName) -> None:
+    """Make keys that differ by their scales alone, which ascend; in mxfp4 by powers of two."""
+    keys.data[:] = keys.data[0, 0].clone()
+    scales = keys.field("scale") if name == "fp8" else keys.scales
+    scales.copy_(torch.linspace(*ASCENDING[name], keys.num_rows).view(*scales.shape[:2], 1))
 
 
 def measure_model(name: str, context: int, *, device: str = "cuda") -> dict[str, Any]:
@@ -357,16 +369,26 @@ def score_entries(case: IndexCase, handle: LayerCacheHandle) -> None:
     )  # fmt: skip
 
 
+def select_entries(case: IndexCase, handle: LayerCacheHandle) -> Selection:
+    """Select a layer's entries for all tokens: queries, scores and top-k."""
+    return indexer.select_entries(
+        case.query, case.head_weights, handle.memory, case.tokens, max_entries=case.num_entries
+    )
+
+
 def _measure(
-    step: str, name: str, case: IndexCase, run: Callable[[IndexCase, LayerCacheHandle], None]
+    step: str, name: str, case: IndexCase, run: Callable[[IndexCase, LayerCacheHandle], object]
 ) -> dict[str, Any]:
     def run_layer(layer_idx: int) -> None:
         run(case, case.handles[layer_idx])
 
     row, batch = case.handles[0].memory.layout.index_row, len(case.query)
-    num_bytes = batch * case.num_entries * (row.row_bytes + 4)  # keys in, scores out
-    if step == "query":
-        num_bytes = case.query.nbytes + batch * case.scratch.queries.shape[1]
+    num_keys, query_bytes = batch * case.num_entries, case.query.nbytes
+    num_bytes = {
+        "query": query_bytes + batch * case.scratch.queries.shape[1],
+        "score": num_keys * (row.row_bytes + 4),  # keys in, scores out
+        "all": query_bytes + num_keys * row.row_bytes,
+    }[step]
     times = timing.time_layers(run_layer, NUM_LAYERS, num_bytes, num_turns=NUM_TURNS)
     return _row(step, name, case, num_bytes, times)
 
@@ -413,11 +435,7 @@ def _measure_topk(case: IndexCase) -> dict[str, Any]:
     for _ in range(NUM_DRAWS):
         case.scratch.scores.normal_()
         choose(0)
-        counts = torch.full_like(chosen.counts, case.num_entries).long()
-        scores = scratch.scores[:, : case.num_entries]
-        want = reference.select_topk(scores, counts, chosen.entry_idx.shape[1])
-        if not torch.equal(chosen.entry_idx.long(), want):
-            raise RuntimeError("The chosen entries differ from the reference's; nothing is timed")
+        check_topk(case, chosen)
         times.append(timing.time_warm(choose))
     num_bytes = len(case.query) * case.num_entries * 4
     both = dict.fromkeys(("warm_us", "rotating_us"), statistics.mean(times))
@@ -428,8 +446,20 @@ def _measure_topk(case: IndexCase) -> dict[str, Any]:
 def _row(
     step: str, name: str, case: IndexCase, num_bytes: int, times: dict[str, float]
 ) -> dict[str, Any]:
-    sizes = {"entries": case.num_entries, "batch": len(case.query), "bytes": num_bytes}
-    return {"step": step, "format": name, **sizes, **times}
+    entries, batch = case.num_entries, len(case.query)
+    sizes = {"entries": entries, "batch": batch, "bytes": num_bytes}
+    target = STEP_TARGETS_US.get((step, entries, batch))
+    judged = timing.judge(times["rotating_us"], target)
+    return {"step": step, "format": name, **sizes, **times, **judged}
+
+
+def check_topk(case: IndexCase, chosen: Selection) -> None:
+    """Refuse to time choices other than those of the reference from the scores in the workspace."""
+    counts = torch.full_like(chosen.counts, case.num_entries).long()
+    scores = case.scratch.scores[:, : case.num_entries]
+    want = reference.select_topk(scores, counts, chosen.entry_idx.shape[1])
+    if not torch.equal(chosen.entry_idx.long(), want):
+        raise RuntimeError("The chosen entries differ from the reference's; nothing is timed")
 
 
 def check_scores(case: IndexCase, run: Callable[[], Tensor] | None = None) -> None:

@@ -18,7 +18,7 @@ from dsv4.config import CacheConfig
 from dsv4.kernels.contracts import AttentionResult
 from dsv4.tools.bench import requests
 from dsv4.tools.bench.decode import fill_storages
-from dsv4.tools.bench.timing import time_call, time_on_gpu, verdict
+from dsv4.tools.bench.timing import judge, time_call, time_on_gpu
 from dsv4.tools.console import track
 
 DEVICE = "cuda"
@@ -89,8 +89,7 @@ def _measure(case: MixedCase, chunks: tuple[int, ...]) -> dict[str, Any]:
             steps.append(step)
         row[f"{mode}_us"] = statistics.median(host[NUM_WARMUP_STEPS:])
         row[f"{mode}_step_us"] = statistics.median(steps[NUM_WARMUP_STEPS:])
-    row["verdict"] = verdict(row["captured_us"], TARGET_US)
-    return row
+    return row | judge(row["captured_us"], TARGET_US)
 
 
 def check_replays(config: CacheConfig) -> None:

@@ -14,13 +14,17 @@ from dsv4.tools.bench.decode import bench_decode
 from dsv4.tools.bench.environment import require_cuda
 from dsv4.tools.bench.mixed import bench_mixed, check_replays
 from dsv4.tools.bench.requests import ModelCase, manager_for, model_inputs, open_requests
-from dsv4.tools.bench.timing import summarize, time_call
+from dsv4.tools.bench.timing import judge, summarize, time_call
 from dsv4.tools.console import working
 from dsv4.tools.planner.command import PRESETS
 
 DEVICE = "cuda"
 NUM_WARMUP_STEPS = 20
 TARGET_US = 300.0
+DECODE_TARGETS_US = {  # of all layers, by model, tokens of each request, and batch
+    ("v4-flash", 1 << 15, 1): 590.0, ("v4-flash", 1 << 15, 32): 1350.0,
+    ("v4-flash", 1 << 20, 1): 1000.0, ("v4-flash", 1 << 20, 32): 8000.0,
+}  # fmt: skip
 LONGEST_START = 256  # a block of tokens, so that in every step some request needs a block
 
 
@@ -36,9 +40,13 @@ def bench_step(*, num_requests: int, num_steps: int, model: str) -> dict[str, An
     with working("host time"):
         check_replays(CacheConfig.v4_flash(compress_ratios=(0, 4, 128)))
         host = _time_host(config, num_requests, num_steps)
+    decode = [
+        row | judge(row["total_us"], DECODE_TARGETS_US.get((model, row["tokens"], row["batch"])))
+        for row in bench_decode(config)
+    ]
     return {
         "model": model, "num_requests": num_requests, "num_layers": config.num_layers,
-        "num_steps": num_steps, **host, "target_us": TARGET_US, "decode": bench_decode(config),
+        "num_steps": num_steps, **host, "target_us": TARGET_US, "decode": decode,
         **(bench_mixed() if model == "v4-flash" else {"mixed": [], "pool_bytes": 0}),
     }  # fmt: skip
 

@@ -40,6 +40,7 @@ class Shown(NamedTuple):
 
 TIMES = "median us: {median:.1f} | 90th percentile us: {p90:.1f}"
 TIMES_AND_TARGETS = TIMES + " | target us: {target}"
+TARGET = "target: {target:g}, {verdict}"
 THEIRS = "ours us: {ours:,.2f} | theirs us: {theirs:,.2f} | ratio: {ratio:.2f}"
 LISTINGS = (
     Listing("plan", "prepare_forward, {num_requests} requests, one token each",
@@ -86,9 +87,11 @@ LISTINGS = (
         "median ms: {median_ms:.1f} | median GB/s: {median_gb_per_s:.1f}", num_left=2),
     Listing("write", "One layer's writes in a decode step, microseconds",
         "layer | batch | warm: {warm_us:.2f} | rotating, 43 layers: {rotating_us:.2f} | "
-        "bytes / 4.27 TB/s: {floor_us:.2f}", external={"sglang_us": ("SGLang", "rotating_us")}),
+        + TARGET + " | bytes / 4.27 TB/s: {floor_us:.2f}",
+        external={"sglang_us": ("SGLang", "rotating_us")}),
     Listing("write", "One layer's writes of a prefill, microseconds",
-        "layer: {type} | tokens | measured: {us:.1f} | bytes / 4.27 TB/s: {floor_us:.1f}",
+        "layer: {type} | tokens | measured: {us:.1f} | " + TARGET
+        + " | bytes / 4.27 TB/s: {floor_us:.1f}",
         rows="prefill"),
     Listing("step",
         "Host time of a captured step, {num_requests} requests, {num_layers} layers written "
@@ -96,7 +99,8 @@ LISTINGS = (
         ": {name} | " + TIMES, rows="times"),
     Listing("step", "One decode step of {model}'s {num_layers} attention layers, microseconds",
         "tokens: {tokens:,} | batch: {batch}{star} | all layers: {total_us:.0f} | "
-        "write: {write_us:.0f} | index: {index_us:.0f} | attention: {attention_us:.0f}",
+        + TARGET + " | write: {write_us:.0f} | index: {index_us:.0f} | "
+        "attention: {attention_us:.0f}",
         rows="decode"),
     Listing("step",
         "Mixed steps of V4-Flash's attention layers, microseconds; graphs of {pool_bytes:,} bytes; "
@@ -111,18 +115,19 @@ LISTINGS = (
         "of 4.27 TB/s: {share_of_copy:.0%}", num_left=1),
     Listing("index", "One layer's index of V4-Flash in a decode step, microseconds",
         "step | format | entries: {entries:,} | batch | warm: {warm_us:.2f} | "
-        "rotating, 4 layers: {rotating_us:.2f} | bytes / 4.27 TB/s: {floor_us:.2f}",
+        "rotating, 4 layers: {rotating_us:.2f} | " + TARGET
+        + " | bytes / 4.27 TB/s: {floor_us:.2f}",
         num_left=2, num_keys=4,
         external={"deepgemm_us": ("DeepGEMM", "rotating_us"),
                   "sglang_us": ("SGLang", "warm_us")}),
     Listing("index", "One layer's index of a prefill chunk: scores, and queries to top-k",
         "format | queries: {tokens:,} | entries: {entries:,} | scores us: {score_us:,.0f} | "
-        "TFLOP/s: {score_tflops:.0f} | all us: {select_us:,.0f} | TFLOP/s: {select_tflops:.0f}",
-        rows="prefill", num_left=1),
+        "TFLOP/s: {score_tflops:.0f} | all us: {select_us:,.0f} | TFLOP/s: {select_tflops:.0f} | "
+        + TARGET, rows="prefill", num_left=1),
     Listing("index", "The same of scores that ascend",
         "format | entries: {entries:,} | all us: {select_us:,.0f} | "
         "ascending us: {ascending_us:,.0f} | ratio: {ascending_ratio:.2f} | "
-        "target: {ascending_target}, {verdict}", rows="ascending", num_left=1),
+        "target: {ascending_target}, {ascending_verdict}", rows="ascending", num_left=1),
     Listing("index",
         "The index of a prefill chunk of {model_tokens:,} queries at {model_context:,} tokens: "
         "all layers of a model that choose, ms",
@@ -136,15 +141,19 @@ LISTINGS = (
         rows="ranks", num_left=1),
     Listing("attend",
         "One layer's attention in a decode step, in the model's rows, microseconds: warm, rotating "
-        "over 8 layers, batch-invariant, and a copy of the bytes at 4.27 TB/s",
+        "over 8 layers, and a copy of the bytes at 4.27 TB/s",
         "layer | batch | warm: {warm_us:.2f} | rotating: {rotating_us:.2f} | "
-        "invariant: {invariant_us:.2f} | TFLOP/s: {tflops:.0f} | copy: {floor_us:.2f}",
+        + TARGET + " | TFLOP/s: {tflops:.0f} | copy: {floor_us:.2f}",
         num_left=1, external={"flashmla_us": ("FlashMLA", "rotating_us")}),
-    Listing("attend", "V4.1's attention beside V4-Flash's",
-        "layer | batch | of Flash CSA: {of_flash:.2f}", rows="of_flash", num_left=1),
+    Listing("attend", "Attention with batch_invariant=True, rotating",
+        "layer | batch | us: {invariant_us:.2f} | of the default: {invariant_ratio:.2f} | "
+        "target: {invariant_target}, {invariant_verdict}", num_left=1),
+    Listing("attend", "Attention beside that of Flash CSA, one token a request",
+        "layer | batch | of Flash CSA: {of_flash:.2f} | "
+        "target: {of_flash_target}, {of_flash_verdict}", rows="of_flash", num_left=1),
     Listing("attend", "One layer's attention of a prefill chunk, fp8 rows",
         "layer | queries: {tokens:,} | context: {context:,} | us: {us:,.0f} | "
-        "TFLOP/s: {tflops:.0f} | target: {target_tflops:.0f}",
+        "TFLOP/s: {tflops:.0f} | " + TARGET,
         rows="prefill", num_left=1, external={"flashmla_us": ("FlashMLA", "us")}),
     Listing("prefill", "One layer on a chunk of {chunk:,} tokens, microseconds",
         "layer | tokens before: {start:,} | all: {layer_us:,.0f} | write: {write_us:,.1f} | "

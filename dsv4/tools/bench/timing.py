@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -84,9 +84,18 @@ def beside(ours_us: float, key: str, theirs_us: float) -> dict[str, float]:
     return {key: theirs_us, "ratio": ours_us / theirs_us}
 
 
-def verdict(value: float, target: float) -> str:
-    """Whether a number is at most its target, in a word."""
-    return "met" if value <= target else "missed"
+def judge(
+    value: float, target: float | None, what: str = "", *, is_least: bool = False
+) -> dict[str, Any]:
+    """Return a number's target and verdict, as `{what}target` and `{what}verdict`.
+
+    The target is the most that meets it, or with is_least the least. A number without one has
+    neither.
+    """
+    if target is None:
+        return {}
+    is_met = value >= target if is_least else value <= target
+    return {f"{what}target": target, f"{what}verdict": "met" if is_met else "missed"}
 
 
 def time_warm(run: Callable[[int], object]) -> float:

@@ -32,6 +32,12 @@ ENTRY_BYTES = {
 }  # fmt: skip
 # Lengths before and after checked forwards: a chunk, a step to a window's end, one past it.
 CHECKED_LENGTHS = (([0, 0], [126, 3]), ([126, 3], [127, 4]), ([127, 4], [128, 5]))
+ONE_CLOSING = (128,)  # batches in which one HCA window closes
+TARGETS_US = {  # rotating, by type, windows that close, and batch
+    (AttentionType.SWA, 0, 1): 1.0, (AttentionType.SWA, 0, 256): 1.3,
+    (AttentionType.HCA, 1, 128): 4.5, (AttentionType.HCA, 128, 128): 8.0,
+}  # fmt: skip
+PREFILL_TARGETS_US = {AttentionType.SWA: 8.0, AttentionType.CSA: 28.0, AttentionType.HCA: 18.0}
 NUM_PREFILL_LAYERS = 4  # rotating; CSA projections of 4 layers are four times the L2
 
 WriteCase = list[tuple[LayerCacheHandle, LayerProjections, LayerWeights]]  # by layer
@@ -50,11 +56,12 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool) -> dict[st
             if sglang is not None:
                 check_sglang(sglang, write_config(kind))
     steps = [
-        (kind, is_closing, batch)
+        (kind, is_closing * batch, batch)
         for kind in AttentionType
         for is_closing in ((False, True) if kind.ratio else (False,))
         for batch in batches
     ]
+    steps += [(AttentionType.HCA, 1, batch) for batch in batches if batch in ONE_CLOSING]
     return {
         "rows": [_step_row(*step, sglang) for step in track(steps, "decode steps")],
         "prefill": [_prefill_row(kind) for kind in track(AttentionType, "prefills")],
@@ -63,18 +70,20 @@ def bench_write(*, batches: tuple[int, ...] = BATCHES, compare: bool) -> dict[st
 
 
 def _step_row(
-    kind: AttentionType, is_closing: bool, batch: int, sglang: SGLangKernels | None
+    kind: AttentionType, num_closing: int, batch: int, sglang: SGLangKernels | None
 ) -> dict[str, Any]:
-    length = 255 if is_closing else 253
+    before = [255] * num_closing + [253] * (batch - num_closing)
+    after = [length + 1 for length in before]
     one, every = (
-        write_case(write_config(kind, num_layers=each), [length] * batch, [length + 1] * batch)
-        for each in (1, NUM_LAYERS)
+        write_case(write_config(kind, num_layers=each), before, after) for each in (1, NUM_LAYERS)
     )
+    names = {0: kind.name, batch: f"{kind.name} closing"}
     row: dict[str, Any] = {
-        "layer": f"{kind.name} closing" if is_closing else kind.name, "type": kind.name,
-        "closing": is_closing, "batch": batch, "warm_us": _time(one), "rotating_us": _time(every),
-        "floor_us": timing.floor_us(_step_bytes(kind, batch, is_closing=is_closing)),
+        "layer": names.get(num_closing, f"{kind.name}, {num_closing} closing"), "type": kind.name,
+        "closing": num_closing, "batch": batch, "warm_us": _time(one), "rotating_us": _time(every),
+        "floor_us": timing.floor_us(_step_bytes(kind, batch, num_closing)),
     }  # fmt: skip
+    row |= timing.judge(row["rotating_us"], TARGETS_US.get((kind, num_closing, batch)))
     if sglang is not None:
         frequencies = complex_frequencies(every[0][0])
         layers = [SGLangLayer(sglang, *layer, frequencies) for layer in every]
@@ -90,7 +99,8 @@ def _prefill_row(kind: AttentionType) -> dict[str, Any]:
     num_bytes = PREFILL_TOKENS * (WINDOW_BYTES + WIDTHS[kind] * 4) + num_entries * ENTRY_BYTES[kind]
     us = _time(write_case(config, [0], [PREFILL_TOKENS]))
     floor = {"floor_us": timing.floor_us(num_bytes)}
-    return {"type": kind.name, "tokens": PREFILL_TOKENS, "us": us, **floor}
+    judged = timing.judge(us, PREFILL_TARGETS_US[kind])
+    return {"type": kind.name, "tokens": PREFILL_TOKENS, "us": us, **floor, **judged}
 
 
 def write_config(kind: AttentionType, *, num_layers: int = 1, **choices: Any) -> CacheConfig:
@@ -133,13 +143,13 @@ def write_layer(handle: LayerCacheHandle, inputs: LayerProjections, weights: Lay
     ops.write_layer(writes, handle.memory, handle.tokens, backend=handle.parts.backend)
 
 
-def _step_bytes(kind: AttentionType, batch: int, *, is_closing: bool) -> int:
+def _step_bytes(kind: AttentionType, batch: int, num_closing: int) -> int:
     """Count the bytes that a step must move: projections, window rows, tails, entries."""
-    total = WINDOW_BYTES + WIDTHS[kind] * (4 + 8)  # bf16 kv and gate in, fp32 rows out
-    if is_closing:  # earlier rows of one series, kv and gate, and the sums of 7 HCA groups
+    total = batch * (WINDOW_BYTES + WIDTHS[kind] * (4 + 8))  # bf16 kv and gate in, fp32 rows out
+    if num_closing:  # earlier rows of one series, kv and gate, and the sums of 7 HCA groups
         num_earlier = {AttentionType.CSA: 14 * (512 + 128), AttentionType.HCA: 51 * 512}[kind]
-        total += num_earlier * 4 + ENTRY_BYTES[kind]
-    return batch * total
+        total += num_closing * (num_earlier * 4 + ENTRY_BYTES[kind])
+    return total
 
 
 def check_bytes(kind: AttentionType) -> None:

@@ -8,6 +8,8 @@ import torch
 
 from dsv4 import CacheConfig
 from dsv4.kernels import ops
+from dsv4.kernels.layer_memory import existing
+from dsv4.kernels.reference.gather import gather_rows, visible_entry_rows
 from dsv4.layer_schedule import AttentionType
 from dsv4.tools.bench import attend, attend_case, index, timing, write
 from dsv4.tools.bench.attend import AttendShape, PrefillShape, count_visible, prefill_case
@@ -36,11 +38,15 @@ def few_layers(clock, monkeypatch):
 @pytest.fixture
 def small_attend(few_layers, monkeypatch):
     shapes = (
-        AttendShape(attend.FLASH, CacheConfig.v4_flash, 4, 8, 300, 64, (1, 2)),
+        AttendShape(attend.FLASH, CacheConfig.v4_flash, 4, 8, 300, 64, (1, 2),
+                    targets_us={1: 4.0, 2: 3.9}, invariant_target=0.9),
+        AttendShape("4 tokens", CacheConfig.v4_flash, 4, 8, 300, 64, (2,), 4,
+                    of_flash_targets={2: 1.0}),
         AttendShape("HCA", CacheConfig.v4_flash, 128, 64, 300, 2, (1,)),
         AttendShape("SWA", CacheConfig.v4_flash, 0, 64, 200, 0, (1,)),
-        AttendShape(attend.V41, attend.v41_layers, 2, 64, 200, 64, (1,)),
-    )
+        AttendShape(attend.V41, attend.v41_layers, 2, 64, 200, 64, (1,),
+                    of_flash_targets={1: 0.9}),
+    )  # fmt: skip
     monkeypatch.setattr(attend, "SHAPES", shapes)
     monkeypatch.setattr(attend, "DEVICE", "cpu")
     load = ops.load_backend  # only the reference, since the interpreter is slow
@@ -69,17 +75,26 @@ def test_attend(small_attend, small_chunk, monkeypatch, capsys):
     *rows, v41 = result["rows"]
     for row in rows:
         assert row["flashmla_us"] == 4.0 and row["ratio"] == 1.0
-    assert [row["batch"] for row in rows] == [1, 2, 1, 1]
+    assert [row["batch"] for row in rows] == [1, 2, 2, 1, 1]
     assert v41["of_flash"] == 1.0 and "flashmla_us" not in v41
+    assert [row.get("verdict") for row in result["rows"]] == ["met", "missed"] + [None] * 4
+    for row in result["rows"]:
+        judged = (1.0, 0.9, "missed") if row["layer"] == attend.FLASH else (1.0, None, None)
+        keys = ("ratio", "target", "verdict")
+        assert tuple(row.get(f"invariant_{key}") for key in keys) == judged
+    beside = {row["layer"]: row["of_flash_verdict"] for row in result["rows"] if "of_flash" in row}
+    assert beside == {"4 tokens": "met", attend.V41: "missed"}
     num_bytes = 128 * 528 + 64 * 288 + 2 * 64 * 512 * 2
     assert v41["floor_us"] == pytest.approx(timing.floor_us(num_bytes))
-    assert {tuple(call.query.shape) for call in fake.calls} == {(1, 1, 64, 512), (2, 1, 64, 512)}
+    assert {tuple(call.query.shape) for call in fake.calls} == {
+        (1, 1, 64, 512), (2, 1, 64, 512), (8, 1, 64, 512),
+    }  # fmt: skip
     num_rows = [6 * (128 + 64), 6 * 128 + 3 * 3 + 3 * 4]
     for row, shape, count in zip(result["prefill"], CHUNKS, num_rows, strict=True):
         assert (row["layer"], row["tokens"], row["context"]) == (shape.name, 6, 514)
         assert row["tflops"] == row["flashmla_tflops"] == 4 * 64 * count * 512 / 8.0 / 1e6
         assert (row["rows"], row["us"], row["flashmla_us"], row["ratio"]) == (count, 8.0, 8.0, 1.0)
-        assert row["target_tflops"] == shape.target_tflops
+        assert (row["target"], row["verdict"]) == (shape.target_tflops, "missed")
     assert any("prefill chunk" in line for line in table)
     assert [call.counts is None for call in prefill.calls] == [True, True, False, False]
     assert prefill.calls[2].counts.tolist() == [128 + 3] * 3 + [128 + 4] * 3
@@ -158,7 +173,10 @@ def small_index(few_layers, monkeypatch):
     monkeypatch.setattr(index, "SCORED", ((600, 2),))
     monkeypatch.setattr(index, "CHOSEN", ())
     monkeypatch.setattr(index, "CHUNK_TOKENS", 4)
-    monkeypatch.setattr(index, "CHUNK_ENTRIES", 1100)
+    chunks = {"fp8": {1100: 0.1, 1101: 9e9}, "mxfp4": {1100: 9e9}}
+    monkeypatch.setattr(index, "CHUNK_TARGETS", chunks)
+    targets = {("all", 600, 2): 4.0, ("top-k", 600, 2): 0.3}  # rotating 4, top-k 8 of 20
+    monkeypatch.setattr(index, "STEP_TARGETS_US", targets)
     tiny = {"v4-flash": CacheConfig.tiny(compress_ratios=(4, 0, 4)), "v41-flash": tiny_v41()}
     presets = {name: functools.partial(lambda config: config, each) for name, each in tiny.items()}
     monkeypatch.setattr(index, "PRESETS", presets)
@@ -175,9 +193,17 @@ def test_index(small_index, monkeypatch, capsys):
     assert any("DeepGEMM" in line and "score" in line for line in table)
     rows = json.loads(last)["rows"]
     assert [(row["step"], row["format"], "ratio" in row) for row in rows] == [
-        ("query", "fp8", False), ("score", "fp8", True),
-        ("query", "mxfp4", False), ("score", "mxfp4", True),
+        ("query", "fp8", False), ("score", "fp8", True), ("all", "fp8", False),
+        ("query", "mxfp4", False), ("score", "mxfp4", True), ("all", "mxfp4", False),
     ]  # fmt: skip
+    assert [row.get("verdict") for row in rows] == [None, None, "met"] * 2
+    row, config = rows[-1], CacheConfig.v4_flash()
+    assert row["bytes"] == 2 * (64 * 128 * 2 + 600 * config.index_row.row_bytes)
+    chunks = json.loads(last)["prefill"]
+    assert [(row["format"], row["entries"], row["verdict"]) for row in chunks] == [
+        ("fp8", 1100, "met"), ("fp8", 1101, "missed"), ("mxfp4", 1100, "missed"),
+    ]  # fmt: skip
+    assert {(row["ascending_ratio"], row["ascending_verdict"]) for row in chunks} == {(1.0, "met")}
     assert set(fake.sizes) == {2}
     models = json.loads(last)["models"]
     assert [row["kinds"] for row in models] == ["2 x 0.0", "1 x 0.0, 1 x 0.0, 2 x 0.0"]
@@ -203,6 +229,28 @@ def test_index_of_a_rank(small_index, monkeypatch, capsys):
     assert sizes == [(2, 2048), (4, 1024)]
     (row,) = json.loads(last)["ranks"]
     assert (row["share"], row["target"], row["verdict"]) == (0.5625, 0.6, "met")
+
+
+@pytest.mark.parametrize(("name", "num_steps"), [("fp8", 1200), ("mxfp4", 27)])
+def test_keys_that_ascend(few_layers, name, num_steps):
+    case = index.index_case(name, 1200, 1, device="cpu")
+    keys = existing(case.handles[1].memory.index_keys)
+    index.make_ascending(keys, name)
+    rows = visible_entry_rows(keys, case.tokens, slice(0, 1), ratio=4, max_entries=1200)[0]
+    sizes = gather_rows(keys, rows).double().norm(dim=1)
+    assert (sizes.diff() >= 0).all() and len(sizes.unique()) >= 0.9 * num_steps
+
+
+def test_an_index_that_is_wrong_is_not_timed(small_index, monkeypatch, capsys):
+    right = index.indexer.select_entries
+
+    def wrong(*arguments, **options):
+        selection = right(*arguments, **options)
+        return selection._replace(entry_idx=selection.entry_idx.flip(0))
+
+    monkeypatch.setattr(index.indexer, "select_entries", wrong)
+    assert main(["bench", "index"]) == 1
+    assert "The chosen entries differ from the reference's" in capsys.readouterr().err
 
 
 def test_index_that_is_wrong_is_not_timed(small_index, monkeypatch, capsys):
@@ -250,6 +298,7 @@ def test_index_by_sglang(small_index, sglang, monkeypatch, capsys):
     assert any("SGLang" in line for line in table)
     result = json.loads(last)
     assert result["peers"]["SGLang"] == "compared" != result["peers"]["DeepGEMM"]
+    assert result["rows"][-1]["verdict"] == "missed"
     compared = [(row["step"], row["format"]) for row in result["rows"] if "sglang_us" in row]
     assert compared == [("query", "fp8"), ("top-k", "fp32")]
     assert sglang.calls == ["make_query", "choose_entries"]  # a check each

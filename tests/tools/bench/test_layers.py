@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsv4.kernels.backends import load_backend
+from dsv4.layer_schedule import AttentionType
 from dsv4.tools.bench import gather, step, write
 from dsv4.tools.cli import main
 
@@ -30,8 +31,7 @@ def test_write(clock, monkeypatch, capsys):
     monkeypatch.setattr(write, "bench_write", functools.partial(write.bench_write, batches=(1,)))
     table, result = run(capsys, "write")
     kinds = [(row["type"], row["closing"], row["batch"]) for row in result["rows"]]
-    assert kinds == [("SWA", False, 1), ("CSA", False, 1), ("CSA", True, 1), ("HCA", False, 1),
-                     ("HCA", True, 1)]  # fmt: skip
+    assert kinds == [("SWA", 0, 1), ("CSA", 0, 1), ("CSA", 1, 1), ("HCA", 0, 1), ("HCA", 1, 1)]
     assert {(row["warm_us"], row["rotating_us"]) for row in result["rows"]} == {(4.0, 8 / 3)}
     steps = [layer.layer_idx for layer in written[: 5 * len(kinds)]]
     assert steps == [0, 0, 0, 1, 2] * len(kinds)
@@ -39,6 +39,28 @@ def test_write(clock, monkeypatch, capsys):
     assert checked == [row["type"] for row in result["prefill"]] == ["SWA", "CSA", "HCA"]
     assert all(row["us"] == 8 / 2 and row["tokens"] == 8 for row in result["prefill"])
     assert "CSA closing" in table and "writes of a prefill" in table
+    assert result["rows"][0]["verdict"] == "missed" and "verdict" not in result["rows"][1]
+    assert [row["target"] for row in result["prefill"]] == [8, 28, 18]
+
+
+def test_one_window_closes(clock, monkeypatch):
+    closed = []
+    monkeypatch.setattr(write, "check_bytes", lambda kind: None)
+    monkeypatch.setattr(write, "write_case", functools.partial(write.write_case, device="cpu"))
+    monkeypatch.setattr(write, "write_layer", lambda layer, *_: closed.append(
+        int(((layer.positions + 1) % 128 == 0).sum())))  # fmt: skip
+    monkeypatch.setattr(write, "NUM_LAYERS", 1)
+    monkeypatch.setattr(write, "ONE_CLOSING", (3,))
+    hca = AttentionType.HCA
+    monkeypatch.setattr(write, "TARGETS_US", {(hca, 3, 3): 4.0, (hca, 1, 3): 3.9})
+    monkeypatch.setattr(write, "_prefill_row", lambda kind: {})
+    rows = write.bench_write(batches=(3,), compare=False)["rows"]
+    assert [(row["layer"], row.get("verdict")) for row in rows[-3:]] == [
+        ("HCA", None), ("HCA closing", "met"), ("HCA, 1 closing", "missed"),
+    ]  # fmt: skip
+    assert closed[-12:] == [0] * 4 + [3] * 4 + [1] * 4
+    none_us, every_us, one_us = (row["floor_us"] for row in rows[-3:])
+    assert one_us - none_us == pytest.approx((every_us - none_us) / 3)
 
 
 @pytest.fixture
@@ -91,7 +113,8 @@ def test_step(clock, monkeypatch, capsys):
     monkeypatch.setattr(step, "CapturedForward", EagerForward)
     monkeypatch.setattr(step, "check_replays", lambda config: None)
     times = {f"{part}_us": 10.0 for part in ("total", "write", "index", "attention")}
-    decode = [{"tokens": 32768, "batch": 32, "has_own_blocks": False, **times}]
+    decode = [{"tokens": 32768, "batch": batch, "has_own_blocks": False, **times}
+              for batch in (32, 8)]  # fmt: skip
     monkeypatch.setattr(step, "bench_decode", lambda config: decode)
     mixed = {"decode": 31, "chunks": "240 + 240", "eager_us": 4321.0, "captured_us": 234.0}
     mixed |= {"eager_step_us": 4400.0, "captured_step_us": 1500.0, "verdict": "met"}
@@ -101,6 +124,6 @@ def test_step(clock, monkeypatch, capsys):
     assert (result["num_requests"], result["num_steps"], result["num_layers"]) == (3, 4, 43)
     assert set(result["median_us"]) == {"prepare_forward", "replay", "both"}
     assert result["median_us"]["both"] > result["median_us"]["replay"] > 0
-    assert result["decode"] == decode
+    assert result["decode"] == [decode[0] | {"target": 1350, "verdict": "met"}, decode[1]]
     assert "32 *" in table and "* on shared blocks" in table
     assert "240 + 240" in table and "4,321" in table and "1,048,576 bytes" in table

@@ -46,8 +46,10 @@ def test_each_external_kernel_has_a_ratio():
 
 def test_targets_have_verdicts():
     row = {"format": "fp8", "entries": 5, "select_us": 4.0, "ascending_us": 12.0,
-           "ascending_ratio": 3.0, "ascending_target": 2.5, "verdict": "missed"}  # fmt: skip
-    assert "2.5, missed" in drawn(*show("index", {"rows": [], "prefill": [row]}).tables)
+           "ascending_ratio": 3.0, "ascending_target": 2.5, "ascending_verdict": "missed",
+           "target": 820.0, "verdict": "met"}  # fmt: skip
+    text = drawn(*show("index", {"rows": [], "prefill": [row]}).tables)
+    assert "2.5, missed" in text and "820, met" in text
     mixed = {"decode": 31, "chunks": "480", "captured_us": 400.0, "verdict": "met"}
     result = {"decode": [], "mixed": [mixed], "mixed_target_us": 500, "pool_bytes": 7}
     text = drawn(*show("step", result).tables, width=200)
