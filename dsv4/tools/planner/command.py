@@ -264,12 +264,13 @@ def _stage_table(plan: MemoryPlan) -> Table:
 
 
 def _gpu_table(plan: MemoryPlan, *, gpu: str) -> Table:
-    num_ranks = plan.num_ranks * plan.num_stages
-    num_gpus = num_ranks * plan.context_ranks
+    num_gpus = plan.num_ranks * plan.num_stages * plan.context_ranks
     ranks = f"each of {num_gpus} ranks" if num_gpus > 1 else "one GPU"
     rows = [("memory", plan.gpu_bytes)]
     if plan.weights_bytes:
-        share = f" / {num_ranks}" if num_ranks > 1 else ""
+        share = f" / {plan.num_ranks}" if plan.num_ranks > 1 else ""
+        if plan.num_stages > 1:
+            share = f" of {plan.most_layers} of {plan.config.num_layers} layers{share}"
         rows.append((f"weights{share}", plan.rank_weights_bytes))
     if plan.reserved_bytes:
         rows.append(("reserved", plan.reserved_bytes))

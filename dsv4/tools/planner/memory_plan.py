@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -44,12 +45,13 @@ class MemoryPlan:
         num_requests: Requests open at once.
         context_tokens: Tokens of each of them.
         gpu_bytes: Memory of one GPU.
-        weights_bytes: Weights of the whole model, divided among the ranks.
+        weights_bytes: Weights of the whole model, as many in each layer, divided among the ranks.
         reserved_bytes: Other memory of a rank: activations, the CUDA context, other pools.
         num_ranks: Tensor-parallel ranks, which divide the query heads. Each keeps all rows, since
             all query heads share one head of K = V.
-        num_stages: Pipeline stages, of as equal numbers of layers as possible, longer ones first.
-            Each has ranks of its own, and a cache of its layers.
+        num_stages: Pipeline stages. Each has ranks of its own, and a cache of its layers. Cuts are
+            those nearest to equal numbers of layers, longer stages first, that part no layers which
+            share entries.
         max_forward_tokens: Tokens of one forward: the longest prefill chunk.
         num_checkpoints: Block boundaries at which the prefix cache can resume a request.
         undo_slots: Chunks of one forward that a cancelled plan brings back.
@@ -76,8 +78,8 @@ class MemoryPlan:
                 f"(max_position), got {self.context_tokens}"
             )
         check_int(
-            "num_stages", self.num_stages, at_least=1, at_most=self.config.num_layers,
-            limit="the layers of the model",
+            "num_stages", self.num_stages, at_least=1, at_most=1 + len(_possible_cuts(self.config)),
+            limit="the most stages that share no entries",
         )  # fmt: skip
         if self.config.num_query_heads % self.num_ranks:
             raise ValueError(
@@ -85,8 +87,6 @@ class MemoryPlan:
                 f"heads, got {self.num_ranks}"
             )
         _ = self.capacity
-        if self.num_stages > 1:
-            _ = self.stages  # refuses cuts between layers that share entries
 
     @property
     def context_ranks(self) -> int:
@@ -121,13 +121,27 @@ class MemoryPlan:
 
     def _stage_bytes(self, capacity: Capacity) -> dict[tuple[int, int], int]:
         if self.num_stages == 1:
-            return {(0, self.config.num_layers): _allocated(capacity)}
-        parts = np.array_split(np.arange(self.config.num_layers), self.num_stages)
-        cuts = [(int(part[0]), int(part[-1]) + 1) for part in parts]
+            return {self.stage_layers[0]: _allocated(capacity)}
         return {
-            cut: _allocated(replace(capacity, config=capacity.config.cut_layers(*cut)))
-            for cut in cuts
+            layers: _allocated(replace(capacity, config=capacity.config.cut_layers(*layers)))
+            for layers in self.stage_layers
         }
+
+    @cached_property
+    def stage_layers(self) -> list[tuple[int, int]]:
+        """The first layer and the end of each stage."""
+        possible, cuts = _possible_cuts(self.config), [0]
+        parts = np.array_split(np.arange(self.config.num_layers), self.num_stages)
+        for stage, part in enumerate(parts[1:], 2):
+            later = [cut for cut in possible if cut > cuts[-1]]
+            free = later[: len(later) - (self.num_stages - stage)]  # one is left for each later cut
+            cuts.append(min(free, key=lambda cut: abs(cut - int(part[0]))))
+        return list(pairwise([*cuts, self.config.num_layers]))
+
+    @property
+    def most_layers(self) -> int:
+        """Layers of the stage that has most of them."""
+        return max(end - first for first, end in self.stage_layers)
 
     @property
     def cache_bytes(self) -> int:
@@ -136,8 +150,9 @@ class MemoryPlan:
 
     @property
     def rank_weights_bytes(self) -> int:
-        """Weights of one rank."""
-        return -(-self.weights_bytes // (self.num_ranks * self.num_stages))
+        """Weights of one rank of the stage that has most layers."""
+        num_shares = self.num_ranks * self.config.num_layers
+        return -(-self.weights_bytes * self.most_layers // num_shares)
 
     @property
     def needed_bytes(self) -> int:
@@ -255,6 +270,17 @@ def component_label(name: str) -> str:
 def largest(fits: Callable[[int], bool], *, at_most: int = MAX_BYTES) -> int:
     """Find the largest number from 1 on that fits, if all smaller ones fit; 0 if none does."""
     return bisect_left(range(1, at_most + 1), True, key=lambda number: not fits(number))
+
+
+def _possible_cuts(config: CacheConfig) -> list[int]:
+    """List the layers that a stage can begin with: from there on none reads earlier entries."""
+    possible, earliest = [], config.num_layers
+    for layer in reversed(config.schedule[1:]):
+        if layer.entries_of >= 0:
+            earliest = min(earliest, layer.entries_of)
+        if layer.layer_idx <= earliest:
+            possible.append(layer.layer_idx)
+    return possible[::-1]
 
 
 def _allocated(capacity: Capacity) -> int:

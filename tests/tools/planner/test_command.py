@@ -77,7 +77,8 @@ def test_options_reach_the_plan(capsys):
 def test_pipeline_stages(capsys, tmp_path):
     assert main([*FLASH, "--pp", "2", "--tp", "2", "--weights", "160GB"]) == 0
     out = words(capsys.readouterr().out)
-    assert "each of 4 ranks" in out and "weights / 4" in out and "cache of the largest stage" in out
+    assert "each of 4 ranks" in out and "weights of 22 of 44 layers / 2" in out
+    assert "cache of the largest stage" in out
     assert "The cache of each pipeline stage" in out and "0 to 21" in out and "22 to 43" in out
     result = run_json(capsys, *FLASH, "--pp", "2")
     assert [stage["layers"] for stage in result["stages"]] == [[0, 22], [22, 44]]
@@ -134,6 +135,7 @@ def test_a_config_of_transformers(capsys, tmp_path, is_folder):
         (["--requests", "0"], "expected a whole number from 1 to 1,048,576, got '0'"),
         (["--tp", "3"], "argument --tp: expected a divisor of 64 query heads, got 3"),
         (["--pp", "45"], "argument --pp: expected an integer from 1 to 44"),
+        (["--model", "v41-flash", "--pp", "10"], "--pp: expected an integer from 1 to 9 (the most"),
         (["--drafts", "-1"], "expected a whole number, got '-1'"),
         (["--drafts", "x"], "expected a whole number, got 'x'"),
         (["--block-tokens", "100"], "expected a multiple of the largest ratio (128), got 100"),

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from dsv4.cache.manager import KVCacheManager
@@ -12,6 +14,7 @@ from dsv4.config import CacheConfig
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4.tools.planner.memory_plan import MemoryPlan, largest
 from tests.cache.test_capacity import random_case
+from tests.v41 import tiny_v41
 
 GIB = 2**30
 PRESETS = {"flash": CacheConfig.v4_flash, "pro": CacheConfig.v4_pro}
@@ -142,20 +145,38 @@ def test_a_rank_is_as_large_as_a_manager_of_its_heads(config, num_ranks, num_sta
     assert plan.cache_bytes < replace(plan, num_ranks=1).cache_bytes
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_a_stage_is_as_large_as_its_manager(num_stages):
-    plan = tiny_plan(num_requests=3, context_tokens=300, num_stages=num_stages, weights_bytes=1001)
-    ends = [end for _, end in plan.stages]
-    assert [first for first, _ in plan.stages] == [0, *ends[:-1]] and ends[-1] == 4
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [(CacheConfig.tiny(block_tokens=128), each) for each in ([4], [2, 2], [2, 1, 1], [1, 1, 1, 1])]
+    + [(tiny_v41(), each) for each in ([7], [3, 4], [1, 2, 4])],
+)  # fmt: skip
+def test_a_stage_is_as_large_as_its_manager(config, sizes):
+    plan = make_plan(
+        config, num_requests=3, context_tokens=300, num_stages=len(sizes), weights_bytes=1001
+    )
+    ends = np.cumsum(sizes).tolist()
+    assert list(plan.stages) == list(pairwise([0, *ends]))
     for layers, num_bytes in plan.stages.items():
         stage = replace(plan.capacity, config=plan.config.cut_layers(*layers))
         assert num_bytes == tensor_bytes(build_manager(stage))
     assert plan.cache_bytes == max(plan.stages.values())
-    assert plan.rank_weights_bytes == -(-1001 // num_stages)
+    assert plan.rank_weights_bytes == -(-1001 * max(sizes) // sum(sizes))
     tight = replace(plan, gpu_bytes=plan.needed_bytes)
     assert tight.fits and tight.max_requests == 3
     assert tight.max_blocks == plan.capacity.num_blocks
     assert not replace(plan, gpu_bytes=plan.needed_bytes - 1).fits
+
+
+@pytest.mark.parametrize(
+    ("config", "cuts"),
+    [(CacheConfig.v41_flash(), ([20], [14, 20], [8, 14, 20], [2, 8, 14, 20])),
+     (CacheConfig.v41_flash(include_mtp=True), ([20], [14, 20], [8, 20, 40])),
+     (CacheConfig.v4_flash(), ([22], [15, 29]))],
+)  # fmt: skip
+def test_stages_begin_where_no_entries_are_shared(config, cuts):
+    for each in cuts:
+        plan = make_plan(config, num_stages=len(each) + 1)
+        assert [first for first, _ in plan.stages] == [0, *each]
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 129, 1000])
@@ -259,6 +280,7 @@ def test_largest(number):
             "Invalid reserved_bytes: expected an integer from 0 to .*, got 0.5",
         ),
         ({"num_stages": 5}, "Invalid num_stages: expected an integer from 1 to 4 .*, got 5"),
+        ({"num_stages": 4, "config": tiny_v41()}, "integer from 1 to 3 .the most stages .*, got 4"),
         ({"num_ranks": 0}, "Invalid num_ranks: expected an integer from 1 to .*, got 0"),
         ({"num_ranks": 3}, "Invalid num_ranks: expected a divisor of 4 query heads, got 3"),
         ({"num_requests": 0}, "Invalid num_requests: expected an integer from 1 to .*, got 0"),
@@ -275,4 +297,4 @@ def test_largest(number):
 )
 def test_refusals(changes, match):
     with pytest.raises(ValueError, match=match):
-        tiny_plan(**changes)
+        replace(tiny_plan(), **changes)
