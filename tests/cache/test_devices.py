@@ -3,6 +3,8 @@
 The CPU is several devices here: `cpu` shares its memory with the host, and `cpu:0` has its own.
 """
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 import torch
@@ -13,9 +15,11 @@ from dsv4 import CacheConfig, KVCacheManager, PrefixStore, prepare_forward
 from dsv4.cache.graphs.captured_forward import CapturedForward
 from dsv4.cache.memory import device_memory
 from dsv4.cache.memory.staging import Staging
+from dsv4.distributed.handover import Inbox
 from dsv4.testing import Row, model_projections, model_weights, move_to, poison
 from tests.cache.life import BASE, World, machine_in, run_layers, v41_world
 from tests.cache.live import assert_same, live_bytes
+from tests.distributed.local import hand_over
 
 CONFIG = CacheConfig.tiny(**BASE, compress_ratios=(0, 4, 128, 4), block_tokens=128)
 DEVICES = ["cpu:0", "cpu", "cpu:0", "cpu"]
@@ -115,6 +119,17 @@ def test_requests_travel_between_managers_of_any_devices(devices, tmp_path):
         for there in (here.import_request(exported[target]), here.load_request(tmp_path / target)):
             assert_same(live_bytes(here, there), live_bytes(manager, slot))
             here.free_request(there)
+
+
+@pytest.mark.parametrize("devices", [DEVICES, NO_ENTRIES])
+def test_requests_are_handed_over_between_managers_of_any_devices(devices):
+    managers = [grown(each) for each in ("cpu", devices, devices)]
+    for (manager, slot), (other, _) in permutations(managers, 2):
+        ((_, there),) = hand_over(manager, manager.fork(slot), Inbox(other), memory_bytes=1 << 18)
+        assert_same(live_bytes(other, there), live_bytes(manager, slot))
+        assert manager.open_slots == [slot]
+        other.free_request(there)
+        other.check_integrity()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.cache.live import assert_same, live_bytes
 from tests.cache.test_saved_request import (
     CHOICES,
     CONFIG,
+    LATENT,
     OTHERS,
     TOKENS,
     books,
@@ -20,6 +21,11 @@ from tests.cache.test_saved_request import (
     grown_manager,
     make_manager,
 )
+
+TEXTS = {
+    CONFIG: (TOKENS, OTHERS),
+    LATENT: tuple(model_projections(LATENT, 450, seed=seed) for seed in (10, 90)),
+}
 
 
 def moved(manager, slot, device="cpu", **sizes):
@@ -29,21 +35,27 @@ def moved(manager, slot, device="cpu", **sizes):
     return other, other.import_request(manager.export_request(slot))
 
 
-@pytest.mark.parametrize("length", [0, 1, 3, 4, 127, 128, 131, 132, 144, 255, 256, 260, 300])
-def test_an_imported_request_goes_on_and_back_as_the_exported_one(length):
-    manager = grown_manager(length)
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [*((CONFIG, each) for each in (0, 1, 3, 4, 127, 128, 131, 132, 144, 255, 256, 260, 300)),
+     (LATENT, 2), (LATENT, 129)],
+    ids=lambda value: value if isinstance(value, int) else "v41" if value is LATENT else "v4",
+)  # fmt: skip
+def test_an_imported_request_goes_on_and_back_as_the_exported_one(config, length):
+    tokens, others = TEXTS[config]
+    manager = grown_manager(length, tokens, config=config)
     for shorter in range(4):
         floor = int(manager.rollback_floor[0])
-        other, slot = moved(manager, 0)
+        other, slot = moved(manager, 0, config=config)
         assert other.rollback_floor[slot] == floor and other.lengths[slot] == length
         kept = max(floor, length - shorter)
         other.truncate(slot, kept)
-        twin = grown_manager(length)
+        twin = grown_manager(length, tokens, config=config)
         twin.truncate(0, kept)
         other.check_integrity()
         assert_same(live_bytes(other, slot), live_bytes(twin, 0))
         for mine, want in zip(
-            feed(other, slot, OTHERS, kept + 140), feed(twin, 0, OTHERS, kept + 140), strict=True
+            feed(other, slot, others, kept + 140), feed(twin, 0, others, kept + 140), strict=True
         ):
             assert torch.equal(mine.output, want.output)
         assert_same(live_bytes(other, slot), live_bytes(twin, 0))

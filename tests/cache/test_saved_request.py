@@ -11,10 +11,12 @@ from safetensors.torch import save_file
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.errors import LiveForwardError, NoFreeSlotError, OutOfBlocksError
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
+from tests.v41 import tiny_v41
 
 CHOICES = {"drafts_per_step": 3, "block_tokens": 128}
 CONFIG = CacheConfig.tiny(**CHOICES)
-WEIGHTS = model_weights(CONFIG, seed=0)
+LATENT = tiny_v41(**CHOICES)
+WEIGHTS = {each.compress_ratios: model_weights(each, seed=0) for each in (CONFIG, LATENT)}
 TOKENS = model_projections(CONFIG, 450, seed=10)
 OTHERS = model_projections(CONFIG, 450, seed=90)
 
@@ -26,15 +28,15 @@ def make_manager(config=CONFIG, **sizes):
     return manager
 
 
-def grown_manager(length, **sizes):
+def grown_manager(length, layers=TOKENS, **sizes):
     manager = make_manager(**sizes)
-    feed(manager, manager.open_request(), TOKENS, length)
+    feed(manager, manager.open_request(), layers, length)
     return manager
 
 
 def feed(manager, slot, layers, after):
-    before = int(manager.lengths[slot])
-    return run_forward(manager, WEIGHTS, [Row(slot, layers, before, after)])
+    weights, before = WEIGHTS[manager.config.compress_ratios], int(manager.lengths[slot])
+    return run_forward(manager, weights, [Row(slot, layers, before, after)])
 
 
 def outputs_of(manager, slot, length):

@@ -9,6 +9,7 @@ from dsv4 import CacheConfig, CheckpointPolicy, KVCacheManager
 from dsv4.config import Stage
 from dsv4.testing import Row, model_projections, model_weights, poison, run_forward
 from tests.cache.live import assert_same, live_bytes
+from tests.v41 import tiny_v41
 
 CONFIG = CacheConfig.tiny(
     num_query_heads=1, head_dim=80, rope_dim=16, index_num_heads=16, index_head_dim=32,
@@ -16,8 +17,11 @@ CONFIG = CacheConfig.tiny(
     drafts_per_step=3,
 )  # fmt: skip
 CUTS = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (2, 4)]
-WEIGHTS = model_weights(CONFIG, seed=0)
-TOKENS = [model_projections(CONFIG, 600, seed=10 * i) for i in (1, 2)]
+LATENT = tiny_v41(
+    compress_ratios=(0, 2, 2, 1, 1), index_source_layer_ids=(1, 3, 4), num_query_heads=1,
+    sliding_window=8, block_tokens=128, drafts_per_step=3,
+)  # fmt: skip
+LATENT_CUTS = [(0, 1), (1, 3), (0, 3), (3, 5)]
 
 
 def new_manager(config, **sizes):
@@ -34,11 +38,13 @@ def new_manager(config, **sizes):
 class Lives:
     """The same calls on the whole model's manager and on those of all cuts."""
 
-    def __init__(self):
-        self.layers = [(0, 4), *CUTS]
-        self.managers = [new_manager(CONFIG)] + [
-            new_manager(CONFIG.cut_layers(*cut)) for cut in CUTS
+    def __init__(self, config, cuts):
+        self.layers = [(0, config.num_layers), *cuts]
+        self.managers = [new_manager(config)] + [
+            new_manager(config.cut_layers(*cut)) for cut in cuts
         ]
+        self.weights = model_weights(config, seed=0)
+        self.tokens = [model_projections(config, 600, seed=10 * i) for i in (1, 2)]
 
     def call(self, function):
         """Call it on each manager; all give the same."""
@@ -52,7 +58,8 @@ class Lives:
     def grow(self, slot, text, after):
         def run(manager, layers):
             part, before = slice(*layers), int(manager.lengths[slot])
-            run_forward(manager, WEIGHTS[part], [Row(slot, TOKENS[text][part], before, after)])
+            row = Row(slot, self.tokens[text][part], before, after)
+            run_forward(manager, self.weights[part], [row])
 
         self.call(run)
 
@@ -66,14 +73,17 @@ class Lives:
                 assert np.array_equal(books, whole._books.requests.block_table)
             for slot in manager.open_slots:
                 mine, all_parts = live_bytes(manager, slot), live_bytes(whole, slot)
-                if (first, last) == (0, 1):
+                if first == 0:
                     assert_same(mine, all_parts[: len(mine)])
-                if last == 4:
+                if last == whole.config.num_layers:
                     assert_same(mine, all_parts[len(all_parts) - len(mine) :])
 
 
-def test_stages_keep_the_books_of_the_whole_model():
-    lives, choose = Lives(), random.Random(3)
+@pytest.mark.parametrize(
+    ("config", "cuts"), [(CONFIG, CUTS), (LATENT, LATENT_CUTS)], ids=["v4", "v41"]
+)
+def test_stages_keep_the_books_of_the_whole_model(config, cuts):
+    lives, choose = Lives(config, cuts), random.Random(3)
     ids = [np.arange(600) + 1000 * i for i in (0, 1)]
     texts = {}
     for _ in range(80):

@@ -24,14 +24,23 @@ from dsv4.errors import PeerLostError
 from dsv4.model.attention import forward_layer
 from dsv4.testing import Row, model_projections, model_weights, move_to, run_forward, take_rows
 from tests.cache.live import live_bytes
+from tests.v41 import tiny_v41
 
 CONFIG = CacheConfig.tiny(
     compress_ratios=(0, 4, 128), num_query_heads=1, head_dim=80, rope_dim=16, index_num_heads=16,
     index_head_dim=32, block_tokens=128, drafts_per_step=3, max_position=1 << 17,
 )  # fmt: skip
-WEIGHTS = model_weights(CONFIG, seed=0)
+LATENT = tiny_v41(
+    num_query_heads=1, head_dim=64, rope_dim=16, index_head_dim=32, block_tokens=64,
+    drafts_per_step=3, candidate_block_size=4,
+)  # fmt: skip
 MAX_TOKENS = 900
-TOKENS = model_projections(CONFIG, MAX_TOKENS, seed=10)
+INPUTS = {
+    each.compress_ratios: (
+        model_weights(each, seed=0), model_projections(each, MAX_TOKENS, seed=10)
+    )
+    for each in (CONFIG, LATENT)
+}  # fmt: skip
 LENGTH = 650
 IDS = np.arange(700)
 LONG = 100_000
@@ -99,24 +108,24 @@ def memory_of(kind, device):
     return {"device": device} if kind == "nixl" else {}
 
 
-def new_manager(**sizes):
+def new_manager(config=CONFIG, **sizes):
     defaults = {
-        "max_requests": 3, "num_blocks": 12, "max_forward_tokens": 512, "num_checkpoints": 2,
-        "host_blocks": 4,
+        "max_requests": 3, "num_blocks": 1536 // config.block_tokens, "max_forward_tokens": 512,
+        "num_checkpoints": 2, "host_blocks": 4,
     }  # fmt: skip
-    return KVCacheManager(CONFIG, **{**defaults, **sizes})
+    return KVCacheManager(config, **{**defaults, **sizes})
 
 
 @functools.cache
-def inputs_on(device):
+def inputs_on(device, ratios=CONFIG.compress_ratios):
     """Weights and projections of all layers on a device."""
-    return tuple([move_to(device, layer) for layer in layers] for layers in (WEIGHTS, TOKENS))
+    return tuple([move_to(device, layer) for layer in layers] for layers in INPUTS[ratios])
 
 
 def feed(manager, slot, after):
     """Run a request to a length; return each layer's output."""
-    before, (weights, tokens) = int(manager.lengths[slot]), inputs_on(str(manager.device))
-    rows = [Row(slot, tokens, before, after)]
+    weights, tokens = inputs_on(str(manager.device), manager.config.compress_ratios)
+    rows = [Row(slot, tokens, int(manager.lengths[slot]), after)]
     return [result.output for result in run_forward(manager, weights, rows)]
 
 
@@ -195,9 +204,9 @@ def _set_up(kind, folder, rank, killed_at):
     return transport if killed_at is None else KilledAt(transport, killed_at)
 
 
-def send(kind, folder, told, killed_at=None, request_id="one"):
+def send(kind, folder, told, killed_at=None, request_id="one", config=CONFIG):
     """Hand a request over while it is prefilled."""
-    manager = new_manager()
+    manager = new_manager(config)
     transport = _set_up(kind, folder, 0, killed_at)
     handovers = []
 

@@ -31,13 +31,14 @@ from dsv4.errors import (
 )
 from tests.cache.live import assert_same, live_bytes
 from tests.distributed import processes
-from tests.distributed.local import Line, LocalTransport, as_message
+from tests.distributed.local import Line, LocalTransport, as_message, hand_over
 from tests.distributed.processes import (
     CONFIG,
     DEADLINE,
     ENGINES,
     HAS_CHECKS,
     KINDS,
+    LATENT,
     LENGTH,
     LONG,
     LONG_MEMORY,
@@ -51,16 +52,20 @@ from tests.distributed.processes import (
     new_manager,
     other_process,
 )
+from tests.distributed.test_context import Group
 from tests.marks import quick
+
+
+def go_on(manager, slot):
+    """The bytes of a request, and its outputs of the next 200 tokens."""
+    held = [part.clone() for part in live_bytes(manager, slot)]
+    return held, [feed(manager, slot, LENGTH + n) for n in (1, 4, 200)]
 
 
 @pytest.fixture(scope="module")
 def expected():
-    """The bytes of a request, and its outputs of the next 200 tokens."""
     manager = new_manager()
-    slot = grown(manager)
-    held = [part.clone() for part in live_bytes(manager, slot)]
-    return held, [feed(manager, slot, LENGTH + n) for n in (1, 4, 200)]
+    return go_on(manager, grown(manager))
 
 
 @pytest.fixture(scope="module")
@@ -151,16 +156,23 @@ class Pair:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_arrives_while_it_is_prefilled(kind, tmp_path, expected):
-    manager = new_manager()
-    with other_process(processes.send, kind, tmp_path) as (told, _):
+    arrive_while_prefilled(CONFIG, kind, tmp_path, expected)
+
+
+def test_a_request_of_v41_arrives_while_it_is_prefilled(tmp_path):
+    manager = new_manager(LATENT)
+    arrive_while_prefilled(LATENT, "gloo", tmp_path, go_on(manager, grown(manager)))
+
+
+def arrive_while_prefilled(config, kind, tmp_path, expected):
+    manager = new_manager(config)
+    with other_process(processes.send, kind, tmp_path, config=config) as (told, _):
         receiver = Receiver(Inbox(manager), connect(kind, tmp_path, 1), deadline=DEADLINE)
         (arrived,) = receiver.wait()
         assert arrived == Arrived("one", manager.open_slots[0])
         receiver.poll()
         assert told.recv() == []
-        held = [part.clone() for part in live_bytes(manager, arrived.slot)]
-        outputs = [feed(manager, arrived.slot, LENGTH + n) for n in (1, 4, 200)]
-        assert_goes_on(held, outputs, expected)
+        assert_goes_on(*go_on(manager, arrived.slot), expected)
         assert manager._books.prefix.ids.read(arrived.slot).tolist() == list(range(700))
         manager.check_integrity()
         told.send("end")
@@ -395,6 +407,31 @@ def test_blocks_leave_while_the_prefill_runs(expected, exported):
     pair.assert_receiver_alone(expected)
 
 
+@pytest.mark.parametrize(("config", "rank"), [(CONFIG, 0), (CONFIG, 1), (LATENT, 1)])
+def test_a_rank_hands_over_to_the_same_rank_alone(config, rank):
+    """Its own bytes, of which some leave early."""
+    sender, receiver, other, stays = (
+        new_manager(config, process_group=Group(each)) for each in (rank, rank, 1 - rank, rank)
+    )
+    pairs = []
+
+    def on_chunk(slot):
+        if not pairs:
+            (error, _), _ = Pair(None, sender=sender, receiver=other).run()
+            assert "expected the fingerprint" in str(error)
+            pairs.append(Pair(None, sender=sender, receiver=receiver))
+        for _ in range(30):
+            pairs[0].handover.poll()
+            pairs[0].taker.poll()
+
+    grown(sender, on_chunk=on_chunk)
+    assert pairs[0].handover._num_sent
+    errors, ((_, slot),) = pairs[0].run()
+    assert errors == [None, None] and sender.open_slots == []
+    assert_goes_on(*go_on(receiver, slot), go_on(stays, grown(stays)))
+    receiver.check_integrity()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_peer_that_does_not_come_is_lost(kind, tmp_path):
     begin = time.monotonic()
@@ -494,6 +531,7 @@ def test_signs_of_life_during_a_long_prefill(exported, monkeypatch):
         ({"max_request_tokens": 640}, "expected at most 640, got 650"),
         ({"config": replace(CONFIG, rope_theta=20000.0)}, "expected the fingerprint"),
         ({"config": replace(CONFIG, drafts_per_step=2)}, "expected the fingerprint"),
+        ({"process_group": Group()}, "expected the fingerprint"),
     ],
 )
 def test_a_receiver_that_cannot_take_it_refuses(sizes, match, expected, exported):
@@ -640,16 +678,9 @@ class Place:
         self.manager = new_manager(**sizes)
         self.inbox = Inbox(self.manager)
 
-    def send_to(self, other, slot, request_id="one", num_tokens=LENGTH):
+    def send_to(self, other, slot, request_id="one"):
         """Hand a request over; return what has arrived."""
-        line = Line()
-        ends = [LocalTransport(line, rank, MEMORY_BYTES) for rank in (0, 1)]
-        handover = Handover(self.manager, slot, ends[0], request_id, num_tokens=num_tokens)
-        taker, arrived = Receiver(other.inbox, ends[1]), []
-        handover.finish()
-        while not handover.poll():
-            arrived += taker.poll()
-        return arrived + taker.poll()
+        return hand_over(self.manager, slot, other.inbox, request_id)
 
 
 def test_a_request_comes_back_and_goes_again(expected, exported):

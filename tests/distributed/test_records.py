@@ -16,6 +16,7 @@ from tests.distributed.processes import (
     CONFIG,
     IDS,
     KINDS,
+    LATENT,
     connect,
     feed,
     new_manager,
@@ -198,12 +199,13 @@ def test_a_memory_too_small_for_records(tmp_path):
             exchange.fetch(NAMES[:1])
 
 
-def test_a_prompt_of_one_manager_is_known_in_another(tmp_path):
+@pytest.mark.parametrize("config", [CONFIG, LATENT], ids=["v4", "v41"])
+def test_a_prompt_of_one_manager_is_known_in_another(config, tmp_path):
     """Its blocks and checkpoint come by name from the store that it was published to."""
 
     def opened(name):
         store = PrefixStore(tmp_path / name, 1 << 24, key=b"a key")
-        return store, new_manager(store=store, host_blocks=20)
+        return store, new_manager(config, store=store, host_blocks=20)
 
     (theirs, first), (mine, second) = opened("a"), opened("b")
     slot = first.resume_request(IDS, salt=b"mine", checkpoint_at=[640]).slot
@@ -216,7 +218,7 @@ def test_a_prompt_of_one_manager_is_known_in_another(tmp_path):
 
     line = Line()
     ends = [LocalTransport(line, rank, 128 << 10) for rank in (0, 1)]
-    meanings = CONFIG.format_fingerprint
+    meanings = config.format_fingerprint
     serving = threading.Thread(target=RecordExchange(theirs, meanings, ends[1]).serve, daemon=True)
     serving.start()
     exchange = RecordExchange(mine, meanings, ends[0])
