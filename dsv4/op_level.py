@@ -55,7 +55,8 @@ def layer_memories(capacity: Capacity, *, blocks: Tensor, slots: Tensor) -> tupl
     """Return the memory of each layer, on the caller's blocks and slots.
 
     Workspaces and RoPE rows are allocated on the same device, once for all layers. Layers that
-    share them must run one after the other, `make_rope` before them.
+    share them must run one after the other, `make_rope` before them. In V4.1 a layer that makes no
+    entries has the pages of its kv source.
 
     Args:
         capacity: The sizes; its checkpoints, host memory and undo slots are not used.

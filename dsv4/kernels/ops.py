@@ -58,7 +58,10 @@ def select_entries(
     candidates: Tensor | None = None,
     backend: str,
 ) -> Selection:
-    """Select the `index_topk` best visible entries of each token, or of its candidate blocks."""
+    """Select the `index_topk` best visible entries of each token.
+
+    With candidates, the `blocks` that V4.1's candidate source returned, those of its blocks alone.
+    """
     chosen = _run(
         "select_entries", backend,
         memory=memory, tokens=tokens, query=query, head_weights=head_weights,
