@@ -31,7 +31,7 @@ from dsv4.errors import (
 )
 from tests.cache.live import assert_same, live_bytes
 from tests.distributed import processes
-from tests.distributed.local import Line, LocalTransport, as_message, hand_over
+from tests.distributed.local import Group, Line, LocalTransport, as_message, hand_over
 from tests.distributed.processes import (
     CONFIG,
     DEADLINE,
@@ -52,7 +52,6 @@ from tests.distributed.processes import (
     new_manager,
     other_process,
 )
-from tests.distributed.test_context import Group
 from tests.marks import quick
 
 

@@ -13,7 +13,7 @@ from dsv4.layer_schedule import AttentionType
 from dsv4.testing import Row, model_projections, model_weights, run_forward
 from dsv4.tools.planner.memory_plan import MemoryPlan
 from tests.distributed import ranks
-from tests.distributed.test_context import Group
+from tests.distributed.local import Group
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "scale.md").read_text().split())
 LONGEST = 1 << 20
