@@ -88,10 +88,10 @@ def test_the_page_shows_the_record():
     for row in record["margins"]:  # of all lengths the largest
         key = row["part"], row["format"]
         margins[key] = max(row, margins.get(key, row), key=lambda each: each["margin"])
-    for part, number in (("kv", "output_error"), ("index", "recall")):
+    for part in ("kv", "index"):
         for row in record[part]:
-            digits = 2 if part == "kv" else 1
-            cells = [f"{row['row_error']:.2%}", f"{row[number]:.{digits}%}"]
+            recall = [f"{row['recall']:.1%}"] if part == "index" else []
+            cells = [f"{row['row_error']:.2%}", *recall, f"{row['output_error']:.2%}"]
             shown = [cell.replace("%", " %") for cell in cells]
             shown = [{"0.00 %": "0", "100.0 %": "100 %"}.get(cell, cell) for cell in shown]
             margin = margins[part, row["format"]]["text"].replace(" / ", "/")
