@@ -1,7 +1,7 @@
 """`dsv4 bench quality`: the cost of each row format, in errors and in answers of a memory model."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, takewhile
+from itertools import cycle, groupby, takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import CacheConfig
-from dsv4.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_row, kv_row
+from dsv4.formats import INDEX_FORMATS, KV_FORMATS, V41_FORMATS, RowFormat, index_row, kv_row
 from dsv4.kernels.reference.arithmetic import hadamard
 from dsv4.kernels.reference.attention import attend_dense
 from dsv4.kernels.reference.codec import decode, encode
@@ -23,7 +23,7 @@ from dsv4.tools.demo.memory_run import make_model
 
 HEAD_DIM, ROPE_DIM, INDEX_DIM, INDEX_HEADS = 512, 64, 128, 64  # DeepSeek-V4-Flash
 NUM_QUERIES, NUM_ROWS, NUM_KEYS, TOPK = 16, 640, 8192, 512
-LENGTHS = (512, 2048)
+LENGTHS = (512, 2048, 4096)
 MARGINS = (1.0, *(2.0**-power for power in range(2, 13)))
 # Row formats of V4.1's windows, entries and index keys, and whether they store the model's values.
 V41_ROWS: tuple[tuple[str, dict[str, Any], bool], ...] = (
@@ -32,7 +32,11 @@ V41_ROWS: tuple[tuple[str, dict[str, Any], bool], ...] = (
     ("V4's, only rounding", {"kv_format": "fp8", "index_format": "fp8"}, False),
     ("bf16", {"kv_format": "bf16", "index_format": "bf16"}, True),
 )
+FORMATS: dict[str, tuple[str, ...]] = {
+    "kv": (*KV_FORMATS, *V41_FORMATS), "index": INDEX_FORMATS,
+}  # fmt: skip
 TITLES = {"kv": "KV rows", "index": "index keys"}
+STYLES = ("-", "--", ":", "-.")  # of the lines of a length
 CHANCE = 0.2  # below this share of a kind no margin is tried any more
 
 
@@ -48,8 +52,8 @@ def bench_quality(
     """
     with one_thread():
         result = {
-            "kv": [_kv_errors(name) for name in KV_FORMATS],
-            "index": [_index_errors(name) for name in INDEX_FORMATS],
+            "kv": [_kv_errors(name) for name in FORMATS["kv"]],
+            "index": [_index_errors(name) for name in FORMATS["index"]],
             "v41": list(_v41_errors()),
             "answers": list(_curves(lengths or LENGTHS, num_questions, device)),
         }
@@ -76,17 +80,18 @@ def _kv_errors(name: Any) -> dict[str, Any]:
     """Errors of rows, and of attention over them."""
     fmt = kv_row(name, head_dim=HEAD_DIM, rope_dim=ROPE_DIM)
     rows = _draw(NUM_QUERIES, NUM_ROWS, HEAD_DIM, seed=0)
-    query = _draw(NUM_QUERIES, 8, HEAD_DIM, seed=1).double()
     exact, stored = rows.double(), _stored(fmt, rows).double()
     return {
         "format": name, "row_bytes": fmt.row_bytes, "row_error": _error(stored, exact),
-        "output_error": _output_error(query, stored, exact),
+        "output_error": _output_error(stored, exact),
     }  # fmt: skip
 
 
-def _output_error(query: Tensor, stored: Tensor, exact: Tensor) -> float:
+def _output_error(got: Tensor, exact: Tensor) -> float:
+    """Error of attention over rows, against attention over the exact ones."""
+    query = _draw(NUM_QUERIES, 8, HEAD_DIM, seed=1).double()
     mask = torch.ones(exact.shape[:2], dtype=torch.bool)
-    return _error(*(attend_dense(query, rows, mask, None)[0] for rows in (stored, exact)))
+    return _error(*(attend_dense(query, rows, mask, None)[0] for rows in (got, exact)))
 
 
 def _v41_errors() -> Iterator[dict[str, Any]]:
@@ -94,7 +99,6 @@ def _v41_errors() -> Iterator[dict[str, Any]]:
     own = CacheConfig.v41_flash()
     window, heads = own.sliding_window, own.index_num_heads
     rows, keys = _draw(NUM_QUERIES, NUM_ROWS, HEAD_DIM, seed=0), _draw(NUM_KEYS, INDEX_DIM, seed=2)
-    query = _draw(NUM_QUERIES, 8, HEAD_DIM, seed=1).double()
     index_query = _draw(NUM_QUERIES, heads, INDEX_DIM, seed=3)
     weights = _draw(NUM_QUERIES, heads, seed=4)
     drawn = (rows[:, :window], rows[:, window:], keys, index_query)
@@ -110,7 +114,7 @@ def _v41_errors() -> Iterator[dict[str, Any]]:
             "rows": name,
             "bytes": share * (config.entry_row.row_bytes + config.index_row.row_bytes),
             "window_error": _error(*pairs[0]), "entry_error": _error(*pairs[1]),
-            "output_error": _output_error(query, *both), "key_error": _error(*pairs[2]),
+            "output_error": _output_error(*both), "key_error": _error(*pairs[2]),
             "changed": 1 - _recall(_choose(stored[3], weights, stored[2]), chosen),
         }  # fmt: skip
 
@@ -122,15 +126,17 @@ def _v41_stored(config: CacheConfig, *values: Tensor) -> list[Tensor]:
 
 
 def _index_errors(name: Any) -> dict[str, Any]:
-    """Errors of index keys, and the share of the exact top k that is found with them."""
+    """Errors of index keys, the share of the exact top k, and attention over what is chosen."""
     fmt = index_row(name, head_dim=INDEX_DIM)
     keys = hadamard(_draw(NUM_KEYS, INDEX_DIM, seed=2))
     query = hadamard(_draw(NUM_QUERIES, INDEX_HEADS, INDEX_DIM, seed=3))
     weights, stored = _draw(NUM_QUERIES, INDEX_HEADS, seed=4), _stored(fmt, keys)
     chosen, exact = _choose(_stored(fmt, query), weights, stored), _choose(query, weights, keys)
+    rows = _draw(NUM_KEYS, HEAD_DIM, seed=0).double()
     return {
         "format": name, "row_bytes": fmt.row_bytes, "row_error": _error(stored, keys.double()),
         "recall": _recall(chosen, exact),
+        "output_error": _output_error(rows[chosen], rows[exact]),
     }  # fmt: skip
 
 
@@ -147,7 +153,7 @@ def _choose(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 def _curves(lengths: Sequence[int], num_questions: int, device: str) -> Iterator[dict[str, Any]]:
     """Ask at smaller and smaller margins, until a kind of question has few right answers."""
-    formats = [("kv", name) for name in KV_FORMATS] + [("index", name) for name in INDEX_FORMATS]
+    formats = [(part, name) for part, names in FORMATS.items() for name in names]
     for length in lengths:
         book = write_book(length)
         for part, name in track(formats, f"{length} tokens"):
@@ -199,15 +205,18 @@ def plot_quality(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     lengths = sorted({row["tokens"] for row in rows})
+    styles = dict(zip(lengths, cycle(STYLES)))
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     for axes, part in zip(figure.subplots(1, 2, sharey=True), TITLES, strict=True):
         mine = [row for row in rows if row["part"] == part]
         names = list(dict.fromkeys(row["format"] for row in mine))
         for (name, length), line in groupby(mine, key=itemgetter("format", "tokens")):
             points = [(row["margin"], 100 * row["right"]) for row in line]
-            style = "-" if length == lengths[0] else "--"
-            label, color = f"{name}, {length:,} tokens", f"C{names.index(name)}"
+            label = name if length == lengths[0] else None
+            style, color = styles[length], f"C{names.index(name)}"
             axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=label)
+        for length, style in styles.items():
+            axes.plot([], [], style, color="gray", label=f"{length:,} tokens")
         axes.set_xscale("log", base=2)
         axes.invert_xaxis()
         axes.set(title=TITLES[part], ylabel="right answers of the worst kind of question, %")

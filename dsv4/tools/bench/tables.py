@@ -67,11 +67,12 @@ LISTINGS = (
         "resume, median us: {resume_median_us:.0f} | 90 %: {resume_p90_us:.0f} | "
         "device GB: {device_blocks_gb:.2f} | staged: {device_checkpoints_gb:.2f} | "
         "host GB: {host_blocks_gb:.2f} | checkpoints: {host_checkpoints_gb:.2f}", num_left=2),
-    Listing("quality", "KV rows of V4-Flash: errors",
+    Listing("quality", "KV rows: errors",
         "format | bytes: {row_bytes} | row: {row_error:.2%} | output: {output_error:.2%}",
         rows="kv", num_left=1),
     Listing("quality", "Index keys of V4-Flash: errors, recall of the top 512 of 8,192",
-        "format | bytes: {row_bytes} | row: {row_error:.2%} | recall: {recall:.1%}",
+        "format | bytes: {row_bytes} | row: {row_error:.2%} | recall: {recall:.1%} | "
+        "output: {output_error:.2%}",
         rows="index", num_left=1),
     Listing("quality", "Rows of V4.1-Flash: errors against the values that the model attends",
         "rows | bytes a token: {bytes:,.0f} | window: {window_error:.2%} | "

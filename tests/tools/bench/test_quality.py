@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4.tools.bench import quality
 from dsv4.tools.cli import main
 
@@ -29,7 +28,7 @@ def test_bench_quality(small, capsys, tmp_path):
     assert_fewer_bits_are_worse(result)
     assert_own_rows_are_exact(result["v41"])
     right = {(row["part"], row["format"], row["margin"]): row["right"] for row in result["answers"]}
-    for part, names in (("kv", KV_FORMATS), ("index", INDEX_FORMATS)):
+    for part, names in quality.FORMATS.items():
         for name in names:
             assert right[part, name, 1.0] == 1
             assert (right[part, name, 2.0**-7] == 1) == (name in ("bf16", "fp32"))
@@ -69,9 +68,16 @@ def assert_fewer_bits_are_worse(result) -> None:
     index = {row["format"]: row for row in result["index"]}
     assert kv["fp32"]["row_error"] == kv["fp32"]["output_error"] == 0
     assert 0 < kv["bf16"]["output_error"] < 0.004 < 0.02 < kv["fp8"]["output_error"] < 0.04
-    assert index["fp32"]["recall"] == 1
-    recalls = [index[name]["recall"] for name in ("mxfp4", "nvfp4", "fp8", "bf16")]
+    assert 0.015 < kv["fp8_32"]["output_error"] < 0.04 < 0.08 < kv["nvfp4_16"]["output_error"] < 0.2
+    assert index["fp32"]["recall"] == 1 and index["fp32"]["output_error"] == 0
+    lossy = [index[name] for name in ("mxfp4", "nvfp4", "fp8", "bf16")]
+    recalls = [row["recall"] for row in lossy]
     assert recalls == sorted(recalls) and 0.8 < recalls[0] < 0.92
+    assert lossy[3]["output_error"] < lossy[2]["output_error"]
+    for row in lossy[:3]:
+        # Random rows have nothing in common: each that is missed or wrong adds its square.
+        square = 2 * (1 - row["recall"])
+        assert 0.5 * square < row["output_error"] ** 2 < 2 * square
 
 
 def test_the_page_shows_the_record():
@@ -82,10 +88,10 @@ def test_the_page_shows_the_record():
     for row in record["margins"]:  # of all lengths the largest
         key = row["part"], row["format"]
         margins[key] = max(row, margins.get(key, row), key=lambda each: each["margin"])
-    for part, number in (("kv", "output_error"), ("index", "recall")):
+    for part in ("kv", "index"):
         for row in record[part]:
-            digits = 2 if part == "kv" else 1
-            cells = [f"{row['row_error']:.2%}", f"{row[number]:.{digits}%}"]
+            recall = [f"{row['recall']:.1%}"] if part == "index" else []
+            cells = [f"{row['row_error']:.2%}", *recall, f"{row['output_error']:.2%}"]
             shown = [cell.replace("%", " %") for cell in cells]
             shown = [{"0.00 %": "0", "100.0 %": "100 %"}.get(cell, cell) for cell in shown]
             margin = margins[part, row["format"]]["text"].replace(" / ", "/")
