@@ -79,7 +79,7 @@ class Engine:
         tokenizer: A fast tokenizer of transformers; without one outputs have no text.
         overlap: By default on a GPU. Penalties need the tokens first, so steps with them don't
             overlap. Verification steps do while all samples decode: their drafts are guessed one
-            step ahead.
+            step ahead. Steps that verify nothing do while no sample has guesses.
         clock: Seconds, for time limits.
     """
 
@@ -216,9 +216,9 @@ class Engine:
         flight, running = self._flight, self.scheduler.running
         if flight is None or flight.accepted is not None:
             return flight is not None and self.scheduler.can_admit  # which lengths decide
-        return self.scheduler.num_drafts > 0 or any(
-            sample.request.params.has_penalty for sample in running
-        )
+        has_drafts = any(choice.drafts for choice in flight.choices)
+        has_penalty = any(sample.request.params.has_penalty for sample in running)
+        return has_drafts or has_penalty or self.scheduler.has_guesses
 
     def _launch(self) -> Flight | None:
         """Queue a forward and the choice of its tokens; None if there is nothing to run."""

@@ -200,6 +200,13 @@ class Scheduler:
                 budget -= len(known)
         return rows
 
+    @property
+    def has_guesses(self) -> bool:
+        """A sample whose next token is pending has guesses, as far as its tokens are known."""
+        return self.num_drafts > 0 and any(
+            sample.num_pending and propose_drafts(sample.ids, 1) for sample in self.running
+        )
+
     def choose_step(self, in_flight: Collection[Sample] | None) -> list[Row]:
         """Rows of a verification step that needs no token of the step in flight; else none.
 
