@@ -1,5 +1,7 @@
 """An engine over an attached model answers as `generate` does, with the model's own cache."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -41,7 +43,14 @@ def test_answers_are_those_of_generate(model, overlap, num_drafts, cuda_graphs, 
         model, max_requests=3, num_blocks=4, kv_format="fp32", index_format="fp32",
         max_forward_tokens=64, drafts_per_step=3,
     )  # fmt: skip
-    answers = {}
+    answers, texts = {}, [[*prompt, *generate(model, prompt)] for prompt in PROMPTS]
+
+    def guess(ids, count):
+        """The answer, with every fifth token wrong; nothing for the last prompt's."""
+        text = next(text for text in texts if text[: len(ids)] == ids)
+        wrong = [(token + (place % 5 == 0)) % 128 for place, token in enumerate(text)]
+        return wrong[len(ids) :][:count] if text is not texts[-1] else []
+
     packed = PackedModel(model, cache, cuda_graphs=cuda_graphs, mixed_tokens=mixed_tokens)
     engine = Engine(packed, cache.manager, overlap=overlap, num_drafts=num_drafts)
     for number, prompt in enumerate(PROMPTS):
@@ -51,10 +60,15 @@ def test_answers_are_those_of_generate(model, overlap, num_drafts, cuda_graphs, 
             lambda output: answers[output.request_id].extend(output.token_ids),
             request_id=str(number),
         )  # fmt: skip
-    while engine.step():
-        pass
-    for number, prompt in enumerate(PROMPTS):
-        assert answers[str(number)] == generate(model, prompt)
+    with (
+        patch("dsv4.engine.scheduler.propose_drafts", guess),
+        patch.object(cache.manager, "prepare_step", wraps=cache.manager.prepare_step) as steps,
+    ):
+        while engine.step():
+            pass
+    assert (steps.call_count > 1) == (overlap and num_drafts > 0)
+    for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        assert [*prompt, *answers[str(number)]] == text
     cache.manager.check_integrity()
     sizes = {tokens for _, tokens in packed.captured_sizes}
     assert sizes == (({1, 1 + num_drafts}) if cuda_graphs else set())
