@@ -18,7 +18,7 @@ from decoder import Decoder
 from torch import Tensor
 
 from dsv4 import CheckpointPolicy, ForwardPlan, KVCacheManager, SwappedRequest
-from dsv4.engine.drafts import propose_drafts
+from dsv4.engine.drafts import Ends, propose_drafts
 from dsv4.errors import NoFreeSlotError, OutOfBlocksError
 
 AGING = 16  # tokens in the prefix cache that let a request overtake the one before it
@@ -33,6 +33,7 @@ class Request:
             among the logits, so that samples of a prompt differ.
         ids: The prompt, then the generated tokens. The last one has not been run yet.
         num_prompt, num_tokens: Tokens of the prompt, and those at which the request is finished.
+        ends: As of `propose_drafts`.
         samples: Other samples of the prompt, which are forked off once that has run.
         slot, swapped: Its slot while it runs, else -1; its cache while it waits on the host.
     """
@@ -43,6 +44,7 @@ class Request:
     num_prompt: int
     num_tokens: int
     salt: bytes
+    ends: Ends = field(default_factory=dict)
     samples: list["Request"] = field(default_factory=list)
     slot: int = -1
     swapped: SwappedRequest | None = None
@@ -186,7 +188,8 @@ class Engine:
             ids, before, drafts = request.ids, int(lengths[request.slot]), list[int]()
             known = ids[before : before + budget]
             if len(known) == 1 and len(ids) > request.num_prompt:
-                drafts = propose_drafts(ids, min(self.next_length(request) - len(ids), budget - 1))
+                most = min(self.next_length(request) - len(ids), budget - 1)
+                drafts = propose_drafts(ids, most, request.ends)
             if known:
                 rows.append(Row(request, before, known, drafts))
             budget -= len(known) + len(drafts)

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from dsv4.cache.memory.arrays import IntArray
 from dsv4.cache.prefix.disk_tier import Prefetch
 from dsv4.cache.swap import SwappedRequest
+from dsv4.engine.drafts import Ends
 from dsv4.engine.sampling_params import SamplingParams
 from dsv4.engine.text import TextStream
 
@@ -86,6 +87,7 @@ class Sample:
         ids: The prompt, then the generated tokens that the host knows. The last one, or the
             pending one, has not been run yet.
         num_pending: Chosen tokens that are on the device alone.
+        ends: As of `propose_drafts`.
         others: Samples of the same prompt that are forked off once that has run.
         slot, swapped: Its slot while it runs, else -1; its cache while it waits on the host.
     """
@@ -95,6 +97,7 @@ class Sample:
     ids: list[int]
     seed: int
     stream: TextStream | None = None
+    ends: Ends = field(default_factory=dict)
     others: list["Sample"] = field(default_factory=list)
     num_pending: int = 0
     slot: int = -1

@@ -190,7 +190,7 @@ class Scheduler:
                 known, room = sample.ids[before:], self._next_length(sample) - sample.num_tokens
                 drafts = list[int]()
                 if room > 0 and known and not sample.request.params.has_penalty:
-                    drafts = propose_drafts(sample.ids, min(room, budget - 1))
+                    drafts = propose_drafts(sample.ids, min(room, budget - 1), sample.ends)
                 rows.append(Row(sample, before, known, drafts))
                 budget -= 1 + len(drafts)
         for _, sample, before in sorted(prefills, key=lambda each: each[0]):
@@ -204,7 +204,8 @@ class Scheduler:
     def has_guesses(self) -> bool:
         """A sample whose next token is pending has guesses, as far as its tokens are known."""
         return self.num_drafts > 0 and any(
-            sample.num_pending and propose_drafts(sample.ids, 1) for sample in self.running
+            sample.num_pending and propose_drafts(sample.ids, 1, sample.ends)
+            for sample in self.running
         )
 
     def choose_step(self, in_flight: Collection[Sample] | None) -> list[Row]:
@@ -228,8 +229,9 @@ class Scheduler:
             has_penalty = sample.request.params.has_penalty
             if not is_decoding or has_penalty or sample.others or size + most >= longest:
                 return []
-            rows.append(Row(sample, size - 1, sample.ids[-1:], propose_drafts(sample.ids, most)))
-            num_misses += not rows[-1].drafts
+            drafts = propose_drafts(sample.ids, most, sample.ends)
+            rows.append(Row(sample, size - 1, sample.ids[-1:], drafts))
+            num_misses += not drafts
             if 2 * num_misses > len(self.running):
                 return []
         return rows

@@ -121,10 +121,10 @@ class Traffic:
             return ""
         return "behind plain" if flight.accepted is None else "behind verified"
 
-    def guess(self, ids, count):
+    def guess(self, ids, count, ends):
         """Return the next tokens of an answer, some of them wrong, or what the engine finds."""
         if self.engine.counts["steps"] % 8 < 2 or self.random.random() < 0.1:
-            return propose_drafts(ids, count)
+            return propose_drafts(ids, count, ends)
         (sample,) = (each for each in self.engine.scheduler.running if each.ids is ids)
         prompt, params = self.sent[sample.request.request_id]
         answer = alone(self.name, prompt, params, sample.index)
@@ -248,7 +248,7 @@ def test_steps_overlap_while_no_sample_has_guesses():
         engine.submit(prompt, each, answers, request_id=f"{prompt[0]}")
     expected = [alone("short", *each, 0) for each in zip(prompts, params, strict=True)]
 
-    def guess(ids, count):
+    def guess(ids, count, _):
         """Two right drafts for the first request's 9 tokens; its first 8 have a guess already."""
         has_guess = ids[0] == 0 and (len(ids) == 8 or (len(ids) == 9 and count > 1))
         return expected[0][len(ids) - 5 :][:count] if has_guess else []
@@ -277,7 +277,7 @@ def test_verification_steps_overlap_without_known_lengths():
         params[f"{idx}"] = prompt, SamplingParams(**choices)
         engine.submit(prompt, params[f"{idx}"][1], answers, request_id=f"{idx}")
 
-    def guess(ids, count):
+    def guess(ids, count, _):
         """The answer, with every fifth token wrong."""
         (text,) = (text for text in texts if text[: len(ids)] == ids)
         end = len(ids) + count

@@ -45,7 +45,7 @@ def test_answers_are_those_of_generate(model, overlap, num_drafts, cuda_graphs, 
     )  # fmt: skip
     answers, texts = {}, [[*prompt, *generate(model, prompt)] for prompt in PROMPTS]
 
-    def guess(ids, count):
+    def guess(ids, count, _):
         """The answer, with every fifth token wrong; nothing for the last prompt's."""
         text = next(text for text in texts if text[: len(ids)] == ids)
         wrong = [(token + (place % 5 == 0)) % 128 for place, token in enumerate(text)]
