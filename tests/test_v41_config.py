@@ -198,6 +198,25 @@ def test_pages_and_tails_belong_to_owners():
     assert layout.slots.num_bytes - checkpoint_bytes(schemas) == 3 * 2 * 4096
 
 
+@pytest.mark.parametrize(("block_tokens", "drafts"), [(256, 0), (256, 1), (64, 0), (8, 0)])
+def test_pages_of_the_older_arrangement(block_tokens, drafts):
+    """FlashMLA's strides are multiples of 512 bytes for window rows, of 256 for entries."""
+
+    def has_strides(page_align):
+        config = CacheConfig.v41_flash(
+            page_arrangement="split", page_align=page_align, block_tokens=block_tokens,
+            drafts_per_step=drafts,
+        )  # fmt: skip
+        layout = cache_layout(config, build_schemas(config))
+        rings = [layout.slots.num_bytes, *(rows.ring_offset for rows in layout.layers)]
+        owners = (layout.layers[idx] for idx in config.kv_source_layer_ids)
+        pages = [layout.blocks.num_bytes, *(rows.entries_offset for rows in owners)]
+        return not any([*(size % 512 for size in rings), *(size % 256 for size in pages)])
+
+    assert has_strides(512)
+    assert has_strides(16) == (block_tokens == 256 and drafts == 0)
+
+
 def test_plan_has_890_bytes_a_token(capsys):
     assert main(["plan", "--model", "v41-flash", "--context", "1M", "--gpu", "h200", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
