@@ -13,8 +13,11 @@ from dsv4.cache.memory.layout import checkpoint_bytes
 from dsv4.kernels import ops, reference
 from dsv4.kernels.contracts import LayerWrites, WindowInputs
 from dsv4.kernels.layer_memory import LayerLayout
+from dsv4.model.attention import forward_layer
 from dsv4.model.random_hf import random_hf_model
 from dsv4.testing import (
+    Row,
+    forward_inputs,
     join_rows,
     model_projections,
     model_weights,
@@ -22,9 +25,15 @@ from dsv4.testing import (
     poison,
     take_rows,
 )
+from tests.v41 import tiny_v41
 
 CONFIG = CacheConfig.tiny()
 SWA, CSA, HCA = 0, 1, 2
+# The first layer publishes two entries of three as candidates, and the second chooses one of them.
+V41 = tiny_v41(
+    compress_ratios=(1, 1), kv_source_layer_ids=(0,), index_source_layer_ids=(0, 1),
+    candidate_source_layer_id=0, candidate_topk_blocks=2, candidate_block_size=1, index_topk=1,
+)  # fmt: skip
 WEIGHTS = model_weights(CONFIG, seed=0)
 SEQUENCES = [model_projections(CONFIG, 160, seed=s) for s in (10, 20)]
 CUDA = torch.cuda.is_available()
@@ -209,6 +218,47 @@ def test_inductor_gives_the_same_bits():
     assert_same(run_layers(compiled, layers=(CSA,)), expected)
 
 
+def run_v41(stack, *, backend="reference", device="cpu"):
+    """Run steps of a request, with a padding row, through both layers of V4.1 at once."""
+    manager, results = make_manager(backend, device, V41), []
+    weights = [move_to(device, layer) for layer in model_weights(V41, seed=0)]
+    layers = [move_to(device, layer) for layer in model_projections(V41, 3, seed=10)]
+    slot = manager.open_request()
+    for length in range(3):
+        plan = prepare_forward(manager, [slot, -1], [length, 0], [length + 1, 1])
+        rows = [Row(slot, layers, length, length + 1), Row(-1, layers, 0, 1)]
+        inputs = [forward_inputs(rows, idx) for idx in (0, 1)]
+        results += stack([manager.acquire(idx, plan) for idx in (0, 1)], inputs, weights)
+    return manager, results
+
+
+def both_layers(handles, inputs, weights):
+    chosen, results = {}, []
+    for layer in zip(handles, inputs, weights, strict=True):
+        results += forward_layer(*layer, chosen)
+    return [*results, *chosen[0], *chosen[1]]
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_candidates_through_the_ops_are_the_direct_ones(backend, device):
+    options = {"backend": backend, "device": device}
+    direct = run_v41(both_layers, **options)
+    with SeenOps() as seen:
+        through_ops = run_v41(both_layers, **options)
+    assert seen.names == FORWARD_OPS
+    assert_same(through_ops, direct)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [BACKENDS[0], pytest.param(*BACKENDS[1], marks=pytest.mark.interpreted)],
+)
+def test_compiled_candidates_are_the_eager_ones(backend, device):
+    options = {"backend": backend, "device": device}
+    compiled = torch.compile(both_layers, backend="aot_eager", fullgraph=True)
+    assert_same(run_v41(compiled, **options), run_v41(both_layers, **options))
+
+
 @pytest.fixture(scope="module")
 def blocks():
     model = random_hf_model(seed=0)
@@ -328,6 +378,21 @@ def test_schema_and_fake(name):
                     "checkpoint_window": ["checkpoints"],
                 "checkpoint_tails": ["checkpoints"]}  # fmt: skip
     assert mutated == expected.get(name, [])
+
+
+class CheckedOps(SeenOps):
+    """Holds each op to its schema and its fake on the way."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "dsv4":
+            torch.library.opcheck(func, args, test_utils=("test_schema", "test_faketensor"))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_schema_and_fake_of_candidates():
+    with CheckedOps() as seen:
+        run_v41(both_layers)
+    assert seen.names == FORWARD_OPS
 
 
 @pytest.mark.parametrize(
