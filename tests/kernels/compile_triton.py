@@ -1,4 +1,4 @@
-"""Compile every kernel ahead of time for an architecture; print registers and spills as JSON.
+"""Compile every kernel ahead of time for an architecture; print what each takes as JSON.
 
 Run as a script, without the interpreter: `python -m tests.kernels.compile_triton 90 1`.
 """
@@ -8,6 +8,8 @@ import itertools
 import json
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 from typing import NamedTuple
 from unittest import mock
@@ -270,7 +272,7 @@ def record_attention(case: AttentionCase) -> list:
 
 
 def resources(kernel, arguments: dict, arch: int) -> dict:
-    """Compile as the launcher would; return registers and spilled bytes, as ptxas reports them.
+    """Compile as the launcher would; return registers, spilled bytes and shared memory.
 
     Arguments have the launcher's hints of what is a multiple of 16.
     """
@@ -305,7 +307,10 @@ def resources(kernel, arguments: dict, arch: int) -> dict:
     (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
     (stores,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
     (loads,) = re.findall(r"(\d+) bytes spill loads", log.getvalue())
-    return {"registers": int(registers), "spilled_bytes": int(stores) + int(loads)}
+    return {
+        "registers": int(registers), "spilled_bytes": int(stores) + int(loads),
+        "shared_bytes": compiled.metadata.shared,
+    }  # fmt: skip
 
 
 def pretend(arch: int) -> None:
@@ -317,32 +322,23 @@ def pretend(arch: int) -> None:
     launch_module.starts_early.cache_clear()
 
 
-def main(arch: int, step: int) -> None:
-    """Compile every kernel; of cases that share one, each step-th."""
-    pretend(arch)
+def record_all(arch: int) -> Iterator[tuple[str, list]]:
+    """Record every launch, with what it is for."""
     steps = architecture_steps(f"sm_{arch}")
     for ratio, kind in itertools.product((0, 4, 128), KINDS):
-        launches = list(dict.fromkeys(s.launch for s in steps[work_name(ratio, kind)]))
-        for launch in launches[::step]:
-            for kernel, arguments in record(ratio, kind, launch):
-                used = resources(kernel, arguments, arch)
-                work = f"{work_name(ratio, kind)} {launch}"
-                print(json.dumps({"kernel": kernel.__name__, "kind": work, **used}))
-    for ratio, kind in itertools.product(SHARED_RATIOS, KINDS[:: 2 * step]):
+        for launch in dict.fromkeys(s.launch for s in steps[work_name(ratio, kind)]):
+            yield f"{work_name(ratio, kind)} {launch}", record(ratio, kind, launch)
+    for ratio, kind in itertools.product(SHARED_RATIOS, KINDS[::2]):
         (step_launch, *_) = steps[work_name(ratio, kind)]
-        report(record(ratio, kind, step_launch.launch), f"ratio {ratio} {kind}", arch)
-    report(record_rope(), "rope", arch)
-    for kv_format in KV_FORMATS[::step]:
-        for kernel, arguments in record_gathers(kv_format):
-            used = resources(kernel, arguments, arch)
-            chunks = " chunk" if arguments["HAS_CHUNKS"] else ""
-            kind = f"{arguments['SOURCE']}{chunks} {kv_format}"
-            print(json.dumps({"kernel": kernel.__name__, "kind": kind, **used}))
-    report(record_gathers("fp8_32", 2), "fp8_32 nvfp4_16", arch)
-    report(record_candidates(length=2**20), "candidates", arch)
-    report(record_acceptance(), "acceptance", arch)
+        yield f"ratio {ratio} {kind}", record(ratio, kind, step_launch.launch)
+    yield "rope", record_rope()
+    for kv_format in KV_FORMATS:
+        yield f"gathers of {kv_format}", record_gathers(kv_format)
+    yield "gathers of fp8_32 and nvfp4_16", record_gathers("fp8_32", 2)
+    yield "candidates", record_candidates(length=2**20)
+    yield "acceptance", record_acceptance()
     for index_format in INDEX_FORMATS:
-        report(record_index(index_format, length=2**14)[:2], index_format, arch)
+        yield index_format, record_index(index_format, length=2**14)[:2]
     chunk_scores.HEADS = (32, 64)
     for index_format, heads in itertools.product(chunk_scores.DTYPES, chunk_scores.HEADS):
         names = ("_operand_kernel", "_score_kernel", "_rescore_kernel")
@@ -350,11 +346,22 @@ def main(arch: int, step: int) -> None:
         for num_tokens in (8, 64):  # without room for operands, and with it
             launches += record_index(index_format, length=2**14, num_tokens=num_tokens, heads=heads)
         first = {launch[0]: launch for launch in launches if launch[0].__name__ in names}
-        report(list(first.values()), f"{index_format} chunk of {heads} heads", arch)
+        yield f"{index_format} chunk of {heads} heads", list(first.values())
     for length in (2**14, 2**18):  # of one part, and of several
-        report(record_index("fp8", length=length)[2:], f"{length} tokens", arch)
-    for case in ATTENTION[::step]:
-        report(record_attention(case), str(tuple(case)), arch)
+        yield f"{length} tokens", record_index("fp8", length=length)[2:]
+    for case in ATTENTION:
+        yield str(tuple(case)), record_attention(case)
+
+
+def main(arch: int, step: int) -> None:
+    """Compile each step-th launch of every kernel."""
+    pretend(arch)
+    counts: Counter[object] = Counter()
+    for kind, launches in record_all(arch):
+        for kernel, arguments in launches:
+            if counts[kernel] % step == 0:
+                report([(kernel, arguments)], kind, arch)
+            counts[kernel] += 1
 
 
 def report(launches: list, kind: str, arch: int) -> None:

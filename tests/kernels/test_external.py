@@ -20,7 +20,7 @@ from dsv4.tools.bench.external import flashmla as bench_flashmla
 from tests.kernels import test_triton_attention as attention_tests
 from tests.kernels import test_triton_indexer as index_tests
 from tests.kernels.fake_external import FakeDeepGEMM, FakeFlashMLA
-from tests.kernels.test_triton_compile import ARCHITECTURES, compile_kernels
+from tests.kernels.test_triton_compile import ARCHITECTURES, assert_fits, compile_kernels
 from tests.kernels.test_triton_gather import filled
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins run on the CPU")
@@ -484,3 +484,4 @@ def test_no_kernel_spills(arch):
     names = {"_prepare_kernel", "_list_kernel", "_finish_kernel", "_table_kernel"}
     assert {kernel["kernel"] for kernel in kernels} == names
     assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []
+    assert_fits(kernels, arch)

@@ -1,4 +1,4 @@
-"""Every kernel compiles for each architecture; on Hopper and Blackwell none spills."""
+"""Every kernel compiles for each architecture and fits it; on Hopper and Blackwell none spills."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from dsv4.kernels.triton.launch import KINDS
 from tests.marks import long
 
 ARCHITECTURES = [90, pytest.param(100, marks=pytest.mark.slow)]
-OTHERS = long([80, 89, 120], [80])
+OTHERS = [80, 89, 120]
+SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # of a block
 GENERAL = {
     "_write_kernel", "_edge_kernel", "_gather_kernel", "_query_kernel", "_score_kernel",
     "_group_kernel", "_topk_kernel", "_attend_kernel", "_combine_kernel", "_rope_kernel",
@@ -32,12 +33,20 @@ def compile_kernels(script: str, *arguments: int) -> list[dict]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+def assert_fits(kernels: list[dict], arch: int) -> None:
+    """A kernel of more shared memory than a block can have would compile, and not launch."""
+    too_large = [kernel for kernel in kernels if kernel["shared_bytes"] > SHARED_BYTES[arch]]
+    assert too_large == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", OTHERS)
-def test_other_architectures(arch):
-    """What was never run on such a GPU is compiled at least, and spills little."""
-    kernels = compile_kernels("compile_triton", arch, 3)
+@pytest.mark.parametrize("step", long([1, 10], [10]))
+def test_other_architectures(arch, step):
+    """What was never run on such a GPU is compiled at least, fits it, and spills little."""
+    kernels = compile_kernels("compile_triton", arch, step)
     assert {kernel["kernel"] for kernel in kernels} == GENERAL
+    assert_fits(kernels, arch)
     assert max(kernel["spilled_bytes"] for kernel in kernels) <= 256
     assert (arch // 10, arch % 10) in COMPILED
 
@@ -45,6 +54,7 @@ def test_other_architectures(arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_kernel_spills(arch):
     kernels = compile_kernels("compile_triton", arch, 1)
+    assert_fits(kernels, arch)
     works = {" ".join(kernel["kind"].split()[:2]) for kernel in kernels}
     assert {f"{layer} {kind}" for layer in ("swa", "csa", "hca") for kind in KINDS} <= works
     counts = Counter(kernel["kernel"] for kernel in kernels)
