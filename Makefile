@@ -16,6 +16,9 @@ OPTIONAL := PYTHONPATH=$(VENV)/mlx:$(VENV)/engines
 # Which larger sets `make slow` runs.
 SLOW ?= slow
 
+# Tools that `make sanitize` runs, one after the other.
+SANITIZERS ?= memcheck racecheck synccheck
+
 # How long `make soak` runs, and where.
 MINUTES ?= 10
 DEVICE ?= cpu
@@ -62,7 +65,7 @@ map:
 	$(PYTHON) scripts/module_map.py
 
 sanitize:
-	scripts/sanitize.sh
+	for tool in $(SANITIZERS); do SANITIZER_TOOL=$$tool scripts/sanitize.sh || exit 1; done
 
 $(VENV)/.installed: requirements.txt requirements-cuda.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
