@@ -1,6 +1,6 @@
 #!/bin/sh
-# A tool of compute-sanitizer over the kernels' tests on a GPU: whatever it reports fails. memcheck
-# finds accesses out of bounds, racecheck races in shared memory, synccheck misused barriers.
+# A tool of compute-sanitizer over the kernels' tests on a GPU: an error that it reports fails.
+# memcheck finds accesses out of bounds, racecheck races in shared memory, synccheck wrong barriers.
 #
 #   PYTHON           the interpreter, by default `python`
 #   SANITIZER        by default `compute-sanitizer`
