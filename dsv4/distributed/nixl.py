@@ -25,7 +25,9 @@ class NixlTransport(PullTransport):
             from nixl_cu13._api import nixl_agent, nixl_agent_config
         except ImportError as error:
             raise ImportError("NixlTransport needs nixl: pip install 'dsv4[nixl]'") from error
-        self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=list(backends)))
+        # Its own thread would keep a core busy as long as the agent lives.
+        choices = nixl_agent_config(enable_prog_thread=False, backends=list(backends))
+        self._agent = nixl_agent(uuid.uuid4().hex, choices)
         self._store, self._rank, self._known, self._peer = store, rank, 0, ""
         super().__init__(store, rank, **sizes)
 
@@ -58,6 +60,9 @@ class NixlTransport(PullTransport):
         if state == "DONE":
             self._agent.release_xfer_handle(transfer)
         return bool(state == "DONE")
+
+    def progress(self) -> None:
+        self._agent.get_new_notifs()
 
     def stop(self) -> None:
         self._registered.clear()

@@ -6,7 +6,8 @@
 
 Both notes go over gloo, and so do short messages. It tells at once that a peer is gone. Only the
 receiver's own engine writes to its memory, and ends with the connection. A thread reads: some
-engines copy in the call that starts a transfer.
+engines copy in the call that starts a transfer. It also lets the sender's engine go on while there
+is something to read.
 """
 
 import threading
@@ -32,7 +33,7 @@ from dsv4.errors import PeerLostError
 SHORT_BYTES = 4096
 READ_TAG = 1  # of the notes that a message was read
 POLL_SECONDS = 50e-6
-NOTE_SECONDS = 1.0
+NOTE_SECONDS = 0.05
 
 
 class Place(NamedTuple):
@@ -86,9 +87,10 @@ class PullTransport:
         )
         self._registered: dict[int, Any] = {}
         self._lock = threading.Lock()  # of the engine
-        self._pulls: SimpleQueue[_Pull | None] = SimpleQueue()
+        self._pulls: SimpleQueue[_Pull | Pending | None] = SimpleQueue()
         self._coming: deque[_Pull] = deque()
         self._started: deque[tuple[_Pull, Any]] = deque()
+        self._unread: deque[Pending] = deque()  # of messages that the peer has not read
         self._is_closed = False
         self.add_memory(self.memory)
         self._reader = threading.Thread(target=self._run, daemon=True)
@@ -104,7 +106,9 @@ class PullTransport:
             return self._notes.send(data.cpu())
         place = Place(data.data_ptr(), data.get_device(), len(self._registered))
         self._notes.send(torch.tensor(place))
-        return self._notes.receive(torch.empty(1, dtype=torch.uint8), tag=READ_TAG)
+        over = self._notes.receive(torch.empty(1, dtype=torch.uint8), tag=READ_TAG)
+        self._pulls.put(over)
+        return over
 
     def receive(self, data: Tensor) -> Pending:
         is_short = len(data) <= SHORT_BYTES
@@ -138,24 +142,37 @@ class PullTransport:
         for pull in left:
             pull.over.set_exception(failure)
         while (late := self._pulls.get()) is not None:
-            late.over.set_exception(failure)
+            if isinstance(late, _Pull):
+                late.over.set_exception(failure)
 
     def _go_on(self) -> None:
         """End what has been read, or start to read what was announced, or wait."""
-        is_idle = not self._started
+        is_idle = not self._started and not self._unread
         while not self._pulls.empty() or (is_idle and not self._coming):
             pull = self._pulls.get()
             if pull is None:
                 self._pulls.put(None)
                 return
-            self._coming.append(pull)
-        if not is_idle and self._has_read(self._started[0][1]):
+            if isinstance(pull, _Pull):
+                self._coming.append(pull)
+            else:
+                self._unread.append(pull)
+            is_idle = not self._started and not self._unread
+        if self._started and self._has_read(self._started[0][1]):
             self._notes.send(torch.zeros(1, dtype=torch.uint8), tag=READ_TAG)
             self._started.popleft()[0].over.set_result(None)
         elif self._coming and self._coming[0].noted.wait(NOTE_SECONDS if is_idle else 0):
             self._start(self._coming[0])
         elif not is_idle:
+            self._serve()
             time.sleep(POLL_SECONDS)
+
+    def _serve(self) -> None:
+        """Let the engine do its part of what the peer reads."""
+        while self._unread and self._unread[0].wait(0):
+            self._unread.popleft()
+        with self._lock:
+            self.progress()
 
     def _has_read(self, transfer: Any) -> bool:
         with self._lock:
@@ -186,6 +203,9 @@ class PullTransport:
             Exception: It never will.
         """
         raise NotImplementedError
+
+    def progress(self) -> None:
+        """Let the engine go on, if it has no thread that does."""
 
     def stop(self) -> None:
         """End the engine: nothing of it writes to this side's memory any more."""

@@ -432,6 +432,17 @@ def test_a_rank_hands_over_to_the_same_rank_alone(config, rank):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_idle_connection_keeps_no_core_busy(kind, tmp_path):
+    with ThreadPoolExecutor() as pool:
+        ends = [*pool.map(lambda rank: connect(kind, tmp_path, rank), (0, 1))]
+    begun = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - begun < 0.25  # of all threads
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_peer_that_does_not_come_is_lost(kind, tmp_path):
     begin = time.monotonic()
     with pytest.raises(PeerLostError, match=r"has not come for 0\.5 s"):
