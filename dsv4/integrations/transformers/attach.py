@@ -75,9 +75,9 @@ def attach(
         backend, batch_invariant: See `KVCacheManager`.
         cuda_graphs: Capture the attention modules of decode steps at the first step of a batch
             size, and replay them from then on. `"step"` captures the whole base model as one
-            graph; its experts must be `batched_mm`, or `grouped_mm` in BF16. It is
-            captured again after weights were moved or replaced, and after a sleep of the manager.
-            After a change of captured modules, or of hooks on them, attach again.
+            graph; its experts must be `batched_mm`, or `grouped_mm` in BF16. Captures are made
+            anew once weights were moved or replaced, or the manager has slept. After a change of
+            captured modules, or of hooks on them, attach again.
         **choices: Any other choice of `CacheConfig` or `KVCacheManager`, such as `block_tokens` or
             `prefix_bytes`.
     """
