@@ -6,6 +6,7 @@ from collections import Counter
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from dsv4 import CheckpointPolicy
 from dsv4.engine import Engine, SamplingParams
@@ -56,9 +57,19 @@ def alone(name, prompt, params, rank):
     answers = Answers()
     engine = Engine(ragged(world.model, manager), manager)
     engine.submit(list(prompt), params, answers, request_id="it")
-    while engine.step():
-        pass
+    with patch("dsv4.engine.engine.draw_tokens", draw_clearly):
+        while engine.step():
+            pass
     return answers.tokens["it", rank]
+
+
+def draw_clearly(logits, *args, **options):
+    """Draw tokens that other logits choose too, which differ by what sums in another order may."""
+    drawn = draw_tokens(logits, *args, **options)
+    step = MARGIN * logits.abs().max() * (-1.0) ** torch.arange(logits.shape[-1])
+    for near in (logits + step, logits - step):
+        assert torch.equal(draw_tokens(near, *args, **options).tokens, drawn.tokens)
+    return drawn
 
 
 class Traffic:
@@ -193,7 +204,7 @@ class Traffic:
 
 CASES = [
     ("short", 0, False, 0), ("short", 1, True, 0), ("short", 12, True, 3), ("short", 3, False, 3),
-    ("short", 4, True, 3), ("whole", 5, True, 0),
+    ("short", 18, True, 3), ("whole", 5, True, 0),
 ]  # fmt: skip
 
 
@@ -222,7 +233,6 @@ def test_every_request_gets_the_tokens_that_it_has_alone(name, seed, overlap, nu
             assert tokens == expected
         if params.logprobs is not None:
             assert len(answers.logprobs[request, rank]) == len(tokens)
-    assert make_world(name).smallest_margin > MARGIN
     assert not manager.open_slots and not manager.swapped_requests
     stats = manager.stats()
     assert stats.num_free_blocks + stats.num_evictable_blocks == traffic.world.num_blocks
