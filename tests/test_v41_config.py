@@ -261,12 +261,14 @@ def test_layers_without_their_owner_are_not_cut(first, last, layer, owner):
 
 def test_plan_of_pipeline_stages(capsys):
     options = ["--context", "1M", "--gpu", "h200", "--json", "--no-mtp", "--pp"]
-    assert main(["plan", "--model", "v41-flash", *options, "2"]) == 0
-    stages = json.loads(capsys.readouterr().out)["stages"]
-    assert [stage["layers"] for stage in stages] == [[0, 20], [20, 40]]
+    for num_stages, starts in (("2", [0, 20]), ("3", [0, 14, 20])):
+        assert main(["plan", "--model", "v41-flash", *options, num_stages]) == 0
+        stages = json.loads(capsys.readouterr().out)["stages"]
+        ends = [*starts[1:], 40]
+        assert [stage["layers"] for stage in stages] == [*map(list, zip(starts, ends, strict=True))]
     with pytest.raises(SystemExit):
-        main(["plan", "--model", "v41-flash", *options, "3"])
-    assert "Layers 27 to 39 cannot be cut out" in capsys.readouterr().err
+        main(["plan", "--model", "v41-flash", *options, "7"])
+    assert "from 1 to 6 (the most stages that share no entries)" in capsys.readouterr().err
 
 
 def test_fingerprint_covers_stored_choices_alone():
