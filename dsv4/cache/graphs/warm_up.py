@@ -173,23 +173,30 @@ class _Kernels:
                 continue
             if not num_chunks:
                 launch = attention.choose_launch(*sizes, widest, memory)
-            dense = choose_dense(
-                num_tokens, num_heads, num_tiles * launch.tile, memory, num_chunks=num_chunks,
-                max_entries=self._at_most(number, layer_idx),
-            )  # fmt: skip
             splits = attention.choose_splits(*sizes, launch, memory)
             combine = splits and attention.combine_launch(self.device, splits.num_splits)
-            choices.setdefault((launch.heads, combine, dense is None), number)
+            for max_entries in self._longest_requests(number, layer_idx):
+                dense = choose_dense(
+                    num_tokens, num_heads, num_tiles * launch.tile, memory, num_chunks=num_chunks,
+                    max_entries=max_entries,
+                )  # fmt: skip
+                choices.setdefault((launch.heads, combine, dense is None), number)
         return choices
 
     def _is_listing(self, layer_idx: int) -> bool:
         """Whether attention of a layer lists the rank's own entries."""
         return self.manager.context is not None and self.manager.schedule[layer_idx].ratio > 0
 
-    def _at_most(self, num_entries: int, layer_idx: int) -> int:
-        """Return so many entries, or as many as a request can have."""
-        ratio = max(self.manager.schedule[layer_idx].ratio, 1)
-        return min(num_entries, self.capacity.max_request_tokens // ratio)
+    def _longest_requests(self, num_entries: int, layer_idx: int) -> tuple[int, ...]:
+        """Return entries of the longest request where so many are attended.
+
+        A list of selected ones is as long for a request of few entries, whose chunks are more
+        likely made dense.
+        """
+        layer = self.manager.schedule[layer_idx]
+        most = min(num_entries, self.capacity.max_request_tokens // max(layer.ratio, 1))
+        is_listed = layer.attention_type is AttentionType.CSA and most > 0
+        return (1, most) if is_listed else (most,)
 
     def _entry_numbers(self, layer_idx: int) -> tuple[int, ...]:
         """Return the fewest and the most entries of a launch."""
@@ -311,8 +318,9 @@ class _Kernels:
         if len(handle.tokens.chunk_ids):
             memories.append(handle.memory._replace(index_scratch=handle.memory.index_scratch[:0]))
         numbers = {*self._entry_numbers(layer_idx), *numbers}
-        for number, memory in product(sorted(numbers), memories):
-            count, tokens, listed = self._at_most(number, layer_idx), handle.tokens, rows
+        counts = {each for n in numbers for each in self._longest_requests(n, layer_idx)}
+        for count, memory in product(sorted(counts), memories):
+            tokens, listed = handle.tokens, rows
             if self._is_listing(layer_idx) and count:
                 tokens = existing(existing(self.manager.context).attending)
                 listed = self._list(handle, count, torch.int32) if rows is None else rows
