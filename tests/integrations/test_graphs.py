@@ -161,6 +161,7 @@ def test_graphs_are_captured_again_after_a_sleep(model, cuda_graphs):
     with poisoned(model, cuda_graphs=cuda_graphs) as cache:
         before = model.generate(**text, past_key_values=cache).tolist()
         old = [*cache._captured.values()]
+        assert bool(old) == (cuda_graphs is True)  # steps are refused in test_captured_forward
         cache.reset()
         cache.manager.sleep()
         cache.manager.wake()
