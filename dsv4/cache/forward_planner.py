@@ -173,8 +173,13 @@ class ForwardPlanner:
     def padding_plan(
         self, num_rows: int, num_tokens: int, num_chunks: int, max_step: int, *, max_length: int
     ) -> ForwardPlan:
-        """Plan a forward over the buffers as they are, sized for requests of `max_length`."""
-        nothing = np.zeros(num_rows, dtype=np.int32)
+        """Plan a forward over the buffers as they are, sized for requests of `max_length`.
+
+        It checkpoints as many boundaries as its chunks can have.
+        """
+        nothing, part = np.zeros(num_rows, dtype=np.int32), self._memory.parts[0]
+        most = num_chunks + num_tokens // self._config.block_tokens if num_chunks else 0
+        points = part.plan_buffers.points(most)
         return ForwardPlan(
             owner=weakref.ref(self._forward),
             tokens=self._buffers[0].token_map(num_rows, num_tokens, num_chunks, max_step),
@@ -186,6 +191,7 @@ class ForwardPlanner:
             num_new_blocks=0,
             has_workspace=num_chunks > 0,
             num_layer_writes=self._config.num_layer_writes,
+            boundaries=CheckpointPoints(points, part.checkpoints) if len(points) else None,
         )
 
     def count_blocks(self, slots: Int64Array, before: Int64Array, after: Int64Array) -> BlockNeeds:
@@ -356,14 +362,15 @@ class ForwardPlanner:
     ) -> list[CheckpointPoints] | list[None]:
         """Take checkpoints for the boundaries inside chunks, as far as there are any."""
         prefix, parts = self._books.prefix, self._memory.parts
-        if not in_chunks:
-            return [None] * len(parts)
-        points = prefix.plan_checkpoints(in_chunks, self._capacity.max_forward_checkpoints)
+        most, points = self._capacity.max_forward_checkpoints, []
+        if in_chunks:
+            points = prefix.plan_checkpoints(in_chunks, most)
+        noted = [part.plan_buffers.note_checkpoints(points) for part in parts] if most else []
         if not points:
             return [None] * len(parts)
         return [
-            CheckpointPoints(part.plan_buffers.note_checkpoints(points), part.checkpoints)
-            for part in parts
+            CheckpointPoints(each, part.checkpoints)
+            for each, part in zip(noted, parts, strict=True)
         ]
 
     def _fill_buffers(self, rows: Rows, num_tokens: int, *, has_chunks: bool) -> int:

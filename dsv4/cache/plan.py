@@ -145,6 +145,11 @@ class ForwardPlan:
         self.check_current()
         self._is_declared_complete = True
 
+    def note_written(self) -> None:
+        """Note that a graph wrote every layer as its handle would, checkpoints included."""
+        self.check_current()
+        self._num_written = self.num_layer_writes
+
     def commit(self, accepted: Tensor) -> None:
         """Keep the first tokens of each row of this step, as many as the device says.
 

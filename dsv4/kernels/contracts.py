@@ -156,7 +156,7 @@ class LayerWrites(NamedTuple):
 class CheckpointPoints(NamedTuple):
     """Block boundaries inside chunks, and the checkpoints of a layer's rows there."""
 
-    points: Tensor  # [num_points, 3] int32: row of the batch, boundary, checkpoint
+    points: Tensor  # [num_points, 3] int32: row of the batch, boundary, checkpoint; -1 for none
     checkpoints: Tensor  # [num_checkpoints, checkpoint_bytes] uint8, each as a slot's front
 
 

@@ -9,7 +9,14 @@ import time
 import pytest
 import torch
 
-from dsv4 import CacheConfig, CapturedForward, GraphPool, KVCacheManager, prepare_forward
+from dsv4 import (
+    CacheConfig,
+    CapturedForward,
+    CheckpointPolicy,
+    GraphPool,
+    KVCacheManager,
+    prepare_forward,
+)
 from dsv4.model.attention import forward_layer
 from dsv4.testing import model_projections, model_weights, move_to, poison, take_rows
 from tests.cache.test_captured_forward import capture, eager_graph, grown, leaves, make_manager
@@ -42,8 +49,10 @@ class Twins:
         choices |= {"max_requests": batch + 1, "num_blocks": 6 * batch, "device": device}
         choices |= {"max_request_tokens": 1024, "max_forward_tokens": num_tokens + 128}
         self.captured, self.eager = (KVCacheManager(config, **choices) for _ in range(2))
-        for manager in (self.captured, self.eager):
+        self.managers = (self.captured, self.eager)
+        for manager in self.managers:
             poison(manager)
+            manager.device_memory.checkpoints.fill_(0xFF)
         self.weights, self.inputs = (
             [move_to(device, layer) for layer in layers]
             for layers in (
@@ -167,7 +176,7 @@ def test_triton_s_kernels_skip_the_padding(eager_graph, config):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     twins = Twins(config, [(4, 24, 2)], device=device, backend="triton")
     slots = [twins.open() for _ in range(3)]
-    for manager in (twins.captured, twins.eager):
+    for manager in twins.managers:
         prepare_forward(manager, slots, [0] * 3, [3, 120, 0]).complete()
         manager.state.storage.zero_()
         manager.paged.storage.zero_()
@@ -180,7 +189,7 @@ def test_rows_without_a_token(eager_graph, num_tokens):
     """Also where tokens are as many as the rows that a graph sees, with the one of padding."""
     twins = Twins(CacheConfig.tiny(compress_ratios=(4,)), [(4, num_tokens, 0)], backend="triton")
     slots = [twins.open() for _ in range(3)]
-    for manager in (twins.captured, twins.eager):
+    for manager in twins.managers:
         prepare_forward(manager, slots, [0] * 3, [3, 9, 5]).complete()
         manager.state.storage.zero_()
         manager.paged.storage.zero_()
@@ -254,17 +263,53 @@ def test_plans_that_are_refused_can_be_run_eagerly(eager_graph, rows, match):
     assert plan.is_complete
 
 
-def test_checkpoints_inside_a_chunk_are_left_to_eager_steps(eager_graph):
+def checkpoint_inside_chunks(config, size, steps, **choices):
+    """Prefill two prompts to lengths, step by step; return what is kept and both caches' hits."""
+    policy = CheckpointPolicy(every_blocks=1)
+    twins = Twins(config, [size], num_checkpoints=9, checkpoint_policy=policy, **choices)
+    prompts = [list(range(start, start + steps[-1][0] + 1)) for start in (1, 1001)]
+    pairs = [[m.resume_request(each).slot for each in prompts] for m in twins.managers]
+    assert pairs[0] == pairs[1]
+    before = (0, 0)
+    for after in steps:
+        compare_outputs(*twins.step([*zip(pairs[0], before, after, strict=True)]))
+        twins.compare_bytes()
+        before = after
+    num_kept = twins.captured.stats().num_prefix_checkpoints
+    for slot in pairs[0]:
+        twins.close(slot)
+    return num_kept, *([m.resume_request(each)[1] for each in prompts] for m in twins.managers)
+
+
+@pytest.mark.parametrize("config", [TINY, VERIFY, V41], ids=["decode", "verify", "v41"])
+def test_checkpoints_inside_chunks(eager_graph, config):
+    """Boundaries of two chunks, of one beside a step, of none; then prompts are hit there."""
+    steps = [(140, 20), (259, 21), (263, 150), (264, 390), (399, 391)]
+    num_kept, mine, theirs = checkpoint_inside_chunks(config, (4, 300, 2), steps)
+    block = config.block_tokens
+    assert num_kept == 399 // block + 391 // block
+    assert mine == theirs == [399 // block * block, 391 // block * block]
+
+
+def test_triton_s_checkpoints_inside_chunks(eager_graph):
+    """Also where a captured step has more room for boundaries than chunks have."""
+    config = CacheConfig.tiny(compress_ratios=(4,), block_tokens=8, sliding_window=8)
+    steps = [(11, 1), (12, 20), (20, 21)]
+    num_kept, mine, theirs = checkpoint_inside_chunks(config, (3, 30, 2), steps, backend="triton")
+    assert (num_kept, mine, theirs) == (4, [16, 16], [16, 16])
+
+
+def test_checkpoints_of_a_replay_that_fails_are_given_back(eager_graph, monkeypatch):
     manager = make_manager(TINY, num_checkpoints=2)
     forward, _ = capture(manager, max_chunks=1, num_tokens=300)
     hit = manager.resume_request(list(range(1, 290)))
-    plan = prepare_forward(manager, [hit.slot], [0], [200])
-    assert plan.boundaries is None and forward.fits(plan)
-    forward.replay(plan)
-    plan = prepare_forward(manager, [hit.slot], [200], [289])
-    with pytest.raises(ValueError, match=r"expected no checkpoint inside a chunk, .* got 1"):
+    plan = prepare_forward(manager, [hit.slot], [0], [289])
+    assert len(plan.boundaries.points) == 1 and forward.fits(plan)
+    monkeypatch.setattr(forward._graph, "replay", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         forward.replay(plan)
-    plan.cancel()
+    assert manager._books.checkpoints.num_free == 2
+    manager.check_integrity()
 
 
 def test_a_chunk_that_fails_is_undone(eager_graph, monkeypatch):

@@ -24,11 +24,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4 import CacheConfig, KVCacheManager, prepare_forward
 from dsv4.formats import INDEX_FORMATS, KV_FORMATS
-from dsv4.kernels.contracts import LayerWrites
+from dsv4.kernels.contracts import CheckpointPoints, LayerWrites
 from dsv4.kernels.triton import (
     acceptance,
     attention,
     candidates,
+    checkpoint,
     chunk_scores,
     dense_rows,
     flush_write,
@@ -152,6 +153,28 @@ def record_gathers(kv_format: str, ratio: int = 4) -> list:
     gather.gather_compressed_kv(handle.memory, torch.zeros(1, 512, dtype=torch.int64))
     gather.gather_all_compressed_kv(handle.memory, handle.plan.tokens, max_entries=1)
     gather._gather_kernel = kernel
+    return launches
+
+
+def record_checkpoints(ratio: int) -> list:
+    """Record the launches that checkpoint a layer's rows at a block boundary."""
+    launches: list = []
+    names = ("_checkpoint_window_kernel", "_checkpoint_tails_kernel")
+    kernels = {name: getattr(checkpoint, name) for name in names}
+    for name, kernel in kernels.items():
+        setattr(checkpoint, name, Recorder(kernel, launches))
+    config = layer_config(ratio)
+    manager = KVCacheManager(config, max_requests=1, num_blocks=1, num_checkpoints=1)
+    plan = prepare_forward(manager, [manager.open_request()], [0], [3])
+    (inputs,) = model_projections(config, 3, seed=0, dtype=torch.bfloat16)
+    writes = LayerWrites.of(inputs, model_weights(config, seed=0)[0])
+    points = torch.zeros(1, 3, dtype=torch.int32)
+    boundaries = CheckpointPoints(points, manager.device_memory.checkpoints)
+    memory = manager.acquire(0, plan).memory
+    checkpoint.checkpoint_window(boundaries, memory, plan.tokens)
+    checkpoint.checkpoint_tails(boundaries, memory, plan.tokens, writes)
+    for name, kernel in kernels.items():
+        setattr(checkpoint, name, kernel)
     return launches
 
 
@@ -335,6 +358,8 @@ def record_all(arch: int) -> Iterator[tuple[str, list]]:
     for kv_format in KV_FORMATS:
         yield f"gathers of {kv_format}", record_gathers(kv_format)
     yield "gathers of fp8_32 and nvfp4_16", record_gathers("fp8_32", 2)
+    for ratio in (1, 4):
+        yield f"checkpoints of ratio {ratio}", record_checkpoints(ratio)
     yield "candidates", record_candidates(length=2**20)
     yield "acceptance", record_acceptance()
     for index_format in INDEX_FORMATS:

@@ -19,6 +19,7 @@ from dsv4.kernels.triton import (
     acceptance,
     attention,
     candidates,
+    checkpoint,
     chunk_scores,
     dense_rows,
     flush_write,
@@ -71,8 +72,8 @@ def record_kernels() -> dict[str, dict]:
 
     indexer.empty_selection = no_selection  # no kernel writes it
     for module in (
-        acceptance, attention, candidates, chunk_scores, dense_attention, dense_rows, flush_write,
-        gather, hopper, index_scores, indexer, rope, topk,
+        acceptance, attention, candidates, checkpoint, chunk_scores, dense_attention, dense_rows,
+        flush_write, gather, hopper, index_scores, indexer, rope, topk,
     ):  # fmt: skip
         kernels = {n: k for n, k in vars(module).items() if isinstance(k, JITFunction)}
         for name, kernel in kernels.items():

@@ -38,7 +38,7 @@ class Server:
         )
         self.manager = KVCacheManager(
             config, max_requests=max_requests, num_blocks=300, max_forward_tokens=4096,
-            max_request_tokens=LONGEST + 8, device=device,
+            max_request_tokens=LONGEST + 8, num_checkpoints=4, device=device,
         )  # fmt: skip
         self.weights = [move_to(device, layer) for layer in model_weights(config, seed=0)]
         self.inputs = [
@@ -74,6 +74,7 @@ class Server:
                 gather(handle)
                 attend(handle, inputs, weights.sinks, chosen)
         self.lengths.update(zip(counts, after, strict=True))
+        return plan
 
 
 def write_in_parts(handle, inputs, weights) -> None:
@@ -112,7 +113,9 @@ def serve(server: Server, *, longest: int = LONGEST) -> None:
     """Decode through every length; chunks of many sizes; steps; batches of many sizes."""
     decode_through_all_lengths(server, longest)
     prefill_in_chunks(server, longest)
-    for mix in (decode_in_batches, verify_drafts, commit_steps, mix_everything):
+    for mix in (
+        decode_in_batches, verify_drafts, commit_steps, mix_everything, checkpoint_prompts
+    ):  # fmt: skip
         mix(server)
         server.close_all()
 
@@ -141,6 +144,18 @@ def decode_in_batches(server: Server) -> None:
         server.forward(dict.fromkeys(slots[:batch], 1), in_parts=batch % 10 == 1)
         if batch % 10 == 0:  # rows without a token make a step of it
             server.forward({slot: row % 2 for row, slot in enumerate(slots[:batch])})
+
+
+def checkpoint_prompts(server: Server) -> None:
+    """Chunks with a checkpoint inside, of one prompt and beside a step."""
+    block = server.manager.config.block_tokens
+    for prompt, size in enumerate((block + 3, block + 9, 2 * block, 5 * block - 1)):
+        slot = server.manager.resume_request([prompt] * size).slot
+        other = server.open()
+        server.lengths[slot] = 0
+        plan = server.forward({slot: size - 2, other: 1}, in_parts=prompt % 2 == 1)
+        assert plan.boundaries is not None
+        server.close_all()
 
 
 def verify_drafts(server: Server) -> None:

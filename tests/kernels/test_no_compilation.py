@@ -15,6 +15,7 @@ from dsv4.kernels.triton import (
     acceptance,
     attention,
     candidates,
+    checkpoint,
     chunk_scores,
     dense_rows,
     flush_write,
@@ -65,8 +66,8 @@ def test_serving_compiles_nothing(model, index_num_heads, drafts_per_step, monke
         index_num_heads=index_num_heads, device="cuda",
     )  # fmt: skip
     for module in (
-        acceptance, attention, candidates, chunk_scores, dense_attention, dense_rows, flush_write,
-        gather, indexer, rope, topk, hopper, index_scores,
+        acceptance, attention, candidates, checkpoint, chunk_scores, dense_attention, dense_rows,
+        flush_write, gather, indexer, rope, topk, hopper, index_scores,
     ):  # fmt: skip
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):  # an earlier test may have compiled what is missing

@@ -19,7 +19,8 @@ SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_37
 GENERAL = {
     "_write_kernel", "_edge_kernel", "_gather_kernel", "_query_kernel", "_score_kernel",
     "_group_kernel", "_topk_kernel", "_attend_kernel", "_combine_kernel", "_rope_kernel",
-    "_accept_kernel", "_score_listed_kernel", "_largest_kernel",
+    "_accept_kernel", "_score_listed_kernel", "_largest_kernel", "_checkpoint_window_kernel",
+    "_checkpoint_tails_kernel",
 }  # fmt: skip
 
 
@@ -60,7 +61,8 @@ def test_no_kernel_spills(arch):
     counts = Counter(kernel["kernel"] for kernel in kernels)
     assert counts["_gather_kernel"] == 4 * 5  # what is gathered; row formats, V4.1's are one
     assert counts["_score_listed_kernel"] == counts["_largest_kernel"] == 1
-    assert counts["_accept_kernel"] == 1
+    assert counts["_accept_kernel"] == counts["_checkpoint_tails_kernel"] == 1
+    assert counts["_checkpoint_window_kernel"] == 2
     assert counts["_query_kernel"] == 5 + 2  # key formats; candidates are published and used
     assert counts["_score_kernel"] == 5 + 4 + 1  # four are in a chunk, one is of V4.1
     assert counts["gluon_score_kernel"] == counts["_operand_kernel"] == (4 if arch == 90 else 0)

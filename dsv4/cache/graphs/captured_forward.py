@@ -198,7 +198,7 @@ class CapturedForward:
         except BaseException:
             plan.cancel()
             raise
-        plan.complete()
+        plan.note_written()
         return self.outputs
 
     def _run(self, step: Step) -> Any:
@@ -229,9 +229,6 @@ class CapturedForward:
                 f"at most {self.tokens_per_request} tokens in a row, as "
                 f"captured, got a chunk of {max_step}, which needs the workspace"
             )
-        if plan.boundaries is not None:
-            count = len(plan.boundaries.points)
-            return f"no checkpoint inside a chunk, as captured, got {count}"
         for name, value, limit in (
             ("rows", plan.num_requests, self.batch),
             ("chunks", num_chunks, self.max_chunks),

@@ -142,9 +142,19 @@ class PlanBuffers:
         host["request_ids"][num_tokens:end] = batch
 
     def note_checkpoints(self, points: list[tuple[int, int, int]]) -> torch.Tensor:
-        """Store row, boundary and checkpoint of each point; return where the device has them."""
-        self._host_points[: len(points)] = points
-        return self._points[: len(points)]
+        """Store row, boundary and checkpoint of each point; return where the device has them.
+
+        The other points are padding, which has no checkpoint.
+        """
+        count = len(points)
+        if points:
+            self._host_points[:count] = points
+        self._host_points[count:, 2] = -1
+        return self.points(count)
+
+    def points(self, count: int) -> torch.Tensor:
+        """Return where the device has the first points, as far as there are so many."""
+        return self._points[:count]
 
     def upload(
         self,

@@ -1,7 +1,7 @@
 """Checkpoints inside a chunk: rows that a request needs at a block boundary, copied in time.
 
 A checkpoint has the layout of a slot's front, so its rows are cut as a slot's are. Both functions
-read the inputs and results of `write_layer`, of any backend. Neither waits for the device.
+read the inputs and results of `write_layer`. Points without a checkpoint are padding.
 """
 
 import torch
@@ -19,7 +19,7 @@ def checkpoint_window(boundaries: CheckpointPoints, memory: LayerMemory, tokens:
     it holds all rows.
     """
     workspace, window = memory.window.workspace, memory.layout.window
-    row, boundary, checkpoint = boundaries.points.long().unbind(1)
+    row, boundary, checkpoint = _real_points(boundaries).unbind(1)
     positions = _positions_before(boundary, window)
     start = tokens.workspace_starts.long()[row] + (window - 1) - tokens.positions_before.long()[row]
     source = start[:, None] + positions
@@ -40,7 +40,7 @@ def checkpoint_tails(
     layout = memory.layout
     if layout.num_series < 2:
         return
-    points, checkpoints = boundaries.points.long(), boundaries.checkpoints
+    points, checkpoints = _real_points(boundaries), boundaries.checkpoints
     for inputs, tail, target in (
         (writes.entries, memory.tail, layout.cut_tail(checkpoints)),
         (writes.index_keys, memory.index_tail, layout.cut_index_tail(checkpoints)),
@@ -66,6 +66,11 @@ def _checkpoint_tail(
         old = tail[slot, tail_row, index]
         rows = torch.where(is_new[:, :, None], values.view_as(old), old)
         target[checkpoint[:, None], tail_row, index] = rows
+
+
+def _real_points(boundaries: CheckpointPoints) -> Tensor:
+    points = boundaries.points.long()
+    return points[points[:, 2] >= 0]
 
 
 def _positions_before(boundary: Tensor, count: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from dsv4.kernels.triton.acceptance import apply_accepted
 from dsv4.kernels.triton.attention import attend
+from dsv4.kernels.triton.checkpoint import checkpoint_tails, checkpoint_window
 from dsv4.kernels.triton.flush_write import write_layer
 from dsv4.kernels.triton.gather import gather_all_compressed_kv, gather_compressed_kv, gather_swa_kv
 from dsv4.kernels.triton.indexer import select_entries
@@ -10,6 +11,8 @@ from dsv4.kernels.triton.rope import make_rope
 __all__ = [
     "apply_accepted",
     "attend",
+    "checkpoint_tails",
+    "checkpoint_window",
     "gather_all_compressed_kv",
     "gather_compressed_kv",
     "gather_swa_kv",

@@ -72,7 +72,12 @@ def locate_segment(segment, num_tokens, tokens, TILE: tl.constexpr):
 def slot_tail(compressor, slot, SPEC: tl.constexpr):
     """Pointer to a slot's tail, of the type that it stores."""
     cache = compressor.cache
-    byte_ptr = cache.slots_ptr + slot * cache.slot_bytes + compressor.tail_offset
+    return tail_at(cache.slots_ptr + slot * cache.slot_bytes + compressor.tail_offset, SPEC)
+
+
+@triton.jit
+def tail_at(byte_ptr, SPEC: tl.constexpr):
+    """Pointer to the tail that begins at a byte, of the type that it stores."""
     if SPEC.TAIL_BF16:
         tail_ptr = byte_ptr.to(tl.pointer_type(tl.bfloat16))
     else:
@@ -164,6 +169,21 @@ def copy_records(source_ptr, target_ptr, is_copied, BYTES: tl.constexpr, STRIDE:
 
 
 @triton.jit
+def copy_rows(
+    from_ptr, from_rows, from_row, to_ptr, to_rows, to_row, is_copied, ROW: tl.constexpr
+):  # fmt: skip
+    """Copy rows `[ROWS]` of a page of from_rows to those of a page of to_rows."""
+    copy_records(from_ptr + from_row * ROW.DATA_STRIDE, to_ptr + to_row * ROW.DATA_STRIDE,
+                 is_copied, ROW.DATA_BYTES, ROW.DATA_STRIDE)  # fmt: skip
+    if ROW.SCALE_BYTES > 0:
+        to_scales_ptr = to_ptr + scales_at(to_rows, ROW)
+        from_scales_ptr = from_ptr + scales_at(from_rows, ROW)
+        copy_records(from_scales_ptr + from_row * ROW.SCALE_STRIDE,
+                     to_scales_ptr + to_row * ROW.SCALE_STRIDE,
+                     is_copied, ROW.SCALE_BYTES, ROW.SCALE_STRIDE)  # fmt: skip
+
+
+@triton.jit
 def copy_old_rows(old_row, place, is_copied, ring_ptr, window, SPEC: tl.constexpr):
     """Copy ring rows to the workspace.
 
@@ -174,15 +194,8 @@ def copy_old_rows(old_row, place, is_copied, ring_ptr, window, SPEC: tl.constexp
     is_copied = is_copied & (position >= 0)
     from_row = ((position + SPEC.RING_ROWS) % SPEC.RING_ROWS).to(tl.int64)
     to_row = (place.workspace_start + old_row).to(tl.int64)
-    copy_records(ring_ptr + from_row * ROW.DATA_STRIDE,
-                 window.workspace_ptr + to_row * ROW.DATA_STRIDE,
-                 is_copied, ROW.DATA_BYTES, ROW.DATA_STRIDE)  # fmt: skip
-    if ROW.SCALE_BYTES > 0:
-        scales_ptr = window.workspace_ptr + scales_at(window.workspace_rows.to(tl.int64), ROW)
-        ring_scales_ptr = ring_ptr + scales_at(SPEC.RING_ROWS, ROW)
-        copy_records(ring_scales_ptr + from_row * ROW.SCALE_STRIDE,
-                     scales_ptr + to_row * ROW.SCALE_STRIDE,
-                     is_copied, ROW.SCALE_BYTES, ROW.SCALE_STRIDE)  # fmt: skip
+    copy_rows(ring_ptr, SPEC.RING_ROWS, from_row, window.workspace_ptr,
+              window.workspace_rows.to(tl.int64), to_row, is_copied, ROW)  # fmt: skip
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv4.formats import next_power_of_two, sum_ring
 from dsv4.kernels.contracts import EntryInputs, KeyWeights, LayerWrites, TokenMap, WindowInputs
-from dsv4.kernels.layer_memory import LayerMemory
+from dsv4.kernels.layer_memory import LayerLayout, LayerMemory
 from dsv4.kernels.triton.append import (
     load_row,
     load_stored,
@@ -514,7 +514,7 @@ def write_layer(
     if launch is None:
         kind: Kind = "chunk" if has_chunks else "decode" if is_decode else "step"
         launch = launch_parameters(ratio, kind, num_tokens, memory.slots.device)
-    arguments = _arguments(writes, memory, tokens, ratio=ratio)
+    arguments = write_arguments(writes, memory, tokens, ratio=ratio)
     num_programs, segments = _grid(writes, memory, tokens, launch, ratio=ratio)
     has_index = isinstance(writes.index_keys, EntryInputs)
     if has_chunks and has_index:
@@ -565,10 +565,10 @@ def _num_segments(tokens: TokenMap, tile: int) -> int:
     return num_tokens if tile == 1 else -(-num_tokens // tile) + len(tokens.request_slots)
 
 
-def _arguments(
+def write_arguments(
     writes: LayerWrites, memory: LayerMemory, tokens: TokenMap, *, ratio: int
 ) -> dict[str, Any]:
-    """Arguments that `_edge_kernel` and `_write_kernel` share."""
+    """Arguments that the kernels of writes, of edges and of checkpoints' tails share."""
     layout = memory.layout
     scale = memory.global_scale
     cos, sin = memory.entry_rope
@@ -612,14 +612,19 @@ def _window_arguments(
     if window is not None:
         kv, norm_weight = _contiguous_rows(window.kv), window.norm_weight.contiguous()
     layout = memory.layout
-    row = row_spec("kv", layout.kv_row, layout.rope_dim)
     return {
         "window_cos_ptr": memory.rope.cos, "window_sin_ptr": memory.rope.sin,
         "window_kv_ptr": kv, "window_stride": _row_stride(kv), "window_norm_ptr": norm_weight,
         "ring_offset": layout.ring_offset, "workspace_ptr": memory.workspace,
         "workspace_rows": layout.workspace_rows,
-        "WINDOW": WindowSpec(row, layout.window, layout.ring_rows),
+        "WINDOW": window_spec(layout),
     }  # fmt: skip
+
+
+def window_spec(layout: LayerLayout) -> WindowSpec:
+    """Constants of a layer's window."""
+    row = row_spec("kv", layout.kv_row, layout.rope_dim)
+    return WindowSpec(row, layout.window, layout.ring_rows)
 
 
 def _entry_arguments(
