@@ -24,6 +24,7 @@ from tests.v41 import tiny_v41
 
 __all__ = ["eager_graph"]
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = CacheConfig.tiny()
 VERIFY = CacheConfig.tiny(drafts_per_step=3)
 FEW = CacheConfig.tiny(drafts_per_step=3, compress_ratios=(4, 128))
@@ -173,8 +174,7 @@ def test_mixed_steps_are_the_eager_ones(eager_graph, config):
 
 @pytest.mark.parametrize("config", [FEW, FEW_V41], ids=["v4", "v41"])
 def test_triton_s_kernels_skip_the_padding(eager_graph, config):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    twins = Twins(config, [(4, 24, 2)], device=device, backend="triton")
+    twins = Twins(config, [(4, 24, 2)], device=DEVICE, backend="triton")
     slots = [twins.open() for _ in range(3)]
     for manager in twins.managers:
         prepare_forward(manager, slots, [0] * 3, [3, 120, 0]).complete()
@@ -187,7 +187,8 @@ def test_triton_s_kernels_skip_the_padding(eager_graph, config):
 @pytest.mark.parametrize("num_tokens", [3, 5])
 def test_rows_without_a_token(eager_graph, num_tokens):
     """Also where tokens are as many as the rows that a graph sees, with the one of padding."""
-    twins = Twins(CacheConfig.tiny(compress_ratios=(4,)), [(4, num_tokens, 0)], backend="triton")
+    config = CacheConfig.tiny(compress_ratios=(4,))
+    twins = Twins(config, [(4, num_tokens, 0)], device=DEVICE, backend="triton")
     slots = [twins.open() for _ in range(3)]
     for manager in twins.managers:
         prepare_forward(manager, slots, [0] * 3, [3, 9, 5]).complete()

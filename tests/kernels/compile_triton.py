@@ -297,7 +297,7 @@ def record_attention(case: AttentionCase) -> list:
 def resources(kernel, arguments: dict, arch: int) -> dict:
     """Compile as the launcher would; return registers, spilled bytes and shared memory.
 
-    Arguments have the launcher's hints of what is a multiple of 16.
+    Channel widths say in which order each product adds its channels. Arguments have the launcher's hints of what is a multiple of 16.
     """
     signature, constants, attributes = {}, {}, {}
     for position, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
@@ -333,6 +333,7 @@ def resources(kernel, arguments: dict, arch: int) -> dict:
     return {
         "registers": int(registers), "spilled_bytes": int(stores) + int(loads),
         "shared_bytes": compiled.metadata.shared,
+        "channel_widths": re.findall(r"tt\.dot .*?kWidth = (\d+)", compiled.asm["ttgir"]),
     }  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def decode_in_batches(server: Server) -> None:
 def checkpoint_prompts(server: Server) -> None:
     """Chunks with a checkpoint inside, of one prompt and beside a step."""
     block = server.manager.config.block_tokens
-    for prompt, size in enumerate((block + 3, block + 9, 2 * block, 5 * block - 1)):
+    for prompt, size in enumerate((block + 3, block + 9, 2 * block - 1, 5 * block - 1)):
         slot = server.manager.resume_request([prompt] * size).slot
         other = server.open()
         server.lengths[slot] = 0

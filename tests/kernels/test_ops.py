@@ -235,7 +235,7 @@ def run_v41(stack, *, backend="reference", device="cpu"):
 def both_layers(handles, inputs, weights):
     chosen, results = {}, []
     for layer in zip(handles, inputs, weights, strict=True):
-        results += forward_layer(*layer, chosen)
+        results += [*forward_layer(*layer, chosen)]
     return [*results, *chosen[0], *chosen[1]]
 
 

@@ -52,6 +52,11 @@ def test_other_architectures(arch, step):
     assert (arch // 10, arch % 10) in COMPILED
 
 
+def test_raw_queries_are_added_in_the_order_of_prepared_ones():
+    prepared, raw = compile_kernels("compile_raw_queries")
+    assert prepared["channel_widths"] == raw["channel_widths"] == [*"44444442" * 2]
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_kernel_spills(arch):
     kernels = compile_kernels("compile_triton", arch, 1)

@@ -142,6 +142,20 @@ def rotate_group(x, rope, row, LEFT: tl.constexpr, ROTATED: tl.constexpr):
 
 
 @triton.jit
+def hide_join(x):
+    """Return fp32 x; the compiler does not see that it was joined of even and odd channels.
+
+    Triton orders the channels of a product by how its operands came to be, halves joined or not.
+    In another order, sums of a raw query would have other bits than those of a prepared one.
+    """
+    if not INTERPRETED:
+        x = tl.inline_asm_elementwise(
+            "mov.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return x
+
+
+@triton.jit
 def prepare_query(groups, rope, row, EPS: tl.constexpr, ROW: tl.constexpr,
                   IS_ROUNDED: tl.constexpr, IS_BF16: tl.constexpr):  # fmt: skip
     """Norm and rotate a raw query, `[HEADS, 64]` by group of channels, by RoPE row `[1]`.
@@ -165,7 +179,7 @@ def prepare_query(groups, rope, row, EPS: tl.constexpr, ROW: tl.constexpr,
     for group in tl.static_range(len(groups)):
         x = groups[group].to(tl.float32) * factor  # [HEADS, 64]
         if (group + 1) * GROUP > ROW.DIM - ROW.ROTATED:
-            x = rotate_group(x, rope, row, ROW.DIM - group * GROUP, ROW.ROTATED)
+            x = hide_join(rotate_group(x, rope, row, ROW.DIM - group * GROUP, ROW.ROTATED))
         if IS_ROUNDED and not IS_BF16:
             x = round_to_bf16(x)
         prepared = prepared + (as_operand(x, IS_BF16),)
