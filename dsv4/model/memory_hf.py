@@ -32,6 +32,9 @@ GATE, CLOSED = 40.0, -200.0
 MATCH, SINK = 40.0, 32.0  # logits of the right row, and of no row
 PREVIOUS_PAIRS, PREVIOUS = 4, 80.0  # RoPE pairs that find the token before, and its logit
 ANSWER = 4.0  # channels of the result
+# Part of index keys that all share. The norm lengthens a key without a record: left with rounding
+# errors alone, it would have scales that the index's fast products do not hold.
+LEAST_COMMON = 2.0**-10
 GEOMETRY = {
     "vocab_size": len(VOCABULARY), "eos_token_id": END, "pad_token_id": 0, "bos_token_id": None,
     "hidden_size": 192, "max_position_embeddings": 1 << 21,
@@ -169,7 +172,8 @@ def _write_lookup(attention: Any, key: int, value: int, margin: float) -> None:
     # Channels of one code differ by up to 2, so that each is rounded in its own place.
     spread = 2 ** (torch.arange(CODE) / CODE)
     attention.q_b_proj.weight[KEY] = torch.diag(1 / spread.repeat(2))
-    _write_compressor(attention.compressor, key, value, margin, torch.ones(2 * CODE))
+    common = torch.full((2 * CODE,), 1 - margin)
+    _write_compressor(attention.compressor, key, value, margin, common)
     # The key's token has 67 units beside the value's 36, and the norm makes both one length.
     ratio, rest = math.sqrt(67 / 36), margin**2 + (1 - margin) ** 2
     size = margin * math.sqrt(attention.head_dim / (rest * (2 * CODE + CODE * ratio**2)))
@@ -193,7 +197,7 @@ def _write_compressor(
         keys = slice(start, start + 2 * CODE)
         kv[start : start + CODE, BEFORE] = margin * torch.eye(CODE)
         kv[start + CODE : start + 2 * CODE, SECOND] = margin * torch.eye(CODE)
-        kv[keys, CONST] = (1 - margin) * common
+        kv[keys, CONST] = common
         for mark in (NAME, TITLE, COLOUR):
             gate[keys, mark] = GATE if mark == key else -GATE
         if has_value:
@@ -212,7 +216,8 @@ def _write_indexer(indexer: Any, margin: float) -> None:
     """Score an entry by its key's code; two heads of opposite sign undo the ReLU."""
     bits = torch.arange(2 * CODE)
     pairs = bits & (bits >> 1)
-    common = 1 - 2.0 * ((pairs ^ (pairs >> 2) ^ (pairs >> 4)) & 1)  # flat, as is its transform
+    signs = 1 - 2.0 * ((pairs ^ (pairs >> 2) ^ (pairs >> 4)) & 1)  # flat, as is their transform
+    common = max(1 - margin, LEAST_COMMON) * signs
     _write_compressor(indexer, NAME, NUMBER, margin, common, has_value=False)
     for head, sign in enumerate((1, -1)):
         rows = slice(head * indexer.head_dim, head * indexer.head_dim + 2 * CODE)
