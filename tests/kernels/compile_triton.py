@@ -57,7 +57,7 @@ class AttentionCase(NamedTuple):
     """A layer's ratio, its heads, its row format, and whether a chunk or one token attends.
 
     is_raw gives it queries as they are projected. is_invariant has splits of one size, which one
-    program joins, or others combine.
+    program joins in a chunk, and others combine in a step.
     """
 
     ratio: int
@@ -271,11 +271,10 @@ def record_attention(case: AttentionCase) -> list:
     memories = [handle.memory, handle.memory._replace(index_scratch=torch.empty(0))]
     is_cut = case.heads == 64 and case.kv_format in ("fp8", "fp8_32")
 
-    joined = attention.combine_launch(torch.device("cpu"))._replace(joined_rows=128)
-    combine = mock.patch.object(attention, "combine_launch", lambda *_: joined)
+    joining = mock.patch.object(attention, "count_joining", lambda *_: int(case.is_chunk))
 
     def attend(memory):
-        with combine if case.is_invariant else nullcontext():
+        with joining if case.is_invariant else nullcontext():
             call(memory)
 
     def call(memory):
@@ -297,7 +296,8 @@ def record_attention(case: AttentionCase) -> list:
 def resources(kernel, arguments: dict, arch: int) -> dict:
     """Compile as the launcher would; return registers, spilled bytes and shared memory.
 
-    Channel widths say in which order each product adds its channels. Arguments have the launcher's hints of what is a multiple of 16.
+    Channel widths say in which order each product adds its channels. Arguments have the launcher's
+    hints of what is a multiple of 16.
     """
     signature, constants, attributes = {}, {}, {}
     for position, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
@@ -365,7 +365,6 @@ def record_all(arch: int) -> Iterator[tuple[str, list]]:
     yield "acceptance", record_acceptance()
     for index_format in INDEX_FORMATS:
         yield index_format, record_index(index_format, length=2**14)[:2]
-    chunk_scores.HEADS = (32, 64)
     for index_format, heads in itertools.product(chunk_scores.DTYPES, chunk_scores.HEADS):
         names = ("_operand_kernel", "_score_kernel", "_rescore_kernel")
         launches = []

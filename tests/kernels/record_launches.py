@@ -261,8 +261,6 @@ def main() -> None:
         print(json.dumps(serve_rank(keys, rank)))
     print(json.dumps(attend_few_tokens(keys)))
     print(json.dumps(serve_candidates(keys)))
-    chunk_scores.HEADS = (32, 64)
-    print(json.dumps(serve_candidates(keys)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Scores of chunks on Hopper are bitwise those of `indexer._score_kernel`, and so are selections.
 
 On the CPU `test_hopper` runs the kernel by a model of Gluon. Its sums are not in the GPU's order,
-so bits are compared on a GPU alone. 32 heads are switched on here.
+so bits are compared on a GPU alone.
 """
 
 import pytest
@@ -24,14 +24,8 @@ from tests.kernels.test_triton_indexer import (
 )
 
 FORMATS = list(chunk_scores.DTYPES)
-HEADS = (32, 64)
 V41 = {"kv_source_layer_ids": (0,), "index_source_layer_ids": (0,), "candidate_source_layer_id": -1}
-all_heads = pytest.mark.parametrize("heads", HEADS)
-
-
-@pytest.fixture(autouse=True)
-def switch_on(monkeypatch):
-    monkeypatch.setattr(chunk_scores, "HEADS", HEADS)
+all_heads = pytest.mark.parametrize("heads", chunk_scores.HEADS)
 
 
 def handle_of(

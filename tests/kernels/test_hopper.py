@@ -10,13 +10,11 @@ import torch
 
 from dsv4 import CacheConfig
 from dsv4.kernels.reference.indexer import select_topk
-from dsv4.kernels.triton import attention, chunk_scores, dense_rows
-from dsv4.kernels.triton.chunk_scores import group_tokens
+from dsv4.kernels.triton import attention, dense_rows
 from dsv4.kernels.triton.launch import HopperLaunch, find_launch
 from tests import gluon
 from tests.kernels.test_chunk_scores import (
     FORMATS,
-    HEADS,
     HOSTILE,
     all_heads,
     both_scores,
@@ -49,7 +47,6 @@ from tests.marks import quick
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter runs the launches beside these"
 )
-DEFAULT_HEADS = chunk_scores.HEADS
 STEPS = {
     "decode": ([0, 254, 700], [1, 255, 701]),
     "chunk": ([0, 254, 400], [3, 255, 406]),
@@ -60,10 +57,9 @@ every_type = pytest.mark.parametrize("ratios", TYPES.values(), ids=TYPES)
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch, request):
-    """Run launches for Hopper here, of 32 index heads too; let few programs make rows dense."""
+    """Run launches for Hopper here; let few programs make rows dense."""
     monkeypatch.setattr(dense_rows, "MIN_WAVES", 0)
     monkeypatch.setattr(dense_rows, "MIN_READS", 0)
-    monkeypatch.setattr(chunk_scores, "HEADS", HEADS)
     with gluon.on_cpu(monkeypatch, seed=len(request.node.name)):
         yield
 
@@ -239,13 +235,6 @@ def test_scores_of_v41(ratio, name, lengths):
     assert_scores_of_chunks(handle_of(name, *lengths, heads=32, ratio=ratio, device="cpu"))
 
 
-def test_32_heads_wait_for_a_gpu(monkeypatch):
-    monkeypatch.setattr(chunk_scores, "HEADS", DEFAULT_HEADS)
-    handle = handle_of("fp8", [300], [330], device="cpu")
-    counts = [group_tokens(handle.memory, handle.tokens, num_heads=heads) for heads in HEADS]
-    assert counts == [0, 2]
-
-
 @all_heads
 def test_the_order_of_heads(heads):
     """A thread adds a quarter of them, then four theirs: lanes 0 and 2, 1 and 3, then both."""
@@ -323,7 +312,7 @@ def test_accesses_outside_of_tensors_are_refused():
 @pytest.mark.parametrize("num_heads", [64, 20])
 def test_one_program_joins_splits_as_several_do(ratios, step, num_heads, monkeypatch):
     """The bits are those of splits that other programs combine, with one program and with more."""
-    replace_combine(monkeypatch, joined_rows=128)
+    replace_combine(monkeypatch, whole_rows=64, split_rows=128)
     handle = flash(ratios, step, num_query_heads=num_heads)
     raw, prepared = make_raw(handle)
     results = []
@@ -338,7 +327,7 @@ def test_one_program_joins_splits_as_several_do(ratios, step, num_heads, monkeyp
 
 def test_joined_splits_keep_nan(monkeypatch):
     """Logits of NaN leave a split without a largest one, and its sum NaN."""
-    replace_combine(monkeypatch, joined_rows=128)
+    replace_combine(monkeypatch, whole_rows=64, split_rows=128)
     handle = flash(TYPES["csa"], "decode")
     query = make_raw(handle)[1]
     query.query[0] = float("nan")

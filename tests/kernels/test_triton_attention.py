@@ -407,7 +407,7 @@ def test_parts_in_few_places(monkeypatch):
     inputs = make_inputs(handle)
     small = handle.memory._replace(partials=handle.memory.partials[:3])
     handle = replace(handle, parts=replace(handle.parts, memory=small))
-    replace_combine(monkeypatch, invariant_rows=64)
+    replace_combine(monkeypatch, whole_rows=32, split_rows=64)
     launch = attention.attend_launch(8, torch.bfloat16, small)
     num_tiles = attention.count_tiles(small, launch, 4)
     splits = attention.invariant_splits(num_tiles, num_tiles, launch, small)
@@ -457,7 +457,7 @@ def attend_alone(handle, inputs: Inputs, token: int) -> AttentionResult:
 @pytest.mark.parametrize("after", [[385, 4, 10], [385, 43]], ids=["decode", "beside a chunk"])
 def test_batch_invariant_bits(ratios, after, monkeypatch):
     """A request alone and beside others."""
-    replace_combine(monkeypatch, invariant_rows=64)
+    replace_combine(monkeypatch, whole_rows=32, split_rows=64)
     handle = Case("", ratios, [384, 3, 9][: len(after)], after).filled()
     inputs = make_inputs(handle)
     whole = run(triton(), handle, inputs, batch_invariant=True)
@@ -625,14 +625,14 @@ def test_reruns_are_bitwise_equal(ratios, step):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("joined_rows", [None, 128])
+@pytest.mark.parametrize("split_rows", [576, 128])
 @pytest.mark.parametrize("ratios", [SWA, CSA, HCA], ids=list(TYPES))
-def test_batch_invariant_bits_at_the_real_width(ratios, joined_rows, monkeypatch):
+def test_batch_invariant_bits_at_the_real_width(ratios, split_rows, monkeypatch):
     """The last request of a decode step, alone and beside a chunk: its rows are the same.
 
     Alone its splits have programs of their own, beside the chunk one program may join them.
     """
-    replace_combine(monkeypatch, joined_rows=joined_rows)
+    replace_combine(monkeypatch, split_rows=split_rows)
     handle = real("flash", ratios, "chunk")
     inputs = make_inputs(handle)
     token = 130  # the request of 255 tokens, between two chunks

@@ -10,7 +10,6 @@ from dsv4.serve import launch
 from dsv4.tools import serve_command
 from dsv4.tools.cli import main
 
-
 needs_server = pytest.mark.skipif(
     not metadata.version("transformers").startswith("5.22."), reason="needs transformers 5.22"
 )

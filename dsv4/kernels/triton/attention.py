@@ -59,7 +59,6 @@ from dsv4.kernels.triton.primitives import (
 LN_2 = tl.constexpr(0.6931471805599453)
 HOPPER_FORMATS = {("fp8", "fp8"), ("fp8_32", "nvfp4_16")}  # of windows and entries
 HEAD_BLOCK = 64  # heads of the largest program, and of a split that `part_cost` is for
-MOST_JOINED = 24  # tiles of a token, by the layer, whose splits are as short as one program joins
 
 
 class RowSource(NamedTuple):
@@ -554,8 +553,8 @@ def attend(
     }  # fmt: skip
     rows = _row_arguments(memory, selected_rows, tokens, max_entries)
     rows["QUERY_EPS"] = memory.layout.query_eps if is_query_raw else None
-    # Programs of several kinds round alike.
-    is_joined = batch_invariant and combine_launch(query.device).joined_rows is not None
+    # Then a program may join its splits, or another combines them: both round alike.
+    is_joined = batch_invariant and splits is not None and can_join(launch)
     rows["enable_fp_fusion"] = not is_joined
     if splits is None or num_joining:
         whole, left = Splits(1, 0, 1, num_tiles), None
@@ -671,14 +670,15 @@ def _split_costs(
 def invariant_splits(
     num_tiles: int, most_tiles: int, launch: ProgramLaunch, memory: LayerMemory
 ) -> Splits | None:
-    """Split rows independently of the batch, by the most tiles that any token can ever have."""
+    """Split rows independently of the batch, by the most tiles that any token can ever have.
+
+    In two where that is few enough, since each join takes as long as some tiles.
+    """
     combine = combine_launch(memory.partials.device)
-    rows = combine.invariant_rows
-    if combine.joined_rows and can_join(launch) and most_tiles <= MOST_JOINED:
-        rows = combine.joined_rows
-    per_split = max(rows // launch.tile, -(-most_tiles // memory.partials.shape[0]))
-    if most_tiles <= per_split:
+    if most_tiles * launch.tile <= combine.whole_rows:
         return None
+    per_split = min(combine.split_rows // launch.tile, -(-most_tiles // 2))
+    per_split = max(per_split, -(-most_tiles // memory.partials.shape[0]))
     return Splits(-(-num_tiles // per_split), per_split, 1, per_split)
 
 
@@ -697,7 +697,7 @@ def count_joining(
 ) -> int:
     """Count the programs that each join the splits of their tokens; 0 if others combine them."""
     device, combine = memory.partials.device, combine_launch(memory.partials.device)
-    if splits is None or not combine.joined_rows or not can_join(launch):
+    if splits is None or not can_join(launch):
         return 0
     part = HEAD_BLOCK * memory.layout.head_dim
     wave, works = num_multiprocessors(device), num_tokens * -(-num_heads // HEAD_BLOCK)

@@ -122,10 +122,8 @@ class DenseLaunch(NamedTuple):
 class CombineLaunch(NamedTuple):
     """Splits of attention, and the programs that combine them.
 
-    Costs are in 1/64 of a tile's time. invariant_rows are the rows of a split that does not depend
-    on the batch. joined_rows are those of one that its program joins to others, None if none does:
-    it has not run on a GPU yet. join_cost is that of storing accumulators of 64 heads and loading
-    them again, by their bytes.
+    Costs are in 1/64 of a tile's time. join_cost is that of storing the accumulators of 64 heads
+    and loading them again.
     """
 
     splits: int  # read at once
@@ -133,9 +131,9 @@ class CombineLaunch(NamedTuple):
     channels: int = 512  # of a program, which has all where rows have no such parts
     combine_cost: int = 48  # of combining at all
     part_cost: int = 1  # of each split of 64 heads
-    invariant_rows: int = 320
-    joined_rows: int | None = None
-    join_cost: int = 48
+    join_cost: int = 150
+    whole_rows: int = 320  # not split where bits must not depend on the batch
+    split_rows: int = 576  # at most of a split, where more rows than those are
 
 
 AnyLaunch = (
