@@ -182,15 +182,16 @@ def serve_rank(keys: dict[str, dict], rank: int) -> dict:
     return {"case": f"rank {rank}", "warmed": len(warmed), "new": new_keys(keys, warmed)}
 
 
-def attend_few_tokens(keys: dict[str, dict]) -> dict:
+def attend_few_tokens(keys: dict[str, dict], *, batch_invariant: bool) -> dict:
     """Attend for 64 heads in steps of any size, over any number of entries, on an H200."""
     keys.clear()
     launch.INTERPRETED_MULTIPROCESSORS = 132
     launch.num_multiprocessors.cache_clear()
     config = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), num_query_heads=64)
     manager = KVCacheManager(
-        config, max_requests=80, num_blocks=80, max_forward_tokens=80, max_request_tokens=2**20
-    )
+        config, max_requests=80, num_blocks=80, max_forward_tokens=80, max_request_tokens=2**20,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     use_triton(manager)
     weights = model_weights(config, seed=0)
     warm_up(manager, weights, dtype=torch.bfloat16)
@@ -204,13 +205,20 @@ def attend_few_tokens(keys: dict[str, dict]) -> dict:
             handle = manager.acquire(layer_idx, plan)
             for num_entries in range(1, 8193, 61):
                 attention.attend(query, weights[layer_idx].sinks, handle.memory, rows,
-                                 handle.tokens, max_entries=num_entries)  # fmt: skip
+                                 handle.tokens, max_entries=num_entries,
+                                 batch_invariant=batch_invariant)  # fmt: skip
         plan.cancel()
         for slot in slots:
             manager.free_request(slot)
     heads = {key["HEADS"] for key in keys.values() if "HEADS" in key and "STAGES" in key}
-    assert len(heads) == 3, heads
-    return {"case": "few tokens", "warmed": len(warmed), "new": new_keys(keys, warmed)}
+    assert len(heads) == (1 if batch_invariant else 3), heads
+    of_chunks = [each for key, each in keys.items() if "_attend_chunk_kernel" in key]
+    assert any("True" in each["IS_SPLIT"] for each in of_chunks) == batch_invariant
+    return {
+        "case": f"few tokens {batch_invariant}",
+        "warmed": len(warmed),
+        "new": new_keys(keys, warmed),
+    }
 
 
 def serve_candidates(keys: dict[str, dict]) -> dict:
@@ -259,7 +267,8 @@ def main() -> None:
         print(json.dumps(serve_chunks(keys, is_query_raw=is_query_raw)))
     for rank in (0, 1):
         print(json.dumps(serve_rank(keys, rank)))
-    print(json.dumps(attend_few_tokens(keys)))
+    for batch_invariant in (False, True):
+        print(json.dumps(attend_few_tokens(keys, batch_invariant=batch_invariant)))
     print(json.dumps(serve_candidates(keys)))
 
 

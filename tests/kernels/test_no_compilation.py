@@ -36,7 +36,7 @@ def test_serving_launches_nothing_that_was_not_warmed_up():
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
     assert result.returncode == 0, result.stderr
     cases = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(cases) == 10
+    assert len(cases) == 11
     for case in cases:
         assert case["warmed"] >= 28
         assert case["new"] == [], case["case"]
