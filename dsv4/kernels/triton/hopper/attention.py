@@ -115,7 +115,7 @@ def _attend_kernel(
     exchange = make_exchange() if HEADS == 64 else make_sides(HEADS)
     # There conversions spill registers; elsewhere they are quicker.
     BY_BITS: gl.constexpr = (
-        SPEC.ENTRIES == "listed" and NUM_HEADS == 64 and HEADS == 64 and not IS_SPLIT
+        SPEC.ENTRIES == "listed" and NUM_HEADS == (128 if IS_SPLIT else 64) and HEADS == 64
         and QUERY_EPS is None
     )  # fmt: skip
     sums = make_query_sums(HEADS)
