@@ -89,7 +89,7 @@ def test_steps(ratios, wave, num_heads, heads, monkeypatch):
 
 @every_type
 @pytest.mark.parametrize("is_dense", [False, True])
-@pytest.mark.parametrize("num_heads", [64, 128, 20])
+@pytest.mark.parametrize("num_heads", [64, 128, 20, 8])
 def test_chunks(ratios, is_dense, num_heads, monkeypatch):
     handle = flash(ratios, "chunk", num_query_heads=num_heads)
     raw, prepared = make_raw(handle)
