@@ -76,7 +76,7 @@ def use_heads(heads: int, monkeypatch) -> None:
 
 @every_type
 @pytest.mark.parametrize("wave", [1, 1000])
-@pytest.mark.parametrize(("num_heads", "heads"), [(64, 64), (64, 8), (20, 16), (20, 64)])
+@pytest.mark.parametrize(("num_heads", "heads"), [(64, 64), (64, 8), (20, 16), (20, 64), (128, 64)])
 def test_steps(ratios, wave, num_heads, heads, monkeypatch):
     split_as_often_as(wave, monkeypatch)
     use_heads(heads, monkeypatch)

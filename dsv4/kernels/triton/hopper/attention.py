@@ -113,11 +113,11 @@ def _attend_kernel(
     # With 64 heads both sides read every tile, with fewer each takes every second one.
     query, memory = make_memory(HEADS, STAGES, 2 if HEADS == 64 else 1)
     exchange = make_exchange() if HEADS == 64 else make_sides(HEADS)
-    # There conversions spill registers; elsewhere they are quicker.
+    # Conversions are quicker, but spill registers with so many heads of listed rows.
+    SPILLING: gl.constexpr = 128 if IS_SPLIT else 64
     BY_BITS: gl.constexpr = (
-        SPEC.ENTRIES == "listed" and NUM_HEADS == (128 if IS_SPLIT else 64) and HEADS == 64
-        and QUERY_EPS is None
-    )  # fmt: skip
+        SPEC.ENTRIES == "listed" and NUM_HEADS == SPILLING and HEADS == 64 and QUERY_EPS is None
+    )
     sums = make_query_sums(HEADS)
     gdc_wait()  # the rows may be the previous launch's
     gl.thread_barrier()
