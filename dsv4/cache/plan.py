@@ -118,7 +118,7 @@ class ForwardPlan:
 
     @property
     def is_written(self) -> bool:
-        """Every layer was written by its handle, which also checkpoints."""
+        """Every layer was written by its handle, or by a graph of handles: they checkpoint too."""
         return self._num_written == self.num_layer_writes
 
     @property

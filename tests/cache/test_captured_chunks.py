@@ -300,6 +300,22 @@ def test_triton_s_checkpoints_inside_chunks(eager_graph):
     assert (num_kept, mine, theirs) == (4, [16, 16], [16, 16])
 
 
+def test_a_step_without_handles_checkpoints_nothing(eager_graph):
+    """It declares its plan complete; who resumes the prompt must not find a checkpoint."""
+    manager, ids = make_manager(TINY, num_checkpoints=2), list(range(1, 290))
+    forward = CapturedForward(
+        manager, lambda handles: handles[0].plan.complete(), batch=3, max_chunks=1, num_tokens=300
+    )
+    hit = manager.resume_request(ids)
+    plan = prepare_forward(manager, [hit.slot], [0], [289])
+    assert len(plan.boundaries.points) == 1
+    forward.replay(plan)
+    assert plan.is_complete and not plan.is_written
+    manager.free_request(hit.slot)
+    assert manager.resume_request(ids).num_tokens == 0
+    assert manager.stats().num_prefix_checkpoints == 0
+
+
 def test_checkpoints_of_a_replay_that_fails_are_given_back(eager_graph, monkeypatch):
     manager = make_manager(TINY, num_checkpoints=2)
     forward, _ = capture(manager, max_chunks=1, num_tokens=300)

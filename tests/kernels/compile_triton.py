@@ -80,7 +80,8 @@ ATTENTION = [
     AttentionCase(2, 64, "fp8_32", False, True), AttentionCase(1, 64, "fp8_32", True),
     AttentionCase(1, 64, "fp8_32", False), AttentionCase(4, 64, "fp8", False, True, True),
     AttentionCase(1, 64, "fp8_32", True, False, True),
-    AttentionCase(4, 64, "fp8", True, True, True),
+    AttentionCase(4, 64, "fp8", True, True, True), AttentionCase(4, 128, "fp8", False),
+    AttentionCase(4, 128, "fp8", False, False, True),
 ]  # fmt: skip
 
 

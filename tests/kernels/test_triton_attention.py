@@ -534,11 +534,14 @@ LENGTHS = {
 }
 
 
-def real(preset: str, ratios: tuple[int, ...], step: str, name: str = "fp8", **choices):
+def real(
+    preset: str, ratios: tuple[int, ...], step: str, name: str = "fp8", num_blocks: int = 64,
+    **choices,
+):  # fmt: skip
     config = PRESETS[preset](compress_ratios=ratios, kv_format=name, **choices)
     before, after = LENGTHS[step]
     manager = KVCacheManager(
-        config, max_requests=8, num_blocks=64, device="cuda", max_forward_tokens=8192
+        config, max_requests=8, num_blocks=num_blocks, device="cuda", max_forward_tokens=8192
     )
     poison(manager)
     slots = [manager.open_request() for _ in before]
@@ -625,21 +628,22 @@ def test_reruns_are_bitwise_equal(ratios, step):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("split_rows", [576, 128])
-@pytest.mark.parametrize("ratios", [SWA, CSA, HCA], ids=list(TYPES))
-def test_batch_invariant_bits_at_the_real_width(ratios, split_rows, monkeypatch):
-    """The last request of a decode step, alone and beside a chunk: its rows are the same.
-
-    Alone its splits have programs of their own, beside the chunk one program may join them.
-    """
-    replace_combine(monkeypatch, split_rows=split_rows)
-    handle = real("flash", ratios, "chunk")
+@pytest.mark.parametrize("rows", [{}, {"whole_rows": 64, "split_rows": 128}], ids=["", "short"])
+@pytest.mark.parametrize(("preset", "ratios"), [("flash", SWA), ("flash", CSA), ("flash", HCA),
+                                                ("pro", CSA)])  # fmt: skip
+def test_batch_invariant_bits_at_the_real_width(preset, ratios, rows, monkeypatch):
+    """A step's token, alone and beside two chunks: programs join splits there, or others do."""
+    replace_combine(monkeypatch, **rows)
+    handle = real(preset, ratios, "chunk", num_blocks=128)  # room for more HCA rows than a split's
     inputs = make_inputs(handle)
-    token = 130  # the request of 255 tokens, between two chunks
-    whole = run(triton(), handle, inputs, batch_invariant=True)
-    got = attend_alone(handle, inputs, token)
-    assert torch.equal(got.output[0], whole.output[token])
-    assert torch.equal(got.lse[0], whole.lse[token])
+    token = 131  # between the chunks, behind a token of padding
+    assert handle.positions[token] == 254
+    alone = attend_alone(handle, inputs, token)
+    for num_joining in (0, 100) if ratios != SWA or rows else (0,):
+        monkeypatch.setattr(attention, "count_joining", lambda *_, n=num_joining: n)
+        whole = run(triton(), handle, inputs, batch_invariant=True)
+        assert torch.equal(whole.output[token], alone.output[0])
+        assert torch.equal(whole.lse[token], alone.lse[0])
 
 
 @pytest.mark.gpu
@@ -724,9 +728,10 @@ def test_a_nan_code_is_nan_everywhere(heads, code, channel):
 @pytest.mark.gpu
 @pytest.mark.parametrize("wave", [1, 132])
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_a_nan_code_of_a_listed_row_is_nan_everywhere(code, wave, monkeypatch):
+@pytest.mark.parametrize("preset", ["flash", "pro"])
+def test_a_nan_code_of_a_listed_row_is_nan_everywhere(preset, code, wave, monkeypatch):
     split_as_often_as(wave, monkeypatch)
-    handle = real("flash", CSA, "decode")
+    handle = real(preset, CSA, "decode")
     inputs, token = make_inputs(handle), 3
     before = run(triton(), handle, inputs)
     entries, row = handle.memory.entries, int(inputs.rows[token, 77])

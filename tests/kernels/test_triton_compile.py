@@ -72,8 +72,8 @@ def test_no_kernel_spills(arch):
     assert counts["_score_kernel"] == 5 + 4 + 1  # four are in a chunk, one is of V4.1
     assert counts["gluon_score_kernel"] == counts["_operand_kernel"] == (4 if arch == 90 else 0)
     assert counts["_rescore_kernel"] == (2 if arch == 90 else 0)
-    assert counts["_attend_kernel"] == (5 if arch == 90 else 33)
-    assert counts["gluon_attend_kernel"] == (15 if arch == 90 else 0)
+    assert counts["_attend_kernel"] == (5 if arch == 90 else 35)
+    assert counts["gluon_attend_kernel"] == (17 if arch == 90 else 0)
     assert counts["gluon_attend_chunk_kernel"] == (1 + 5 * 2 + 2 if arch == 90 else 0)
     assert counts["gluon_attend_dense_kernel"] == (5 if arch == 90 else 0)
     assert counts["_dense_rows_kernel"] == counts["gluon_attend_dense_kernel"]

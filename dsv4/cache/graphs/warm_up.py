@@ -158,6 +158,8 @@ class _Kernels:
         memory = self.manager.device_memory.memories[layer_idx]
         widest = attention.attend_launch(num_heads, self.dtype, memory)
         longest = self._entry_numbers(layer_idx)[-1]
+        if self.manager.schedule[layer_idx].attention_type is AttentionType.HCA:  # in whole blocks
+            longest = self.manager.block_table.shape[1] * memory.layout.entries_per_block
         if num_tokens <= num_multiprocessors(self.device):  # every tile counts
             numbers = (*range(numbers[0], numbers[-1], widest.tile), numbers[-1])
         choices: dict[object, int] = {}
