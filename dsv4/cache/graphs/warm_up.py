@@ -157,9 +157,7 @@ class _Kernels:
         num_heads = self.config.num_query_heads
         memory = self.manager.device_memory.memories[layer_idx]
         widest = attention.attend_launch(num_heads, self.dtype, memory)
-        longest = self._entry_numbers(layer_idx)[-1]
-        if self.manager.schedule[layer_idx].attention_type is AttentionType.HCA:  # in whole blocks
-            longest = self.manager.block_table.shape[1] * memory.layout.entries_per_block
+        is_selecting = self.manager.schedule[layer_idx].attention_type is AttentionType.CSA
         if num_tokens <= num_multiprocessors(self.device):  # every tile counts
             numbers = (*range(numbers[0], numbers[-1], widest.tile), numbers[-1])
         choices: dict[object, int] = {}
@@ -167,8 +165,10 @@ class _Kernels:
             launch, num_tiles = widest, attention.count_tiles(memory, widest, number)
             sizes = num_tokens, num_heads, num_tiles
             if self.manager.batch_invariant:
-                is_listed = number > 0 and self._is_listing(layer_idx)
-                most = attention.count_tiles(memory, widest, number if is_listed else longest)
+                is_listed = number > 0 and (is_selecting or self._is_listing(layer_idx))
+                most = attention.count_most_tiles(
+                    memory, widest, self.manager.block_table, number if is_listed else None
+                )
                 splits = attention.invariant_splits(num_tiles, most, widest, memory)
                 joins = attention.count_joining(*sizes, splits, widest, memory) > 0
                 choices.setdefault((splits is None, joins), number)

@@ -539,8 +539,7 @@ def attend(
     num_tiles = count_tiles(memory, launch, max_entries if num_listed is None else num_listed)
     num_joining = 0
     if batch_invariant:
-        longest = tokens.block_table.shape[1] * memory.layout.entries_per_block
-        most_tiles = count_tiles(memory, launch, longest if num_listed is None else num_listed)
+        most_tiles = count_most_tiles(memory, launch, tokens.block_table, num_listed)
         splits = invariant_splits(num_tiles, most_tiles, launch, memory)
         num_joining = count_joining(num_tokens, num_heads, num_tiles, splits, launch, memory)
     else:
@@ -672,7 +671,7 @@ def invariant_splits(
 ) -> Splits | None:
     """Split rows independently of the batch, by the most tiles that any token can ever have.
 
-    In two where that is few enough, since each join takes as long as some tiles.
+    There are two splits, or more of the longest length: each join takes as long as some tiles.
     """
     combine = combine_launch(memory.partials.device)
     if most_tiles * launch.tile <= combine.whole_rows:
@@ -724,6 +723,15 @@ def count_tiles(memory: LayerMemory, launch: ProgramLaunch, num_entries: int) ->
     if layout.entry_format != layout.kv_format:  # tiles of one format each
         window = -(-window // launch.tile) * launch.tile
     return -(-(window + (num_entries if layout.ratio else 0)) // launch.tile)
+
+
+def count_most_tiles(
+    memory: LayerMemory, launch: ProgramLaunch, block_table: Tensor, num_listed: int | None
+) -> int:
+    """The most tiles that any token can ever have: of a listed number of entries, or of all."""
+    if num_listed is None:
+        num_listed = block_table.shape[1] * memory.layout.entries_per_block
+    return count_tiles(memory, launch, num_listed)
 
 
 def _is_bf16(dtype: torch.dtype, memory: LayerMemory) -> bool:

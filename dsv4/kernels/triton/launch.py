@@ -123,7 +123,8 @@ class CombineLaunch(NamedTuple):
     """Splits of attention, and the programs that combine them.
 
     Costs are in 1/64 of a tile's time. join_cost is that of storing the accumulators of 64 heads
-    and loading them again.
+    and loading them again. Where bits must not depend on the batch, tokens of up to whole_rows rows
+    have one split, and a split of others has at most split_rows.
     """
 
     splits: int  # read at once
@@ -132,8 +133,8 @@ class CombineLaunch(NamedTuple):
     combine_cost: int = 48  # of combining at all
     part_cost: int = 1  # of each split of 64 heads
     join_cost: int = 150
-    whole_rows: int = 320  # not split where bits must not depend on the batch
-    split_rows: int = 576  # at most of a split, where more rows than those are
+    whole_rows: int = 320
+    split_rows: int = 576
 
 
 AnyLaunch = (
