@@ -1,7 +1,9 @@
 """`dsv4 serve`: what it refuses, and what it listens on."""
 
 import argparse
+import re
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,10 @@ from dsv4.serve import launch
 from dsv4.tools import serve_command
 from dsv4.tools.cli import main
 
+REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
+(PINNED,) = re.findall(r"(?m)^transformers==(\S+)", REQUIREMENTS.read_text())
 needs_server = pytest.mark.skipif(
-    not metadata.version("transformers").startswith("5.22."), reason="needs transformers 5.22"
+    metadata.version("transformers") != PINNED, reason=f"needs transformers {PINNED}"
 )
 
 
@@ -26,6 +30,7 @@ def test_another_transformers_is_refused(monkeypatch, capsys, found):
 
 @needs_server
 def test_the_installed_transformers_is_taken():
+    assert metadata.version("transformers").startswith("5.22.")
     launch.check_versions()
 
 
