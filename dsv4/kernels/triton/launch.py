@@ -133,7 +133,7 @@ class CombineLaunch(NamedTuple):
     combine_cost: int = 48  # of combining at all
     part_cost: int = 1  # of each split of 64 heads
     join_cost: int = 150
-    whole_rows: int = 320
+    whole_rows: int = 1152
     split_rows: int = 576
 
 
