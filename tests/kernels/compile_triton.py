@@ -56,8 +56,8 @@ TYPES = {
 class AttentionCase(NamedTuple):
     """A layer's ratio, its heads, its row format, and whether a chunk or one token attends.
 
-    is_raw gives it queries as they are projected. is_invariant has splits of one size, which one
-    program joins in a chunk, and others combine in a step.
+    is_raw gives it queries as they are projected. is_invariant has short splits of one size, which
+    one program joins in a chunk, and others combine in a step.
     """
 
     ratio: int
@@ -272,10 +272,11 @@ def record_attention(case: AttentionCase) -> list:
     memories = [handle.memory, handle.memory._replace(index_scratch=torch.empty(0))]
     is_cut = case.heads == 64 and case.kv_format in ("fp8", "fp8_32")
 
-    joining = mock.patch.object(attention, "count_joining", lambda *_: int(case.is_chunk))
+    short = attention.combine_launch(torch.device("cpu"))._replace(whole_rows=64)
+    splitting = {"count_joining": lambda *_: int(case.is_chunk), "combine_launch": lambda *_: short}
 
     def attend(memory):
-        with joining if case.is_invariant else nullcontext():
+        with mock.patch.multiple(attention, **splitting) if case.is_invariant else nullcontext():
             call(memory)
 
     def call(memory):

@@ -234,11 +234,28 @@ def finite_base(largest):
 
 
 @triton.jit
-def output_factor(sinks_ptr, head, largest, total, NUM_HEADS: tl.constexpr):
+def output_factor(sink, largest, total):
     """The factor of accumulators, 1 / (sum + sink), `[HEADS]`; 0 where no row was seen."""
-    sink = tl.load(sinks_ptr + head, mask=head < NUM_HEADS, other=0.0).to(tl.float32)
     with_sink = total + tl.exp2(sink * LOG2_E - finite_base(largest))
     return tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, with_sink))
+
+
+@triton.jit
+def load_sinks(sinks_ptr, head, NUM_HEADS: tl.constexpr):
+    """Load the sinks of heads."""
+    return tl.load(sinks_ptr + head, mask=head < NUM_HEADS, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_turn(out, token, is_wanted, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+              ROPE: tl.constexpr):  # fmt: skip
+    """Load cos, sin by which WIDTH channels from FIRST on are rotated back; 0 if none is."""
+    turn = 0.0, 0.0
+    if FIRST + WIDTH > DIM - ROPE:
+        row = token + tl.zeros((1,), tl.int32)
+        turn = load_rope((out.cos_ptr, out.sin_ptr), row, is_wanted & (row >= 0), DIM - FIRST, ROPE,
+                         WIDTH)  # fmt: skip
+    return turn
 
 
 @triton.jit
@@ -249,20 +266,17 @@ def store_lse(lse_ptr, token, head, largest, total, NUM_HEADS: tl.constexpr):
 
 
 @triton.jit
-def store_channels(acc, factor, out, token, head, FIRST: tl.constexpr, NUM_HEADS: tl.constexpr,
-                   DIM: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
+def store_channels(acc, factor, turn, out, token, head, FIRST: tl.constexpr,
+                   NUM_HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
     """Store accumulators `[HEADS, WIDTH]` of channels from FIRST on, times factor.
 
-    Rotated channels are rotated back at the token's position.
+    Rotated channels are rotated back by `load_turn`'s cos and sin.
     """
     ROWS: tl.constexpr = acc.shape[0]
     WIDTH: tl.constexpr = acc.shape[1]
     output = acc * factor[:, None]
     if FIRST + WIDTH > DIM - ROPE:
-        row = token + tl.zeros((1,), tl.int32)
-        LEFT: tl.constexpr = DIM - FIRST
-        cos, sin = load_rope((out.cos_ptr, out.sin_ptr), row, row >= 0, LEFT, ROPE, WIDTH)
-        output = rotate_tail(output, cos, -sin, ROWS, LEFT, ROPE, WIDTH)
+        output = rotate_tail(output, turn[0], -turn[1], ROWS, DIM - FIRST, ROPE, WIDTH)
     channel = FIRST + tl.arange(0, WIDTH)[None, :]  # [1, WIDTH]
     at = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * DIM + channel  # [HEADS, WIDTH]
     mask = (head < NUM_HEADS)[:, None] & (channel < DIM)
@@ -413,10 +427,12 @@ def _attend_kernel(
                      mask=has_rows & is_head[:, None] & (channel < ROW.DIM))  # fmt: skip
     else:
         store_lse(lse_ptr, token, head, state.largest, state.total, NUM_HEADS)
-        factor = output_factor(sinks_ptr, head, state.largest, state.total, NUM_HEADS)
+        sink = load_sinks(sinks_ptr, head, NUM_HEADS)
+        factor = output_factor(sink, state.largest, state.total)
         for group in tl.static_range(len(state.acc)):
-            store_channels(state.acc[group], factor, out, token, head, group * GROUP, NUM_HEADS,
-                           ROW.DIM, ROW.ROTATED)  # fmt: skip
+            turn = load_turn(out, token, True, group * GROUP, GROUP, ROW.DIM, ROW.ROTATED)
+            store_channels(state.acc[group], factor, turn, out, token, head, group * GROUP,
+                           NUM_HEADS, ROW.DIM, ROW.ROTATED)  # fmt: skip
 
 
 @triton.jit
@@ -462,6 +478,12 @@ def _combine_kernel(
     wait_for_launch_before(STARTS_NEXT=True)
     nth, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
     first = tl.program_id(1) * BLOCK
+    LAST: tl.constexpr = (DIM - 1) // BLOCK * BLOCK
+    token = first_token + nth
+    out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
+    # What the end needs is loaded beside the splits.
+    sink = load_sinks(sinks_ptr, head + tl.zeros((1,), tl.int32), NUM_HEADS)
+    turn = load_turn(out, token, first == LAST, LAST, BLOCK, DIM, ROPE)
     channel = first + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     acc = tl.zeros((1, BLOCK), tl.float32)
     largest = tl.full((1,), float("-inf"), tl.float32)
@@ -498,17 +520,14 @@ def _combine_kernel(
             total = total * shrink + tl.sum(split_total * grow, axis=0)
             acc = acc * shrink[:, None] + tl.sum(split_acc * grow[:, None], axis=0)[None, :]
             largest = new_largest
-    token, head = first_token + nth, head + tl.zeros((1,), tl.int32)
-    LAST: tl.constexpr = (DIM - 1) // BLOCK * BLOCK
+    head += tl.zeros((1,), tl.int32)
+    factor = output_factor(sink, largest, total)
     if first == LAST:
         store_lse(lse_ptr, token, head, largest, total, NUM_HEADS)
-    factor = output_factor(sinks_ptr, head, largest, total, NUM_HEADS)
-    if first == LAST:
-        out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
-        store_channels(acc, factor, out, token, head, LAST, NUM_HEADS, DIM, ROPE)
+        store_channels(acc, factor, turn, out, token, head, LAST, NUM_HEADS, DIM, ROPE)
     else:
         out = OutputPtrs(output_ptr + first, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
-        store_channels(acc, factor, out, token, head, 0, NUM_HEADS, DIM, 0)
+        store_channels(acc, factor, turn, out, token, head, 0, NUM_HEADS, DIM, 0)
 
 
 ProgramLaunch = AttendLaunch | HopperLaunch

@@ -54,6 +54,7 @@ from dsv4.kernels.triton.key_tiles import (
     KeyPages,
     QueryOperands,
     ScoreSpec,
+    load_first_pages,
     load_pages,
     load_row_parts,
     tile_blocks,
@@ -129,6 +130,8 @@ def _query_kernel(
         head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # [ROWS]
         is_head = head < HEADS
         channel = tl.arange(0, KEY.BLOCK)[None, :]  # [1, BLOCK]
+        # Loads come before the first store, which they would wait for.
+        weight = tl.load(weights_ptr + token * weights_stride + head, mask=is_head, other=0.0)
         x = tl.load(query_ptr + token * token_stride + head[:, None] * KEY.DIM + channel,
                     mask=is_head[:, None] & (channel < KEY.DIM),
                     other=0.0).to(tl.float32)  # [ROWS, BLOCK]  # fmt: skip
@@ -147,7 +150,6 @@ def _query_kernel(
                               ROWS, KEY.BLOCK)  # fmt: skip
         else:
             store_query(values, scales, operand_ptr, FORMAT, ROWS, KEY.BLOCK)
-        weight = tl.load(weights_ptr + token * weights_stride + head, mask=is_head, other=0.0)
         weight = weight.to(tl.float32) * WEIGHT_SCALE
         if FORMAT == "index_fp8":
             weight = weight * scales
@@ -238,12 +240,12 @@ def sum_heads(positive, weights, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 
 
 @triton.jit
-def score_tiles(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr,
+def score_tiles(pages_ptr, pages, counts, scores_ptr, operands, keys, KEY: tl.constexpr,
                 SPEC: tl.constexpr):  # fmt: skip
     """Score this program's tiles of a request's entries for TOKENS of its tokens.
 
-    counts `[TOKENS]` is the number of entries to score for each; their scores start at scores_ptr
-    `[1, TOKENS]`.
+    pages are those of the first tile, among others. counts `[TOKENS]` is the number of entries to
+    score for each token; their scores start at scores_ptr `[1, TOKENS]`.
     """
     FORMAT: tl.constexpr = KEY.FORMAT
     ENTRIES_PER_BLOCK: tl.constexpr = SPEC.ENTRIES_PER_BLOCK
@@ -257,7 +259,7 @@ def score_tiles(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
     )  # [ROWS]  # fmt: skip
     count = tl.max(counts, axis=0)
     first_tile, step = tl.program_id(1), tl.num_programs(1)
-    first, last = load_pages(pages_ptr, first_tile, count, ENTRIES_PER_BLOCK, TILE)
+    first, last, _next_first, _next_last = pages
     for tile in tl.range(loop_bound(first_tile), loop_bound(tl.cdiv(count, TILE)),
                          loop_bound(step), num_stages=SPEC.STAGES):  # fmt: skip
         blocks = tile_blocks(first, last, ENTRIES_PER_BLOCK, TILE) + tl.zeros((TILE,), tl.int32)
@@ -285,7 +287,7 @@ def score_tiles(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
 
 
 @triton.jit
-def score_tokens(row, slot, counts, scores_ptr, scores_stride, operands, keys,
+def score_tokens(row, pages_ptr, pages, counts, scores_ptr, scores_stride, operands, keys,
                  OPERAND_BYTES: tl.constexpr, KEY: tl.constexpr, SPEC: tl.constexpr):  # fmt: skip
     """Score a request's entries for TOKENS of its tokens, from `row` on, by the keys' format."""
     row = row.to(tl.int64)
@@ -296,11 +298,10 @@ def score_tokens(row, slot, counts, scores_ptr, scores_stride, operands, keys,
         operands.weights_ptr + row * operands.weights_stride,
         operands.weights_stride,
     )
-    pages_ptr = keys.table_ptr + slot * keys.table_stride
     if KEY.FORMAT == "index_mxfp4":
-        score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY, SPEC)
+        score_mxfp4(pages_ptr, pages, counts, scores_ptr, operands, keys, KEY, SPEC)
     else:
-        score_tiles(pages_ptr, counts, scores_ptr, operands, keys, KEY, SPEC)
+        score_tiles(pages_ptr, pages, counts, scores_ptr, operands, keys, KEY, SPEC)
 
 
 @triton.jit(
@@ -332,20 +333,26 @@ def _score_kernel(
                                       workspace_starts_ptr, CHUNK_TOKENS)  # fmt: skip
         counts = tl.where(is_scored & (are_chunks_scored != 0), 0, counts)
     slot = tl.max(slots, axis=0)
+    pages_ptr = block_table_ptr + slot * table_stride
+    pages = load_first_pages(pages_ptr, tl.max(counts, axis=0), TOGETHER.ENTRIES_PER_BLOCK,
+                             TOGETHER.TILE)  # fmt: skip
     wait_for_launch_before(STARTS_NEXT=False)
     operands = QueryOperands(query_operand_ptr, query_weights_ptr, query_weights_stride)
     keys = KeyPages(data_ptr, scale_ptr, page_stride, block_table_ptr, table_stride)
     if tl.max(counts, axis=0) > 0:
         if (tl.min(slots, axis=0) == slot) & (start + TOKENS <= num_tokens):
-            score_tokens(start, slot, counts, scores_ptr, scores_stride, operands, keys,
+            score_tokens(start, pages_ptr, pages, counts, scores_ptr, scores_stride, operands, keys,
                          OPERAND_BYTES, KEY, TOGETHER)  # fmt: skip
         elif TOKENS > 1:
             for idx in range(TOKENS):
                 count = tl.max(tl.where(row == start + idx, counts, 0), axis=0)
                 if count > 0:
                     slot = tl.max(tl.where(row == start + idx, slots, -1), axis=0)
-                    score_tokens(start + idx, slot, count + tl.zeros((1,), tl.int32), scores_ptr,
-                                 scores_stride, operands, keys, OPERAND_BYTES, KEY,
+                    pages_ptr = block_table_ptr + slot * table_stride
+                    pages = load_first_pages(pages_ptr, count, ALONE.ENTRIES_PER_BLOCK,
+                                             ALONE.TILE)  # fmt: skip
+                    score_tokens(start + idx, pages_ptr, pages, count + tl.zeros((1,), tl.int32),
+                                 scores_ptr, scores_stride, operands, keys, OPERAND_BYTES, KEY,
                                  ALONE)  # fmt: skip
 
 

@@ -64,6 +64,15 @@ def load_pages(pages_ptr, tile, count, ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl
 
 
 @triton.jit
+def load_first_pages(pages_ptr, count, ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Load the blocks of a program's first two tiles, `load_pages` of each."""
+    tile, next_tile = tl.program_id(1), tl.program_id(1) + tl.num_programs(1)
+    first, last = load_pages(pages_ptr, tile, count, ENTRIES_PER_BLOCK, TILE)
+    next_first, next_last = load_pages(pages_ptr, next_tile, count, ENTRIES_PER_BLOCK, TILE)
+    return first, last, next_first, next_last
+
+
+@triton.jit
 def tile_blocks(first, last, ENTRIES_PER_BLOCK: tl.constexpr, TILE: tl.constexpr):
     """The block of each entry of a tile, `[TILE]`, or one for all of them."""
     if pages_of_tile(ENTRIES_PER_BLOCK, TILE) == 2:

@@ -245,12 +245,12 @@ def load_operands(operands, BLOCK: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr,
+def score_mxfp4(pages_ptr, pages, counts, scores_ptr, operands, keys, KEY: tl.constexpr,
                 SPEC: tl.constexpr):  # fmt: skip
     """Score this program's tiles of a request's entries for TOKENS of its tokens.
 
-    counts `[TOKENS]` is the number of entries to score for each; their scores start at scores_ptr
-    `[1, TOKENS]`. Keys of the next tile wait in registers, which takes fewer instructions than
+    pages are those of the first two tiles. counts `[TOKENS]` is the number of entries to score for
+    each token; their scores start at scores_ptr `[1, TOKENS]`. Keys of the next tile wait in registers, which takes fewer instructions than
     shared memory.
     """
     ENTRIES_PER_BLOCK: tl.constexpr = SPEC.ENTRIES_PER_BLOCK
@@ -261,10 +261,10 @@ def score_mxfp4(pages_ptr, counts, scores_ptr, operands, keys, KEY: tl.constexpr
     highest = tl.zeros((TILE, TOKENS), tl.float32)
     first_tile, step = tl.program_id(1), tl.num_programs(1)
     entry = first_tile * TILE + tl.arange(0, TILE)[:, None]  # [TILE, 1]
-    first, last = load_pages(pages_ptr, first_tile, count, ENTRIES_PER_BLOCK, TILE)
+    first, last, next_first, next_last = pages
     blocks = tile_blocks(first, last, ENTRIES_PER_BLOCK, TILE)
     words, scales = load_tile_words(keys, blocks, entry, count, KEY, SPEC)
-    first, last = load_pages(pages_ptr, first_tile + step, count, ENTRIES_PER_BLOCK, TILE)
+    first, last = next_first, next_last
     for tile in tl.range(loop_bound(first_tile), loop_bound(tl.cdiv(count, TILE)),
                          loop_bound(step), num_stages=1):  # fmt: skip
         next_blocks = tile_blocks(first, last, ENTRIES_PER_BLOCK, TILE)
