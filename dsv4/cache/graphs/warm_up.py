@@ -24,7 +24,7 @@ from dsv4.kernels.layer_memory import existing
 from dsv4.layer_schedule import AttentionType
 
 if TYPE_CHECKING:
-    from dsv4.kernels.triton.launch import Kind
+    from dsv4.kernels.triton.launch import Kind, QueryLaunch
 
 POINTER_ALIGN = 16  # bytes; Triton compiles apart for pointers that are not aligned so
 
@@ -72,12 +72,15 @@ def warm_up(
     kernels = _Kernels(manager, dtype, is_query_raw=is_query_raw)
     for layer_idx in _distinct_layers(manager, weights):
         for forwards in kernels.forwards(layer_idx):
-            attended = set()
+            attended, selected = set(), set()
             for forward in forwards:
                 handle = kernels.write_layer(layer_idx, forward, weights[layer_idx])
                 if forward is forwards[0]:
                     kernels.gather(handle)
+                query = kernels.query_launch(forward.num_tokens)
+                if query not in selected:
                     kernels.select_entries(handle)
+                selected.add(query)
                 choices = kernels.attend_choices(layer_idx, forward.num_tokens, forward.num_chunks)
                 if tuple(choices) not in attended:
                     kernels.attend(handle, weights[layer_idx].sinks, choices.values())
@@ -127,10 +130,16 @@ class _Kernels:
         first: dict[object, int] = {}
         ratios = (0, self.manager.schedule[layer_idx].ratio)
         for size in sizes:
-            parameters = tuple(launch_parameters(r, kind, size, self.device) for r in ratios)
+            writes = tuple(launch_parameters(r, kind, size, self.device) for r in ratios)
             choices = self.attend_choices(layer_idx, size, int(kind == "chunk"))
-            first.setdefault((parameters, tuple(choices)), size)
+            first.setdefault((writes, self.query_launch(size), tuple(choices)), size)
         return list(first.values())
+
+    def query_launch(self, num_tokens: int) -> "QueryLaunch":
+        """The launch that prepares index queries of so many tokens."""
+        from dsv4.kernels.triton.launch import QueryLaunch, find_launch
+
+        return find_launch(QueryLaunch, "index query", self.device, num_tokens)
 
     def attend_choices(self, layer_idx: int, num_tokens: int, num_chunks: int) -> dict[object, int]:
         """Return the choices of attention, and the fewest entries of a launch that has each.

@@ -513,7 +513,7 @@ def prepare_queries(
     scale = memory.global_scale
     if query.stride(2) != 1 or query.stride(1) != dim:  # tokens may be apart
         query = query.contiguous()
-    launch = find_launch(QueryLaunch, "index query", query.device)
+    launch = find_launch(QueryLaunch, "index query", query.device, len(part))
     if head_weights.stride(1) != 1:
         head_weights = head_weights.contiguous()
     block_heads = padded_heads(num_heads)

@@ -30,7 +30,10 @@ LAUNCHES: dict[str, dict[str, list[dict[str, int | None]]]] = {
             {"up_to": None, "num_warps": 4, "window_rows": 4},
         ],
         "gather": [{"up_to": None, "tile": 8, "num_warps": 4}],
-        "index query": [{"up_to": None, "heads": 16, "num_warps": 4}],
+        "index query": [
+            {"up_to": 256, "heads": 4, "num_warps": 2},
+            {"up_to": None, "heads": 16, "num_warps": 4},
+        ],
         "score mxfp4": [
             {
                 "up_to": 32,

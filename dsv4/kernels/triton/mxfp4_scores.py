@@ -250,8 +250,8 @@ def score_mxfp4(pages_ptr, pages, counts, scores_ptr, operands, keys, KEY: tl.co
     """Score this program's tiles of a request's entries for TOKENS of its tokens.
 
     pages are those of the first two tiles. counts `[TOKENS]` is the number of entries to score for
-    each token; their scores start at scores_ptr `[1, TOKENS]`. Keys of the next tile wait in registers, which takes fewer instructions than
-    shared memory.
+    each token; their scores start at scores_ptr `[1, TOKENS]`. Keys of the next tile wait in
+    registers, which takes fewer instructions than shared memory.
     """
     ENTRIES_PER_BLOCK: tl.constexpr = SPEC.ENTRIES_PER_BLOCK
     TILE: tl.constexpr = SPEC.TILE
