@@ -6,10 +6,10 @@
 
 A work has steps of ascending size. The size is tokens of a write or of index queries, rows of a
 gather, scores of a top-k program, query heads or splits; None is any number. Fields that a step
-leaves out have their defaults. A work that an architecture does not list comes from the nearest older one that lists it,
-or else from the oldest. Bounds on registers are then left out. The CPU, where the interpreter runs,
-uses sm_90's. `dsv4 bench tune` measures and writes the works of the write path and the gathers.
-Nothing was measured on Blackwell yet.
+leaves out have their defaults. A work that an architecture does not list comes from the nearest
+older one that lists it, or else from the oldest. Bounds on registers are then left out. The CPU,
+where the interpreter runs, uses sm_90's. `dsv4 bench tune` measures and writes the works of the
+write path and the gathers. Nothing was measured on Blackwell yet.
 """
 
 import functools
