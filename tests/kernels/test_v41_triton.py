@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 from dsv4 import CacheConfig, KVCacheManager, warm_up
 from dsv4.cache.prepare_forward import prepare_forward
 from dsv4.kernels.backends import load_backend
-from dsv4.kernels.index_scratch import IndexScratch, dense_sizes
+from dsv4.kernels.index_scratch import GROUP, IndexScratch, dense_sizes, num_group_tops
 from dsv4.kernels.reference.attention import prepare_query
 from dsv4.kernels.reference.gather import gather_rows
 from dsv4.kernels.reference.indexer import select_blocks
-from dsv4.kernels.triton import attention, candidates, dense_rows, indexer
+from dsv4.kernels.triton import attention, candidates, dense_rows, indexer, topk
 from dsv4.kernels.triton.candidates import choose_blocks
 from dsv4.kernels.triton.launch import HopperLaunch, find_launch
 from dsv4.testing import (
@@ -346,7 +346,8 @@ def test_blocks_beyond_the_table_have_no_page(beyond):
 def test_blocks_by_their_largest_score(size, num_blocks, longest, has_room, monkeypatch):
     """Blocks that no program holds at once, equal scores, NaN, and no token at all.
 
-    Top-k's counts are apart from what its warps read at any time.
+    Blocks of 8 entries are top-k's groups, whose tops are there. Top-k's counts are apart from what
+    its warps read at any time.
     """
     choose_best = Mock(wraps=candidates.choose_best)
     monkeypatch.setattr(candidates, "choose_best", choose_best)
@@ -358,11 +359,18 @@ def test_blocks_by_their_largest_score(size, num_blocks, longest, has_room, monk
     scores[1] = scores[1].round()
     scores[0, ::5] = torch.nan
     scores[0, : 3 * size] = torch.nan
-    room = torch.empty(5, 2 * (-(-longest // size)) if has_room else 0, dtype=torch.int32)
-    scratch = IndexScratch(scores, scores, scores, room.to(DEVICE))
-    layout = SimpleNamespace(candidate_size=size, candidate_blocks=num_blocks, ratio=1)
+    width = max(num_group_tops(longest, topk=8), 2 * (-(-longest // size)))
+    room = torch.empty(5, width, dtype=torch.int32, device=DEVICE)
     chosen = indexer.empty_selection(5, 8, scores.device, num_blocks=num_blocks)
-    choose_blocks(chosen, scratch, layout, tokens, range(5), max_entries=longest)
+    every = range(5)
+    topk.choose_best(chosen, scores, room, tokens, topk.ListedLayout(), every, max_entries=longest)
+    if not has_room:  # beside the tops of the entries
+        room = room[:, : -(-longest // GROUP)]
+    scratch = IndexScratch(scores, scores, scores, room)
+    layout = SimpleNamespace(
+        candidate_size=size, candidate_blocks=num_blocks, ratio=1, index_topk=8
+    )
+    choose_blocks(chosen, scratch, layout, tokens, every, max_entries=longest)
     expected = select_blocks(scores[:, :longest], counts, num_blocks, size)
     written, _, _, read, *_ = choose_best.call_args.args
     assert written.counts.data_ptr() != read.positions.data_ptr()

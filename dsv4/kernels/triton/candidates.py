@@ -13,7 +13,13 @@ from torch import Tensor
 
 from dsv4.formats import next_power_of_two, round_up
 from dsv4.kernels.contracts import Selection, TokenMap
-from dsv4.kernels.index_scratch import IndexScratch, num_group_tops, padded_heads
+from dsv4.kernels.index_scratch import (
+    GROUP,
+    IndexScratch,
+    group_levels,
+    num_group_tops,
+    padded_heads,
+)
 from dsv4.kernels.layer_memory import LayerLayout, LayerMemory, existing
 from dsv4.kernels.triton.key_tiles import QueryOperands, ScoreSpec
 from dsv4.kernels.triton.launch import ScoreLaunch, find_launch, num_multiprocessors, starts_early
@@ -30,7 +36,7 @@ from dsv4.kernels.triton.operands import PLAN_PTRS
 from dsv4.kernels.triton.primitives import loop_bound, wait_for_launch_before
 from dsv4.kernels.triton.topk import ListedLayout, choose_best, visible_entries
 
-LARGEST_SCORES = 4096  # scores of a program that finds the largest of blocks
+LARGEST_SCORES = 4096  # scores, or tops, of a program that finds the largest of blocks
 
 
 @triton.jit(
@@ -40,11 +46,12 @@ LARGEST_SCORES = 4096  # scores of a program that finds the largest of blocks
 def _largest_kernel(
     scores_ptr, scores_stride, tops_ptr, tops_stride, places_ptr, first_token, topk, positions_ptr,
     request_ids_ptr, request_slots_ptr, RATIO: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+    MEMBERS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store the largest score of BLOCKS blocks of a token, infinity for its newest block.
 
-    A token of at most topk blocks has no need of them. places_ptr gets the place of its last block.
+    A block has MEMBERS of the scores: its entries', or one that is already the largest. A token of
+    at most topk blocks has no need of them. places_ptr gets the place of its last block.
     """
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     token = first_token + row
@@ -55,10 +62,11 @@ def _largest_kernel(
         tl.store(places_ptr + token, num_blocks - 1)
     if (num_blocks > topk) & (first < num_blocks):
         block = first + tl.arange(0, BLOCKS)
-        member = tl.arange(0, BLOCK_SIZE)[None, :]
-        entry = block[:, None] * SIZE + member  # [BLOCKS, BLOCK_SIZE]
-        scores = tl.load(scores_ptr + row * scores_stride + entry,
-                         mask=(member < SIZE) & (entry < count), other=float("-inf"))  # fmt: skip
+        member = tl.arange(0, BLOCK_MEMBERS)[None, :]
+        at = block[:, None] * MEMBERS + member  # [BLOCKS, BLOCK_MEMBERS]
+        end = num_blocks if MEMBERS == 1 else count
+        scores = tl.load(scores_ptr + row * scores_stride + at,
+                         mask=(member < MEMBERS) & (at < end), other=float("-inf"))  # fmt: skip
         largest = tl.max(tl.where(scores == scores, scores, float("-inf")), axis=1)
         largest = tl.where(block == num_blocks - 1, float("inf"), largest)
         tl.store(tops_ptr + row * tops_stride + block, largest, mask=block < num_blocks)
@@ -138,7 +146,8 @@ def choose_blocks(
 ) -> None:  # fmt: skip
     """Write the candidate blocks of the tokens `part`, by their scores in the workspace.
 
-    The largest scores of blocks take the place of top-k's groups, which has been used.
+    The largest scores of blocks take the place of top-k's groups. Groups of as many entries as a
+    block have them already: their tops are rewritten where they lie, if there is room.
     """
     size, most = layout.candidate_size, -(-max_entries // layout.candidate_size)
     width, topk = round_up(most, 4), layout.candidate_blocks
@@ -146,15 +155,18 @@ def choose_blocks(
     if room.shape[1] < needed:
         room = room.new_empty(len(part), round_up(needed, 4))
     places = torch.empty_like(tokens.positions)
-    block_size = next_power_of_two(size)
-    num_blocks = max(1, LARGEST_SCORES // block_size)
+    has_tops = size == GROUP and group_levels(max_entries, topk=layout.index_topk) > 0
+    scores = scratch.group_tops.view(torch.float32) if has_tops else scratch.scores
+    members = 1 if has_tops else size
+    num_blocks = max(1, LARGEST_SCORES // next_power_of_two(members))
     _largest_kernel[(len(part), -(-most // num_blocks))](
-        scores_ptr=scratch.scores, scores_stride=scratch.scores.stride(0),
+        scores_ptr=scores, scores_stride=scores.stride(0),
         tops_ptr=room.view(torch.float32), tops_stride=room.stride(0), places_ptr=places,
         first_token=part.start, topk=topk, positions_ptr=tokens.positions,
         request_ids_ptr=tokens.request_ids, request_slots_ptr=tokens.request_slots,
-        RATIO=layout.ratio, SIZE=size, BLOCK_SIZE=block_size, BLOCKS=num_blocks, num_warps=4,
-        launch_pdl=starts_early(scratch.scores.device),
+        RATIO=layout.ratio, SIZE=size, MEMBERS=members, BLOCKS=num_blocks,
+        BLOCK_MEMBERS=next_power_of_two(members), num_warps=4,
+        launch_pdl=starts_early(scores.device),
     )  # fmt: skip
     counts = torch.empty_like(places)  # of no use; some warps still read places when others write
     choose_best(
