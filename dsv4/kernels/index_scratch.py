@@ -15,8 +15,8 @@ SCRATCH_LIMIT = 192 << 20  # bytes; a token that needs more is taken alone
 DENSE_LIMIT = 288 << 20  # bytes of dense rows
 DENSE_HEADS = 64  # query heads of a work item of attention over dense rows
 DENSE_WORKS = 128  # work items of a forward with room for dense rows; fewer fill no Hopper twice
-WHOLE_ENTRIES = 8192  # the most entries that one program of the top-k takes without groups
-NARROW_ENTRIES = 4096  # the fewest scores of a program that starts from groups
+WHOLE_ENTRIES = 8192  # the most entries, or groups, that a program of the top-k begins with
+NARROW_ENTRIES = 4096  # the fewest scores that it holds of groups' members
 MAX_TOPK = 4096  # for more, a program has 65,536 scores: more than its counts of 16 bits hold
 GROUP = 8  # neighbours that their largest score stands for
 MIN_HEADS = 16  # the fewest rows of a matrix product
@@ -78,15 +78,15 @@ def padded_heads(num_heads: int) -> int:
 
 
 def narrow_width(topk: int) -> int:
-    """Scores of a program that starts from groups: enough for all members of topk groups."""
+    """Scores of groups' members that a program holds: enough for those of topk groups."""
     return max(NARROW_ENTRIES, GROUP * next_power_of_two(topk))
 
 
 def group_levels(max_entries: int, *, topk: int) -> int:
     """Levels of groups above so many entries, until one program holds the last level."""
-    width = narrow_width(topk)
+    most = max(narrow_width(topk), WHOLE_ENTRIES)
     levels, num_groups = 0, max_entries
-    while num_groups > (width if levels else max(width, WHOLE_ENTRIES)):
+    while num_groups > most:
         levels, num_groups = levels + 1, -(-num_groups // GROUP)
     return levels
 

@@ -103,7 +103,10 @@ SCORES = {
 }
 
 
-LEVELS = {"whole": (4096, 512, 37), "groups": (128, 512, 37), "groups of groups": (128, 128, 5)}
+LEVELS = {
+    "whole": (4096, 512, 37), "groups": (128, 512, 37), "more groups than members": (512, 128, 5),
+    "groups of groups": (128, 128, 5),
+}  # fmt: skip
 
 
 @pytest.fixture(params=LEVELS.values(), ids=LEVELS)
@@ -136,8 +139,9 @@ def test_topk(num_best, topk):
 
 
 def test_levels():
-    levels = [index_scratch.group_levels(n, topk=512) for n in (8192, 8193, 32769, 262144)]
-    assert levels == [0, 1, 2, 2]
+    sizes = (8192, 8193, 65536, 65537, 524288, 524289)
+    levels = [index_scratch.group_levels(n, topk=512) for n in sizes]
+    assert levels == [0, 1, 1, 2, 2, 3]
     assert index_scratch.group_levels(16384, topk=2048) == 0
     assert index_scratch.num_group_tops(262144, topk=512) == 32768 + 4096
 

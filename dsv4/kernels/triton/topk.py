@@ -61,9 +61,9 @@ class Interval(NamedTuple):
 
 
 @triton.constexpr_function
-def num_threads(WIDTH, WARPS):
-    """Threads of a program that hold its scores, four or more each."""
-    return min(WIDTH // 4, 32 * WARPS)
+def row_shape(WIDTH, WARPS):
+    """So many scores of a program, and its threads that hold them."""
+    return RowShape(WIDTH, min(WIDTH // 4, 32 * WARPS))
 
 
 class ListedLayout(NamedTuple):
@@ -438,6 +438,15 @@ def load_members(level_ptr, list_ptr, num_listed, end, WIDTH: tl.constexpr,
 
 
 @triton.jit
+def list_groups(list_ptr, rows_ptr, scores, first, last, entry, count, wanted,
+                SHAPE: tl.constexpr):  # fmt: skip
+    """List the `wanted` best groups where a token's entries will be: their last key, how many."""
+    low = find_threshold(scores, first, last, count, wanted, SHAPE)
+    blocks = (entry, entry, entry, entry)
+    return low, store_best(list_ptr, rows_ptr, scores, entry, blocks, low, wanted, SHAPE, 4, False)
+
+
+@triton.jit
 def load_blocks(pages, entry, end, ENTRIES_PER_BLOCK: tl.constexpr):
     """Load the blocks of each quad's four entries; one is enough where no block ends in a quad."""
     block = tl.load(pages + entry // ENTRIES_PER_BLOCK, mask=entry < end, other=-1)
@@ -495,11 +504,15 @@ def _topk_kernel(
     first_token, topk, num_padded, max_entries, positions_ptr, request_ids_ptr, request_slots_ptr,
     block_table_ptr, table_stride, blocks_ptr, num_blocks, RATIO: tl.constexpr,
     ENTRIES_PER_BLOCK: tl.constexpr, LEVELS: tl.constexpr, IS_LISTED: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCK_K: tl.constexpr,
-    WARPS: tl.constexpr,
+    SIZE: tl.constexpr, FIRST_WIDTH: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Choose a token's entries. If it sees at most topk, choose all and read no score."""
-    SHAPE: tl.constexpr = RowShape(WIDTH, num_threads(WIDTH, WARPS))
+    """Choose a token's entries. If it sees at most topk, choose all and read no score.
+
+    FIRST_WIDTH holds the last level of groups, or all scores, and WIDTH the members of groups.
+    """
+    FIRST: tl.constexpr = row_shape(FIRST_WIDTH, WARPS)
+    SHAPE: tl.constexpr = row_shape(WIDTH, WARPS)
     HAS_ROWS: tl.constexpr = not IS_LISTED
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
@@ -519,18 +532,15 @@ def _topk_kernel(
             level_ptr = tops_ptr + row * tops_vectors * VECTOR
             for level in tl.static_range(1, LEVELS):
                 level_ptr += level_size(num_padded, level, VECTOR)
-        bits = load_bits(level_ptr, count, WIDTH, VECTOR)
+        bits = load_bits(level_ptr, count, FIRST_WIDTH, VECTOR)
         slot = tl.load(request_slots_ptr + request).to(tl.int64)
         pages = block_table_ptr + slot * table_stride
-        entry = tl.arange(0, WIDTH // 4) * 4
+        entry = tl.arange(0, FIRST_WIDTH // 4) * 4
         scores = bits.to(tl.float32, bitcast=True)
-        first, last, deviation = first_pivots(scores, count, topk, SHAPE)
+        first, last, deviation = first_pivots(scores, count, topk, FIRST)
         for level in tl.static_range(LEVELS):
-            low = find_threshold(scores, first, last, count, topk, SHAPE)
-            unused = (entry, entry, entry, entry)
-            # Until the last level, the token's entry_idx lists groups.
-            num_listed = store_best(entries_ptr, rows_ptr, scores, entry, unused, low, topk, SHAPE,
-                                    ENTRIES_PER_BLOCK, False)  # fmt: skip
+            low, num_listed = list_groups(entries_ptr, rows_ptr, scores, first, last, entry, count,
+                                          topk, SHAPE if level else FIRST)  # fmt: skip
             first, last = low, value_key(key_value(low) + STEP * deviation)
             if level == LEVELS - 1:
                 level_ptr = scores_ptr
@@ -600,7 +610,7 @@ def choose_best(
         max_entries: The most entries that any token of the forward sees.
     """
     topk, device = chosen.entry_idx.shape[1], scores.device
-    levels, width = program_shape(max_entries, topk=topk)
+    levels, first_width, width = program_shape(max_entries, topk=topk)
     strides = (scores.stride(0), group_tops.stride(0) if levels else 0)
     vector = VECTOR if not any(stride % VECTOR for stride in strides) else 1
     listed = layout if isinstance(layout, ListedLayout) else None
@@ -619,25 +629,28 @@ def choose_best(
         group = find_launch(GroupLaunch, "top-k groups", device)
         grid = (len(part), -(-max_entries // group.scores))
         _group_kernel[grid](**shared, CHUNK=group.scores, num_warps=group.num_warps)
-    num_warps = find_launch(TopkLaunch, "top-k", device, width).num_warps
+    num_warps = find_launch(TopkLaunch, "top-k", device, max(first_width, width)).num_warps
     _topk_kernel[(len(part),)](
         **shared, entry_idx_ptr=chosen.entry_idx, rows_ptr=chosen.rows, counts_ptr=chosen.counts,
         max_entries=max_entries,
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),
         blocks_ptr=blocks, num_blocks=blocks.shape[1], SIZE=0 if listed is None else listed.size,
-        ENTRIES_PER_BLOCK=layout.entries_per_block, WIDTH=width,
+        ENTRIES_PER_BLOCK=layout.entries_per_block, FIRST_WIDTH=first_width, WIDTH=width,
         BLOCK_K=next_power_of_two(topk), WARPS=num_warps, num_warps=num_warps,
     )  # fmt: skip
 
 
-def program_shape(max_entries: int, *, topk: int) -> tuple[int, int]:
-    """The levels of groups above the scores, and the number of scores that a program holds."""
+def program_shape(max_entries: int, *, topk: int) -> tuple[int, int, int]:
+    """The levels of groups above the scores, and the scores that a program holds.
+
+    First it holds the last level, or the scores themselves, and then members of groups.
+    """
     if max_entries <= topk:
-        return 0, MIN_WIDTH
+        return 0, MIN_WIDTH, MIN_WIDTH
     levels = group_levels(max_entries, topk=topk)
-    if levels:
-        return levels, narrow_width(topk)
-    return 0, max(MIN_WIDTH, next_power_of_two(max_entries))
+    num_first = -(-max_entries // GROUP**levels)
+    width = narrow_width(topk) if levels else max(MIN_WIDTH, next_power_of_two(num_first))
+    return levels, max(width, next_power_of_two(num_first)), width
 
 
 def distinct_sizes(longest: int, *, topk: int) -> list[int]:

@@ -9,9 +9,9 @@ const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 function groupTops(entries, topk) {
   const { wholeEntries, narrowEntries, group } = data.constants;
-  const width = Math.max(narrowEntries, group * powerOfTwo(topk));
+  const most = Math.max(wholeEntries, narrowEntries, group * powerOfTwo(topk));
   let levels = 0;
-  for (let count = entries; count > (levels ? width : Math.max(width, wholeEntries)); levels++) {
+  for (let count = entries; count > most; levels++) {
     count = Math.ceil(count / group);
   }
   const padded = roundUp(entries, group ** (levels + 1));
