@@ -158,11 +158,14 @@ def serve_chunks(keys: dict[str, dict], *, is_query_raw: bool) -> dict:
 
 
 def serve_rank(keys: dict[str, dict], rank: int) -> dict:
-    """Run chunks, steps and decode on a rank of two, from the first tokens on."""
+    """Run chunks, steps and decode on a rank of two, from the first tokens on.
+
+    The longest request has more entries than are chosen, but not so many on a rank.
+    """
     keys.clear()
     config = CacheConfig.v4_flash(compress_ratios=(0, 4, 128), num_query_heads=64)
     manager = KVCacheManager(
-        config, max_requests=8, num_blocks=16, max_forward_tokens=128, max_request_tokens=1024,
+        config, max_requests=8, num_blocks=16, max_forward_tokens=128, max_request_tokens=3000,
         process_group=Group(rank),
     )  # fmt: skip
     use_triton(manager)
@@ -171,7 +174,7 @@ def serve_rank(keys: dict[str, dict], rank: int) -> dict:
     warm_up(manager, weights, dtype=torch.bfloat16)
     warmed = set(keys)
     manager.open_requests(8)
-    for counts in ([1] * 8, [3, 1], [2, 90], [128], [128], [128], [128], [120, 3], [1] * 8):
+    for counts in ([1] * 8, [3, 1], [2, 90], *[[128]] * 17, [120, 3], [1] * 8):
         before = manager.lengths[: len(counts)]
         plan = prepare_forward(manager, [*range(len(counts))], before, before + counts)
         for layer_idx, layer in enumerate(inputs):

@@ -439,12 +439,14 @@ def test_few_tokens_have_programs_of_few_heads(
     assert attention.choose_launch(*sizes, other, memory) is other, "not on Hopper"
 
 
-def attend_alone(handle, inputs: Inputs, token: int) -> AttentionResult:
-    """One token of a forward as if it were all of it."""
+def attend_alone(handle, inputs: Inputs, token: int, *, has_chunks: bool = True) -> AttentionResult:
+    """One token of a forward as if it were all of it, beside its chunks or not."""
     only = slice(token, token + 1)
     tokens = handle.tokens._replace(
         positions=handle.tokens.positions[only], request_ids=handle.tokens.request_ids[only]
     )
+    if not has_chunks:
+        tokens = tokens._replace(chunk_ids=tokens.chunk_ids[:0])
     memory = handle.memory._replace(rope_rows=handle.memory.rope_rows[:, :, only])
     return triton().attend(
         inputs.query[only], inputs.sinks, memory,
@@ -634,12 +636,12 @@ def test_reruns_are_bitwise_equal(ratios, step):
 def test_batch_invariant_bits_at_the_real_width(preset, ratios, rows, monkeypatch):
     """A step's token, alone and beside two chunks: programs join splits there, or others do."""
     replace_combine(monkeypatch, **rows)
-    handle = real(preset, ratios, "chunk", num_blocks=128)  # room for more HCA rows than a split's
+    handle = real(preset, ratios, "chunk", num_blocks=128)
     inputs = make_inputs(handle)
     token = 131  # between the chunks, behind a token of padding
     assert handle.positions[token] == 254
-    alone = attend_alone(handle, inputs, token)
-    for num_joining in (0, 100) if ratios != SWA or rows else (0,):
+    alone = attend_alone(handle, inputs, token, has_chunks=False)
+    for num_joining in (0, 100) if rows else (0,):
         monkeypatch.setattr(attention, "count_joining", lambda *_, n=num_joining: n)
         whole = run(triton(), handle, inputs, batch_invariant=True)
         assert torch.equal(whole.output[token], alone.output[0])

@@ -128,11 +128,13 @@ class _Kernels:
         from dsv4.kernels.triton.launch import launch_parameters
 
         first: dict[object, int] = {}
-        ratios = (0, self.manager.schedule[layer_idx].ratio)
+        layer = self.manager.schedule[layer_idx]
+        ratios, has_queries = (0, layer.ratio), layer.owns_choice
         for size in sizes:
             writes = tuple(launch_parameters(r, kind, size, self.device) for r in ratios)
             choices = self.attend_choices(layer_idx, size, int(kind == "chunk"))
-            first.setdefault((writes, self.query_launch(size), tuple(choices)), size)
+            query = self.query_launch(size) if has_queries else None
+            first.setdefault((writes, query, tuple(choices)), size)
         return list(first.values())
 
     def query_launch(self, num_tokens: int) -> "QueryLaunch":
@@ -284,12 +286,17 @@ class _Kernels:
             size = config.candidate_block_size
             most = -(-longest // size)
             sizes += [min(longest, n * size) for n in distinct_sizes(most, topk=topk)]
-        for max_entries in dict.fromkeys(sizes):
-            for memory in memories:
-                ops.select_entries(
-                    query, query[:, :, 0].contiguous(), memory, handle.tokens,
-                    max_entries=max_entries, candidates=candidates,
-                    backend=self.manager.index_backend,
+        name, weights = self.manager.index_backend, query[:, :, 0].contiguous()
+        for max_entries, memory in product(dict.fromkeys(sizes), memories):
+            given = query, weights, memory, handle.tokens
+            ops.select_entries(*given, max_entries=max_entries, candidates=candidates, backend=name)
+            if self.manager.context is not None:  # ranks compare scores, of few entries too
+                layout = memory.layout
+                widths = layout.index_topk, layout.candidate_blocks
+                scores, largest = (query.new_empty(len(query), n).float() for n in widths)
+                load_backend(name).select_entries(
+                    *given, max_entries=max_entries, candidates=candidates, chosen_scores=scores,
+                    block_scores=largest if layout.candidate_blocks else None,
                 )  # fmt: skip
 
     def score_by_deepgemm(self) -> None:

@@ -690,13 +690,12 @@ def invariant_splits(
 ) -> Splits | None:
     """Split rows independently of the batch, by the most tiles that any token can ever have.
 
-    There are two splits, or more of the longest length: each join takes as long as some tiles.
+    Splits are long, or a token has only one: each join takes as long as some tiles.
     """
     combine = combine_launch(memory.partials.device)
     if most_tiles * launch.tile <= combine.whole_rows:
         return None
-    per_split = min(combine.split_rows // launch.tile, -(-most_tiles // 2))
-    per_split = max(per_split, -(-most_tiles // memory.partials.shape[0]))
+    per_split = max(combine.split_rows // launch.tile, -(-most_tiles // memory.partials.shape[0]))
     return Splits(-(-num_tiles // per_split), per_split, 1, per_split)
 
 
@@ -832,7 +831,8 @@ def _launch_on_hopper(
     from dsv4.kernels.triton.hopper import attention
 
     num_works, num_splits = grid
-    is_chunk = launch.heads == HEAD_BLOCK and arguments["SPEC"].HAS_CHUNKS and num_splits == 1
+    is_whole = not arguments["IS_SPLIT"]  # one split of a longer row is not
+    is_chunk = launch.heads == HEAD_BLOCK and arguments["SPEC"].HAS_CHUNKS and is_whole
     is_chunk = is_chunk or num_joining > 0
     if is_chunk and arguments["SPEC"].ROW.FORMAT == "kv_fp8":  # others need registers to decode
         launch = find_launch(HopperLaunch, "attend hopper chunk", device)
@@ -850,7 +850,7 @@ def _launch_on_hopper(
     else:
         # Programs that combine would otherwise share the few processors that are idle first.
         is_roomy = 3 * num_works * num_splits <= 2 * num_multiprocessors(device)
-        starts_next = num_splits == 1 or (launch.heads < HEAD_BLOCK and is_roomy)
+        starts_next = is_whole or (launch.heads < HEAD_BLOCK and is_roomy)
         attention._attend_kernel[grid](
             **arguments, HEADS=launch.heads, starts_next=int(starts_next)
         )

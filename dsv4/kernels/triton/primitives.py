@@ -48,9 +48,9 @@ def halvings(count):
 def wait_for_launch_before(STARTS_NEXT: tl.constexpr):
     """Wait for the launch before, which may still run beside this one.
 
-    Until then a kernel may read the plan and NVFP4's scale, which copies bring: no launch begins
-    beside a copy. It may read nothing that a kernel writes. STARTS_NEXT lets the next launch
-    begin beside this one.
+    Until then a kernel may read the plan, the block table and NVFP4's scale. They are there before
+    `rope.make_rope`, and its launch begins and ends beside no other. It may read nothing that a
+    later kernel writes. STARTS_NEXT lets the next launch begin beside this one.
     """
     if has_instructions_of(EARLY_ARCH):
         if STARTS_NEXT:

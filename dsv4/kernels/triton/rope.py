@@ -37,7 +37,11 @@ def _rope_kernel(
 
 
 def make_rope(memory: LayerMemory, positions: Tensor) -> None:
-    """Compute cos and sin of a forward's tokens; see `kernels.reference.rope`."""
+    """Compute cos and sin of a forward's tokens; see `kernels.reference.rope`.
+
+    This launch lies between the plan's upload and every layer: it must not begin beside another, or
+    let one begin, since kernels read the plan before they wait.
+    """
     num_tokens, (_, _, max_tokens, pairs) = len(positions), memory.rope_rows.shape
     num_rows = len(ROW_STEPS) * num_tokens
     if num_rows:
