@@ -536,14 +536,11 @@ LENGTHS = {
 }
 
 
-def real(
-    preset: str, ratios: tuple[int, ...], step: str, name: str = "fp8", num_blocks: int = 64,
-    **choices,
-):  # fmt: skip
+def real(preset: str, ratios: tuple[int, ...], step: str, name: str = "fp8", **choices):
     config = PRESETS[preset](compress_ratios=ratios, kv_format=name, **choices)
     before, after = LENGTHS[step]
     manager = KVCacheManager(
-        config, max_requests=8, num_blocks=num_blocks, device="cuda", max_forward_tokens=8192
+        config, max_requests=8, num_blocks=64, device="cuda", max_forward_tokens=8192
     )
     poison(manager)
     slots = [manager.open_request() for _ in before]
@@ -636,7 +633,7 @@ def test_reruns_are_bitwise_equal(ratios, step):
 def test_batch_invariant_bits_at_the_real_width(preset, ratios, rows, monkeypatch):
     """A step's token, alone and beside two chunks: programs join splits there, or others do."""
     replace_combine(monkeypatch, **rows)
-    handle = real(preset, ratios, "chunk", num_blocks=128)
+    handle = real(preset, ratios, "chunk")
     inputs = make_inputs(handle)
     token = 131  # between the chunks, behind a token of padding
     assert handle.positions[token] == 254

@@ -342,12 +342,14 @@ def test_blocks_beyond_the_table_have_no_page(beyond):
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-@pytest.mark.parametrize(("size", "num_blocks", "longest"), [(8, 40, 70001), (3, 4, 50)])
+@pytest.mark.parametrize(
+    ("size", "num_blocks", "longest"), [(8, 40, 70001), (8, 4, 500), (3, 4, 50)]
+)
 def test_blocks_by_their_largest_score(size, num_blocks, longest, has_room, monkeypatch):
     """Blocks that no program holds at once, equal scores, NaN, and no token at all.
 
-    Blocks of 8 entries are top-k's groups, whose tops are there. Top-k's counts are apart from what
-    its warps read at any time.
+    Blocks of 8 entries are top-k's groups, whose tops are there if it has any. Its counts are apart
+    from what its warps read at any time.
     """
     choose_best = Mock(wraps=candidates.choose_best)
     monkeypatch.setattr(candidates, "choose_best", choose_best)
@@ -357,6 +359,7 @@ def test_blocks_by_their_largest_score(size, num_blocks, longest, has_room, monk
     tokens = tokens._replace(positions=counts.int() - 1)
     scores = torch.randn(5, longest + 7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     scores[1] = scores[1].round()
+    scores[1, size * num_blocks // 2 :] = torch.nan  # fewer blocks have a score than are wanted
     scores[0, ::5] = torch.nan
     scores[0, : 3 * size] = torch.nan
     width = max(num_group_tops(longest, topk=8), 2 * (-(-longest // size)))

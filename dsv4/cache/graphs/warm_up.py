@@ -291,12 +291,12 @@ class _Kernels:
             given = query, weights, memory, handle.tokens
             ops.select_entries(*given, max_entries=max_entries, candidates=candidates, backend=name)
             if self.manager.context is not None:  # ranks compare scores, of few entries too
-                layout = memory.layout
-                widths = layout.index_topk, layout.candidate_blocks
-                scores, largest = (query.new_empty(len(query), n).float() for n in widths)
+                topk, most_blocks = memory.layout.index_topk, memory.layout.candidate_blocks
+                scores = query.new_empty(len(query), topk, dtype=torch.float32)
+                largest = query.new_empty(len(query), most_blocks, dtype=torch.float32)
                 load_backend(name).select_entries(
                     *given, max_entries=max_entries, candidates=candidates, chosen_scores=scores,
-                    block_scores=largest if layout.candidate_blocks else None,
+                    block_scores=largest if most_blocks else None,
                 )  # fmt: skip
 
     def score_by_deepgemm(self) -> None:

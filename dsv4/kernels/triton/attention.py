@@ -482,7 +482,8 @@ def _combine_kernel(
     token = first_token + nth
     out = OutputPtrs(output_ptr, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
     # What the end needs is loaded beside the splits.
-    sink = load_sinks(sinks_ptr, head + tl.zeros((1,), tl.int32), NUM_HEADS)
+    heads = head + tl.zeros((1,), tl.int32)  # [1]
+    sink = load_sinks(sinks_ptr, heads, NUM_HEADS)
     turn = load_turn(out, token, first == LAST, LAST, BLOCK, DIM, ROPE)
     channel = first + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     acc = tl.zeros((1, BLOCK), tl.float32)
@@ -520,14 +521,13 @@ def _combine_kernel(
             total = total * shrink + tl.sum(split_total * grow, axis=0)
             acc = acc * shrink[:, None] + tl.sum(split_acc * grow[:, None], axis=0)[None, :]
             largest = new_largest
-    head += tl.zeros((1,), tl.int32)
     factor = output_factor(sink, largest, total)
     if first == LAST:
-        store_lse(lse_ptr, token, head, largest, total, NUM_HEADS)
-        store_channels(acc, factor, turn, out, token, head, LAST, NUM_HEADS, DIM, ROPE)
+        store_lse(lse_ptr, token, heads, largest, total, NUM_HEADS)
+        store_channels(acc, factor, turn, out, token, heads, LAST, NUM_HEADS, DIM, ROPE)
     else:
         out = OutputPtrs(output_ptr + first, lse_ptr, sinks_ptr, cos_ptr, sin_ptr)
-        store_channels(acc, factor, turn, out, token, head, 0, NUM_HEADS, DIM, 0)
+        store_channels(acc, factor, turn, out, token, heads, 0, NUM_HEADS, DIM, 0)
 
 
 ProgramLaunch = AttendLaunch | HopperLaunch

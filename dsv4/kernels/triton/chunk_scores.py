@@ -169,7 +169,7 @@ def _rescore_kernel(
                 query_operand_ptr + line * (SPEC.BLOCK_HEADS * KEY.BLOCK), weights_ptr,
                 query_weights_stride,
             )  # fmt: skip
-            keys = KeyPages(data_ptr, scale_ptr, page_stride, block_table_ptr, table_stride)
+            keys = KeyPages(data_ptr, scale_ptr, page_stride)
             pages_ptr = block_table_ptr + slot * table_stride
             out_ptr = scores_ptr + line * scores_stride + tl.zeros((1, 1), tl.int64)
             counts = count + tl.zeros((1,), tl.int32)

@@ -338,7 +338,7 @@ def _score_kernel(
                              TOGETHER.TILE)  # fmt: skip
     wait_for_launch_before(STARTS_NEXT=False)
     operands = QueryOperands(query_operand_ptr, query_weights_ptr, query_weights_stride)
-    keys = KeyPages(data_ptr, scale_ptr, page_stride, block_table_ptr, table_stride)
+    keys = KeyPages(data_ptr, scale_ptr, page_stride)
     if tl.max(counts, axis=0) > 0:
         if (tl.min(slots, axis=0) == slot) & (start + TOKENS <= num_tokens):
             score_tokens(start, pages_ptr, pages, counts, scores_ptr, scores_stride, operands, keys,

@@ -7,13 +7,11 @@ import triton.language as tl
 
 
 class KeyPages(NamedTuple):
-    """The memory of all index keys, and the block table."""
+    """The memory of all index keys."""
 
     data_ptr: tl.tensor
     scales_ptr: tl.tensor
     page_stride: tl.tensor  # bytes from one page to the next
-    table_ptr: tl.tensor
-    table_stride: tl.tensor
 
 
 class QueryOperands(NamedTuple):

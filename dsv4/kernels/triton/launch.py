@@ -124,7 +124,7 @@ class CombineLaunch(NamedTuple):
 
     Costs are in 1/64 of a tile's time. join_cost is that of storing the accumulators of 64 heads
     and loading them again. Where bits must not depend on the batch, tokens of up to whole_rows rows
-    have one split, and a split of others has at most split_rows.
+    have one split, and a split of others has split_rows, or more if there is little room.
     """
 
     splits: int  # read at once

@@ -629,7 +629,7 @@ def choose_best(
         group = find_launch(GroupLaunch, "top-k groups", device)
         grid = (len(part), -(-max_entries // group.scores))
         _group_kernel[grid](**shared, CHUNK=group.scores, num_warps=group.num_warps)
-    num_warps = find_launch(TopkLaunch, "top-k", device, max(first_width, width)).num_warps
+    num_warps = find_launch(TopkLaunch, "top-k", device, first_width).num_warps
     _topk_kernel[(len(part),)](
         **shared, entry_idx_ptr=chosen.entry_idx, rows_ptr=chosen.rows, counts_ptr=chosen.counts,
         max_entries=max_entries,
