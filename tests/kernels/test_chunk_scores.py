@@ -46,7 +46,7 @@ def empty_keys(handle, *, device: str) -> ChunkKeys:
     name = handle.config.index_format
     codes = torch.full((num_keys, 128), POISON_BYTE, dtype=torch.uint8, device=device)
     extras = torch.full((num_keys,), -9.0, device=device)
-    return ChunkKeys(codes.view(chunk_scores.DTYPES[name]), extras, stride)
+    return ChunkKeys(codes.view(chunk_scores.DTYPES[name]), extras, stride, 2)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -288,6 +288,36 @@ def test_hostile_scores(heads, name, kind, topk, monkeypatch):
     chosen, _same = both_selections(handle, query, weights, monkeypatch)
     best = select_topk(alone, visible_counts(handle), topk)
     assert torch.equal(chosen.entry_idx.long(), best)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("name", FORMATS)
+def test_hostile_tops(name, kind, monkeypatch):
+    """Rows of one level of groups, whose tops are stored with the scores."""
+    handle, query, weights = hostile_case(name, kind, 40000, 40077, topk=512)
+    chosen, _same = both_selections(handle, query, weights, monkeypatch)
+    _apart, alone = both_scores(handle, query, weights)
+    best = select_topk(alone, visible_counts(handle), 512)
+    assert torch.equal(chosen.entry_idx.long(), best)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "lengths",
+    [([40000], [40133]), ([300000], [300021]), ([300000, 7, 41000, 900], [300009, 8, 41066, 910])],
+    ids=str,
+)
+@pytest.mark.parametrize("name", FORMATS)
+@all_heads
+def test_tops_of_groups(heads, name, lengths, monkeypatch):
+    """One and two levels; chunks, a step, a group of tokens of two requests, scores again."""
+    handle = handle_of(name, *lengths, heads=heads, topk=512)
+    query, weights = random_query(handle)
+    weights[10, 3] = torch.nan
+    if name == "mxfp4":
+        replace_keys(handle.memory.index_keys, 104, 133)
+    both_selections(handle, query, weights, monkeypatch)
 
 
 @pytest.mark.gpu

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from dsv4 import CacheConfig
+from dsv4.kernels import index_scratch
 from dsv4.kernels.reference.indexer import select_topk
 from dsv4.kernels.triton import attention, dense_rows
 from dsv4.kernels.triton.launch import HopperLaunch, find_launch
+from dsv4.testing import POISON_BYTE
 from tests import gluon
 from tests.kernels.test_chunk_scores import (
     FORMATS,
@@ -217,6 +219,26 @@ def test_hostile_scores(name, kind):
     assert torch.equal(scores[is_seen].isnan(), exact[is_seen].isnan())
     assert (scores[is_seen].isnan() if kind == "nan" else scores[is_seen].isfinite()).all()
     assert kind == "nan" or ((scores - exact).abs() <= bound)[is_seen].all()
+    chosen = select(triton(), handle, query, weights)
+    assert torch.equal(chosen.entry_idx.long(), select_topk(scores, visible_counts(handle), 8))
+
+
+@pytest.mark.parametrize(
+    "lengths", [([610], [623]), ([4400, 7, 610, 90], [4409, 8, 615, 92])], ids=str
+)
+@pytest.mark.parametrize("name", FORMATS)
+@all_heads
+def test_tops_of_groups(heads, name, lengths, monkeypatch):
+    """One and two levels; chunks, a step, a group of tokens of two requests, scores again."""
+    for limit in ("WHOLE_ENTRIES", "NARROW_ENTRIES"):
+        monkeypatch.setattr(index_scratch, limit, 128)
+    handle = handle_of(name, *lengths, heads=heads, device="cpu")
+    query, weights = random_query(handle)
+    weights[3, 3] = torch.nan
+    if name == "mxfp4":
+        replace_keys(handle.memory.index_keys, 104, 133)
+    scores, _alone = both_scores(handle, query, weights)
+    handle.memory.index_scratch.fill_(POISON_BYTE)
     chosen = select(triton(), handle, query, weights)
     assert torch.equal(chosen.entry_idx.long(), select_topk(scores, visible_counts(handle), 8))
 

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from dsv4 import CacheConfig, KVCacheManager, warm_up
 from dsv4.cache.prepare_forward import prepare_forward
+from dsv4.kernels import index_scratch
 from dsv4.kernels.backends import load_backend
 from dsv4.kernels.index_scratch import GROUP, IndexScratch, dense_sizes, num_group_tops
 from dsv4.kernels.reference.attention import prepare_query
@@ -251,7 +252,19 @@ def test_choices_and_candidates(before, after, key_scale):
 
     E5M2 does not hold keys that are huge in half of their channels.
     """
-    config = tiny_v41(**SMALL)
+    assert_chosen_alike(tiny_v41(**SMALL), before, after, key_scale=key_scale)
+
+
+@pytest.mark.parametrize("key_scale", [1.0, 1e9])
+def test_candidates_in_groups(key_scale, monkeypatch):
+    """The list of candidates, and all entries, are longer than a program of the top-k."""
+    for limit in ("WHOLE_ENTRIES", "NARROW_ENTRIES"):
+        monkeypatch.setattr(index_scratch, limit, 128)
+    config = tiny_v41(**SMALL, candidate_topk_blocks=20, candidate_block_size=8)
+    assert_chosen_alike(config, [0, 180], [1, 182], key_scale=key_scale)
+
+
+def assert_chosen_alike(config, before, after, *, key_scale: float) -> None:
     weights = moved(model_weights(config, seed=3))
     for learned in weights:
         if learned.indexer is not None:
@@ -260,7 +273,7 @@ def test_choices_and_candidates(before, after, key_scale):
     for backend in ("reference", "triton"):
         manager = KVCacheManager(
             config, device=DEVICE, backend="reference", index_backend=backend, max_requests=3,
-            num_blocks=24,
+            num_blocks=24 + max(after) // config.block_tokens,
         )  # fmt: skip
         poison(manager)
         plan, rows = fill(manager, weights, before, after)
@@ -274,7 +287,8 @@ def test_choices_and_candidates(before, after, key_scale):
     for idx, expected in mine.items():
         for name, got in theirs[idx]._asdict().items():
             assert torch.equal(got, getattr(expected, name)), (idx, name)
-    assert mine[3].blocks.shape[1] == 4 and theirs[4].blocks.shape[1] == 0
+    assert mine[3].blocks.shape[1] == config.candidate_topk_blocks
+    assert theirs[4].blocks.shape[1] == 0
 
 
 @pytest.mark.parametrize("kept", [[], [0, 2], [1, 2, 3]])

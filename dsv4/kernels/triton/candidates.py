@@ -34,19 +34,26 @@ from dsv4.kernels.triton.mxfp4_scores import (
 )
 from dsv4.kernels.triton.operands import PLAN_PTRS
 from dsv4.kernels.triton.primitives import loop_bound, wait_for_launch_before
-from dsv4.kernels.triton.topk import ListedLayout, choose_best, visible_entries
+from dsv4.kernels.triton.topk import (
+    ALL_ROWS,
+    ListedLayout,
+    choose_best,
+    store_tops,
+    visible_entries,
+)
 
 LARGEST_SCORES = 4096  # scores, or tops, of a program that finds the largest of blocks
 
 
 @triton.jit(
-    do_not_specialize=["scores_stride", "tops_stride", "first_token", "topk"],
-    do_not_specialize_on_alignment=[*PLAN_PTRS, "places_ptr"],
+    do_not_specialize=["scores_stride", "largest_stride", "first_token", "topk"],
+    do_not_specialize_on_alignment=[*PLAN_PTRS, "places_ptr", "tops_ptr"],
 )
 def _largest_kernel(
-    scores_ptr, scores_stride, tops_ptr, tops_stride, places_ptr, first_token, topk, positions_ptr,
-    request_ids_ptr, request_slots_ptr, RATIO: tl.constexpr, SIZE: tl.constexpr,
+    scores_ptr, scores_stride, largest_ptr, largest_stride, tops_ptr, places_ptr, first_token, topk,
+    positions_ptr, request_ids_ptr, request_slots_ptr, RATIO: tl.constexpr, SIZE: tl.constexpr,
     MEMBERS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, BLOCKS: tl.constexpr,
+    HAS_TOPS: tl.constexpr,
 ):  # fmt: skip
     """Store the largest score of BLOCKS blocks of a token, infinity for its newest block.
 
@@ -69,22 +76,24 @@ def _largest_kernel(
                          mask=(member < MEMBERS) & (at < end), other=float("-inf"))  # fmt: skip
         largest = tl.max(tl.where(scores == scores, scores, float("-inf")), axis=1)
         largest = tl.where(block == num_blocks - 1, float("inf"), largest)
-        tl.store(tops_ptr + row * tops_stride + block, largest, mask=block < num_blocks)
+        tl.store(largest_ptr + row * largest_stride + block, largest, mask=block < num_blocks)
+        if HAS_TOPS:
+            store_tops(tops_ptr + row * largest_stride, largest, first, num_blocks)
 
 
 @triton.jit(
     do_not_specialize=[
-        "query_weights_stride", "scores_stride", "first_token", "topk", "num_blocks",
+        "query_weights_stride", "scores_stride", "tops_stride", "first_token", "topk", "num_blocks",
         "table_stride",
     ],
     do_not_specialize_on_alignment=[*PLAN_PTRS, "places_ptr", "blocks_ptr"],
 )  # fmt: skip
 def _score_listed_kernel(
-    scores_ptr, scores_stride, query_operand_ptr, query_weights_ptr, query_weights_stride,
-    blocks_ptr, num_blocks, places_ptr, data_ptr, scale_ptr, page_stride, first_token, topk,
-    positions_ptr, request_ids_ptr, request_slots_ptr, block_table_ptr, table_stride,
-    RATIO: tl.constexpr, KEY: tl.constexpr, OPERAND_BYTES: tl.constexpr, SIZE: tl.constexpr,
-    SPEC: tl.constexpr,
+    scores_ptr, scores_stride, tops_ptr, tops_stride, query_operand_ptr, query_weights_ptr,
+    query_weights_stride, blocks_ptr, num_blocks, places_ptr, data_ptr, scale_ptr, page_stride,
+    first_token, topk, positions_ptr, request_ids_ptr, request_slots_ptr, block_table_ptr,
+    table_stride, RATIO: tl.constexpr, KEY: tl.constexpr, OPERAND_BYTES: tl.constexpr,
+    SIZE: tl.constexpr, SPEC: tl.constexpr, HAS_TOPS: tl.constexpr,
 ):  # fmt: skip
     """Score a part of a token's list. places_ptr gets the place of its last entry."""
     TILE: tl.constexpr = SPEC.TILE
@@ -130,6 +139,9 @@ def _score_listed_kernel(
                 score = tl.where(score == score, score, again)
             score = tl.where(page >= 0, score, 0.0)
             tl.store(scores_ptr + place, score, mask=place < count)
+            if HAS_TOPS:
+                store_tops(tops_ptr + row * tops_stride, tl.reshape(score, (TILE,)), tile * TILE,
+                           count)  # fmt: skip
 
 
 def first_blocks(layout: LayerLayout, tokens: TokenMap) -> Tensor:
@@ -158,10 +170,11 @@ def choose_blocks(
     has_tops = size == GROUP and group_levels(max_entries, topk=layout.index_topk) > 0
     scores = scratch.group_tops.view(torch.float32) if has_tops else scratch.scores
     members = 1 if has_tops else size
-    num_blocks = max(1, LARGEST_SCORES // next_power_of_two(members))
+    num_blocks = max(GROUP, LARGEST_SCORES // next_power_of_two(members))
     _largest_kernel[(len(part), -(-most // num_blocks))](
         scores_ptr=scores, scores_stride=scores.stride(0),
-        tops_ptr=room.view(torch.float32), tops_stride=room.stride(0), places_ptr=places,
+        largest_ptr=room.view(torch.float32), largest_stride=room.stride(0),
+        tops_ptr=room[:, width:], HAS_TOPS=needed > width, places_ptr=places,
         first_token=part.start, topk=topk, positions_ptr=tokens.positions,
         request_ids_ptr=tokens.request_ids, request_slots_ptr=tokens.request_slots,
         RATIO=layout.ratio, SIZE=size, MEMBERS=members, BLOCKS=num_blocks,
@@ -172,6 +185,7 @@ def choose_blocks(
     choose_best(
         chosen._replace(entry_idx=chosen.blocks, counts=counts), room[:, :width], room[:, width:],
         tokens._replace(positions=places), ListedLayout(), part, max_entries=most,
+        grouped=ALL_ROWS,
     )  # fmt: skip
 
 
@@ -203,7 +217,9 @@ def score_listed(
     spec = ScoreSpec(num_heads, padded_heads(num_heads), launch.tile, 1, launch.stages,
                      launch.num_warps, keys.rows_per_page)  # fmt: skip
     _score_listed_kernel[(len(part), splits)](
-        scores_ptr=scratch.scores, scores_stride=scratch.scores.stride(0), blocks_ptr=candidates,
+        scores_ptr=scratch.scores, scores_stride=scratch.scores.stride(0),
+        tops_ptr=scratch.group_tops, tops_stride=scratch.group_tops.stride(0),
+        HAS_TOPS=scratch.group_tops.shape[1] > 0, blocks_ptr=candidates,
         num_blocks=candidates.shape[1], places_ptr=places, data_ptr=keys.data,
         scale_ptr=keys.scales, page_stride=keys.data.stride(0),
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),

@@ -5,6 +5,8 @@ keys as they are, E5M2 codes of mxfp4 keys (`mxfp4_scores`). They take the front
 `hopper.index_scores` multiplies them by the queries of a group of tokens: 2 of 64 heads, 4 of 32.
 Tokens of steps, and groups of tokens of two requests, are left to `indexer._score_kernel`.
 
+The kernel stores the first tops of the top-k too, where rows are long enough to need them.
+
 mxfp4 scores that E5M2 cannot hold come out NaN here too. `_rescore_kernel` computes them again.
 """
 
@@ -31,7 +33,7 @@ from dsv4.kernels.triton.mxfp4_scores import (
 )
 from dsv4.kernels.triton.operands import PLAN_PTRS, row_spec
 from dsv4.kernels.triton.primitives import loop_bound, wait_for_launch_before
-from dsv4.kernels.triton.topk import visible_entries
+from dsv4.kernels.triton.topk import are_groups_scored, store_tops, visible_entries
 
 HEADS = (32, 64)  # of queries
 DIM = 128  # of queries
@@ -56,6 +58,7 @@ class ChunkKeys(NamedTuple):
     codes: Tensor  # [num_chunks × stride, 128] in the operands' dtype
     extras: Tensor  # [num_chunks × stride] fp32
     stride: int
+    group_tokens: int  # that share the products of keys
 
 
 @triton.jit
@@ -65,17 +68,6 @@ def find_chunk(request, chunk_ids_ptr):
     while tl.load(chunk_ids_ptr + chunk) != request:
         chunk += 1
     return chunk
-
-
-@triton.jit
-def are_groups_scored(row, num_rows, first_token, request_ids_ptr, workspace_starts_ptr,
-                      TOKENS: tl.constexpr):  # fmt: skip
-    """Whether `hopper.index_scores` scores a row, or each of several: its group is of one chunk."""
-    first = row // TOKENS * TOKENS
-    token = first_token + tl.minimum(first, num_rows - 1)
-    request = tl.load(request_ids_ptr + token)
-    last = tl.load(request_ids_ptr + first_token + tl.minimum(first + TOKENS - 1, num_rows - 1))
-    return (request == last) & (tl.load(workspace_starts_ptr + request) >= 0)
 
 
 @triton.jit(do_not_specialize=["key_stride", "table_stride"],
@@ -134,17 +126,17 @@ def store_mxfp4(out_ptr, words, key_scale_ptr, is_key, flags_ptr, DIM: tl.conste
 
 @triton.jit(
     do_not_specialize=[
-        "first_token", "num_tokens", "topk", "scores_stride", "table_stride", "key_stride",
-        "query_weights_stride",
+        "first_token", "num_tokens", "topk", "scores_stride", "tops_stride", "table_stride",
+        "key_stride", "query_weights_stride",
     ],
     do_not_specialize_on_alignment=CHUNK_PTRS,
 )  # fmt: skip
 def _rescore_kernel(
-    scores_ptr, scores_stride, query_operand_ptr, query_weights_ptr, query_weights_stride, data_ptr,
-    scale_ptr, page_stride, flags_ptr, key_stride, first_token, num_tokens, topk, positions_ptr,
-    request_ids_ptr, request_slots_ptr, chunk_ids_ptr, workspace_starts_ptr, block_table_ptr,
-    table_stride, RATIO: tl.constexpr, KEY: tl.constexpr, SPEC: tl.constexpr, FLAGS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    scores_ptr, scores_stride, tops_ptr, tops_stride, query_operand_ptr, query_weights_ptr,
+    query_weights_stride, data_ptr, scale_ptr, page_stride, flags_ptr, key_stride, first_token,
+    num_tokens, topk, positions_ptr, request_ids_ptr, request_slots_ptr, chunk_ids_ptr,
+    workspace_starts_ptr, block_table_ptr, table_stride, RATIO: tl.constexpr, KEY: tl.constexpr,
+    SPEC: tl.constexpr, FLAGS: tl.constexpr, TOKENS: tl.constexpr, HAS_TOPS: tl.constexpr,
 ):  # fmt: skip
     """Compute NaN scores of a token again: all of them, or those of tiles with a flag."""
     row = tl.program_id(0)
@@ -176,6 +168,12 @@ def _rescore_kernel(
             for nth in tl.range(loop_bound(first), loop_bound(end), num_stages=1):
                 if (tl.load(flags_ptr + nth) != 0.0) | (not is_held):
                     score_by_groups(nth, pages_ptr, counts, out_ptr, operands, keys, KEY, SPEC)
+                    if HAS_TOPS:
+                        tl.debug_barrier()  # the scores are stored before they are read
+                        entry = nth * SPEC.TILE + tl.arange(0, SPEC.TILE)
+                        scores = tl.load(scores_ptr + line * scores_stride + entry,
+                                         mask=entry < count, other=0.0)  # fmt: skip
+                        store_tops(tops_ptr + line * tops_stride, scores, nth * SPEC.TILE, count)
 
 
 def group_tokens(memory: LayerMemory, tokens: TokenMap, *, num_heads: int) -> int:
@@ -201,7 +199,8 @@ def cut_chunk_keys(
         return None
     codes, extras = storage[: num_keys * KEY_BYTES].split((num_keys * DIM, num_keys * EXTRA_BYTES))
     operands = codes.view(DTYPES[name]).view(num_keys, DIM)
-    return ChunkKeys(operands, extras.view(torch.float32), stride)
+    group = COLUMNS // query.shape[1]
+    return ChunkKeys(operands, extras.view(torch.float32), stride, group)
 
 
 def tokens_at_once(num_rows: int, num_heads: int, device: torch.device) -> int:
@@ -250,12 +249,13 @@ def score_chunks(
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8)
     queries = scratch.queries.view(-1, DIM).view(codes.dtype)
     num_heads = len(queries) // scratch.num_rows
-    num_tokens, num_programs = COLUMNS // num_heads, num_multiprocessors(codes.device)
+    num_tokens, num_programs = chunk_keys.group_tokens, num_multiprocessors(codes.device)
     num_groups = -(-len(part) // num_tokens)
     splits, split_tiles = choose_splits(num_groups, -(-max_entries // SCORE_TILE), num_programs)
     names = ("first_token", "topk", "positions_ptr", "request_ids_ptr", "request_slots_ptr")
     common = {name: shared[name] for name in names} | {
         "scores_ptr": scratch.scores, "scores_stride": scratch.scores.stride(0),
+        "tops_stride": scratch.group_tops.stride(0), "HAS_TOPS": scratch.group_tops.shape[1] > 0,
         "num_tokens": len(part), "chunk_ids_ptr": tokens.chunk_ids,
         "key_stride": chunk_keys.stride, "RATIO": memory.layout.ratio, "num_warps": 4,
         "launch_pdl": starts_early(codes.device),
@@ -266,16 +266,18 @@ def score_chunks(
         weights_ptr=scratch.weights, weights_stride=scratch.weights.stride(0),
         scales_ptr=chunk_keys.extras, num_chunks=len(tokens.chunk_ids),
         num_items=num_groups * splits, num_groups=num_groups, split_tiles=split_tiles,
-        IS_MXFP4=is_mxfp4, HEADS=num_heads, **common,
+        tops_ptr=scratch.group_tops.view(torch.float32), IS_MXFP4=is_mxfp4, HEADS=num_heads,
+        **common,
     )  # fmt: skip
     if is_mxfp4:
         spec = ScoreSpec(num_heads, num_heads, KEY_TILE, 1, 1, 4, keys.rows_per_page)
         grid = (len(part), -(-max_entries // (KEY_TILE * FLAGS)))
         _rescore_kernel[grid](
-            query_operand_ptr=scratch.queries, query_weights_ptr=scratch.weights,
-            query_weights_stride=scratch.weights.stride(0), flags_ptr=chunk_keys.extras,
-            workspace_starts_ptr=tokens.workspace_starts, KEY=shared["KEY"], SPEC=spec,
-            FLAGS=FLAGS, TOKENS=num_tokens, **_page_arguments(keys, tokens), **common,
+            tops_ptr=scratch.group_tops, query_operand_ptr=scratch.queries,
+            query_weights_ptr=scratch.weights, query_weights_stride=scratch.weights.stride(0),
+            flags_ptr=chunk_keys.extras, workspace_starts_ptr=tokens.workspace_starts,
+            KEY=shared["KEY"], SPEC=spec, FLAGS=FLAGS, TOKENS=num_tokens,
+            **_page_arguments(keys, tokens), **common,
         )  # fmt: skip
 
 

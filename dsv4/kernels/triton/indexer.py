@@ -42,7 +42,6 @@ from dsv4.kernels.triton.candidates import (
 )
 from dsv4.kernels.triton.chunk_scores import (
     ChunkKeys,
-    are_groups_scored,
     cut_chunk_keys,
     group_tokens,
     score_chunks,
@@ -82,7 +81,13 @@ from dsv4.kernels.triton.primitives import (
     rotate_tail,
     wait_for_launch_before,
 )
-from dsv4.kernels.triton.topk import ListedLayout, choose_best, visible_entries
+from dsv4.kernels.triton.topk import (
+    ALL_ROWS,
+    ListedLayout,
+    are_groups_scored,
+    choose_best,
+    visible_entries,
+)
 
 MAX_COLUMNS = 128  # heads of all tokens of a product
 
@@ -403,6 +408,7 @@ def select_entries(
         choose_best(
             chosen, scratch.scores, scratch.group_tops, tokens, layout, part,
             max_entries=max_entries,
+            grouped=0 if chunk_keys is None else chunk_keys.group_tokens,
         )  # fmt: skip
         if chosen_scores is not None:
             entries = chosen.entry_idx[part.start : part.stop].long().clamp(min=0)
@@ -452,8 +458,9 @@ def _select_listed(
             width=width,
         )  # fmt: skip
         choose_best(
-            chosen, scratch.scores, scratch.group_tops, listed, layout, part, max_entries=width
-        )
+            chosen, scratch.scores, scratch.group_tops, listed, layout, part, max_entries=width,
+            grouped=ALL_ROWS,
+        )  # fmt: skip
         if chosen_scores is not None:
             span = slice(part.start, part.stop)
             entries, blocks = chosen.entry_idx[span].clamp(min=0), candidates[span]

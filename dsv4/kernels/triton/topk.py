@@ -13,7 +13,8 @@ comparisons.
 A row that does not fit a program is reduced first, to the largest of each group of 8 scores, its
 top. Tops are reduced in the same way until they fit. The best k entries lie in the k groups with
 the best tops: any other group comes after k tops, which are entries too. The program goes down from
-groups to their members, k groups at a time.
+groups to their members, k groups at a time. Some kernels store the first tops with their scores:
+`hopper.index_scores`, and those of `candidates`.
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from dsv4.kernels.triton.launch import GroupLaunch, TopkLaunch, find_launch, sta
 from dsv4.kernels.triton.operands import PLAN_PTRS
 from dsv4.kernels.triton.primitives import wait_for_launch_before
 
+ALL_ROWS = -1  # have their first tops
 MIN_WIDTH = 1024  # the fewest scores of a program: four for each thread of 8 warps
 VECTOR = 4  # neighbours that a thread reads at once, where strides allow it; else 1
 GROUP_SIZE = tl.constexpr(GROUP)
@@ -85,6 +87,17 @@ def visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RA
     slot = tl.load(request_slots_ptr + tl.load(request_ids_ptr + token)).to(tl.int64)
     position = tl.load(positions_ptr + token)
     return slot, tl.where(slot >= 0, (position + 1) // RATIO, 0)
+
+
+@triton.jit
+def are_groups_scored(row, num_rows, first_token, request_ids_ptr, workspace_starts_ptr,
+                      TOKENS: tl.constexpr):  # fmt: skip
+    """Whether `hopper.index_scores` scores a row, or each of several: its group is of one chunk."""
+    first = row // TOKENS * TOKENS
+    token = first_token + tl.minimum(first, num_rows - 1)
+    request = tl.load(request_ids_ptr + token)
+    last = tl.load(request_ids_ptr + first_token + tl.minimum(first + TOKENS - 1, num_rows - 1))
+    return (request == last) & (tl.load(workspace_starts_ptr + request) >= 0)
 
 
 @triton.jit
@@ -459,19 +472,41 @@ def load_blocks(pages, entry, end, ENTRIES_PER_BLOCK: tl.constexpr):
     return blocks
 
 
+@triton.jit
+def largest_of_groups(keys):
+    """The largest key of each group."""
+    return tl.max(tl.reshape(keys, (keys.shape[0] // GROUP_SIZE, GROUP_SIZE)), axis=1)
+
+
+@triton.jit
+def store_tops(tops_ptr, scores, first, end):
+    """Store the tops of groups of scores, from the entry `first` on; those from `end` on are none.
+
+    A group without a number gets NaN, one that begins at `end` or after it nothing.
+    """
+    entry = first + tl.arange(0, scores.shape[0])
+    keys = value_key(tl.where(entry < end, scores, float("nan")))
+    group = first // GROUP_SIZE + tl.arange(0, scores.shape[0] // GROUP_SIZE)
+    bits = key_bits(largest_of_groups(keys))
+    tl.store(tops_ptr + group, bits, mask=group * GROUP_SIZE < end)
+
+
 @triton.jit(
-    do_not_specialize=["scores_vectors", "tops_vectors", "first_token", "topk", "num_padded"],
+    do_not_specialize=[
+        "scores_vectors", "tops_vectors", "first_token", "num_rows", "topk", "num_padded",
+    ],
     do_not_specialize_on_alignment=PLAN_PTRS,
-)
+)  # fmt: skip
 def _group_kernel(
-    scores_ptr, scores_vectors, tops_ptr, tops_vectors, first_token, topk, num_padded,
-    positions_ptr, request_ids_ptr, request_slots_ptr,
+    scores_ptr, scores_vectors, tops_ptr, tops_vectors, first_token, num_rows, topk, num_padded,
+    positions_ptr, request_ids_ptr, request_slots_ptr, workspace_starts_ptr,
     RATIO: tl.constexpr, LEVELS: tl.constexpr, IS_LISTED: tl.constexpr, CHUNK: tl.constexpr,
-    VECTOR: tl.constexpr,
+    VECTOR: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Store the largest score of each group, then of each group of groups; NaN for none.
 
-    scores_vectors and tops_vectors are the row strides in vectors, as in `_topk_kernel`.
+    scores_vectors and tops_vectors are the row strides in vectors, as in `_topk_kernel`. GROUPED
+    are the rows that have their first level already, as in `choose_best`.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if IS_LISTED:  # the launch before writes the positions
@@ -483,13 +518,26 @@ def _group_kernel(
     if (count > topk) & (first < count):
         scores_ptr += row * scores_vectors * VECTOR + first
         tops_ptr += row * tops_vectors * VECTOR
-        keys = order_keys(load_bits(scores_ptr, count - first, CHUNK, VECTOR))
-        for _ in tl.static_range(LEVELS):
+        is_grouped = GROUPED < 0
+        if GROUPED > 0:
+            is_grouped = are_groups_scored(row, num_rows, first_token, request_ids_ptr,
+                                           workspace_starts_ptr, GROUPED)  # fmt: skip
+        num_padded = num_padded // GROUP_SIZE
+        group = chunk * (CHUNK // GROUP_SIZE)
+        at = group + tl.arange(0, CHUNK // GROUP_SIZE)
+        if is_grouped:
+            end = tl.cdiv(count, GROUP_SIZE) - group
+            keys = order_keys(load_bits(tops_ptr + group, end, CHUNK // GROUP_SIZE, VECTOR))
+        else:
+            keys = order_keys(load_bits(scores_ptr, count - first, CHUNK, VECTOR))
+            keys = largest_of_groups(keys)
+            tl.store(tops_ptr + at, key_bits(keys), mask=at < num_padded)
+        for _ in tl.static_range(LEVELS - 1):
+            tops_ptr += num_padded
             num_padded = num_padded // GROUP_SIZE
-            keys = tl.max(tl.reshape(keys, (keys.shape[0] // GROUP_SIZE, GROUP_SIZE)), axis=1)
+            keys = largest_of_groups(keys)
             at = chunk * keys.shape[0] + tl.arange(0, keys.shape[0])
             tl.store(tops_ptr + at, key_bits(keys), mask=at < num_padded)
-            tops_ptr += num_padded
 
 
 @triton.jit(
@@ -598,6 +646,7 @@ def choose_best(
     part: range,
     *,
     max_entries: int,
+    grouped: int = 0,
 ) -> None:
     """Write the selection of the tokens `part`.
 
@@ -608,6 +657,8 @@ def choose_best(
         group_tops: `[num_tokens, at least num_group_tops]` int32, scratch for rows that do not
             fit a program; see `kernels.index_scratch`.
         max_entries: The most entries that any token of the forward sees.
+        grouped: The rows whose first level of group_tops is stored: groups of so many tokens of
+            one chunk, or ALL_ROWS.
     """
     topk, device = chosen.entry_idx.shape[1], scores.device
     levels, first_width, width = program_shape(max_entries, topk=topk)
@@ -625,10 +676,14 @@ def choose_best(
         "RATIO": layout.ratio, "LEVELS": levels, "IS_LISTED": listed is not None,
         "VECTOR": vector, "launch_pdl": starts_early(device),
     }  # fmt: skip
-    if levels:
+    is_all = grouped == ALL_ROWS or (grouped > 0 and len(tokens.request_slots) == 1)
+    if levels > int(is_all):
         group = find_launch(GroupLaunch, "top-k groups", device)
         grid = (len(part), -(-max_entries // group.scores))
-        _group_kernel[grid](**shared, CHUNK=group.scores, num_warps=group.num_warps)
+        _group_kernel[grid](
+            **shared, num_rows=len(part), workspace_starts_ptr=tokens.workspace_starts,
+            CHUNK=group.scores, GROUPED=grouped, num_warps=group.num_warps,
+        )  # fmt: skip
     num_warps = find_launch(TopkLaunch, "top-k", device, first_width).num_warps
     _topk_kernel[(len(part),)](
         **shared, entry_idx_ptr=chosen.entry_idx, rows_ptr=chosen.rows, counts_ptr=chosen.counts,

@@ -342,7 +342,14 @@ def chunk_parts(
     def choose() -> None:
         for part in parts:
             topk.choose_best(
-                chosen, scratch.scores, scratch.group_tops, tokens, memory.layout, part, **sizes
+                chosen,
+                scratch.scores,
+                scratch.group_tops,
+                tokens,
+                memory.layout,
+                part,
+                **sizes,
+                grouped=0 if keys is None else keys.group_tokens,
             )
 
     def select() -> None:

@@ -11,6 +11,10 @@ A thread has a quarter of the heads of two keys for each token. It adds them in 
 then the four threads that share the keys add theirs: lanes 0 and 2, 1 and 3, then both.
 `_score_kernel` adds in the same order, so scores are the same bits. The exchange leaves one score
 of each pair of tokens to each of the four.
+
+Top-k begins here: two warps follow the others, read the scores that are stored and store the
+largest of every 8, the tops of `kernels.triton.topk`. They find the scores in the L2 cache. To find
+them in registers would take the groups that multiply more time than a pass over memory.
 """
 
 from typing import NamedTuple
@@ -26,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from dsv4.kernels.index_scratch import GROUP as GROUP_SIZE
 from dsv4.kernels.triton.operands import PLAN_PTRS
 
 DIM = gl.constexpr(128)
@@ -35,6 +40,11 @@ SIDES = gl.constexpr(4)  # groups of warps that multiply
 TILE = gl.constexpr(256)  # keys of all sides
 STAGES = gl.constexpr(4)  # tiles in shared memory
 REGISTERS = gl.constexpr(112)  # of a thread that multiplies; with 120 the first side spills more
+GROUP = gl.constexpr(GROUP_SIZE)  # entries of a top
+TOP_WARPS = gl.constexpr(2)
+TILES_STORED = gl.constexpr(8)  # whose barriers are kept: more than tops are behind
+TOPS_BEHIND = gl.constexpr(2)  # tiles in front of tops whose stages are free without them
+VECTOR = gl.constexpr(4)  # scores that are read at once
 GROUPS = gl.constexpr(4)  # groups of channels that have scales in mxfp4
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 
@@ -99,29 +109,36 @@ class Stages(NamedTuple):
 
 
 class ScorePtrs(NamedTuple):
-    """The scores, the weights of heads, and the scales of keys; strides are of rows."""
+    """The scores, their tops, weights of heads, and scales of keys; strides are of rows."""
 
     scores_ptr: gl.tensor
     scores_stride: gl.tensor
+    tops_ptr: gl.tensor
+    tops_stride: gl.tensor
     weights_ptr: gl.tensor
     weights_stride: gl.tensor
     scales_ptr: gl.tensor
 
 
 @gluon.jit
-def make_stages(descriptor, NUM_ROWS: gl.constexpr, COUNT: gl.constexpr, NUM: gl.constexpr):
-    """Allocate NUM buffers of COUNT stages each, which all sides read."""
+def make_stages(descriptor, NUM_ROWS: gl.constexpr, COUNT: gl.constexpr, NUM: gl.constexpr,
+                NUM_READERS: gl.constexpr):  # fmt: skip
+    """Allocate NUM buffers of COUNT stages each, which readers free together."""
     operands = gl.tuple(())
     for _ in gl.static_range(NUM):
         operands = operands + (
             gl.allocate_shared_memory(descriptor.dtype, (COUNT, NUM_ROWS, DIM), descriptor.layout),
         )
-    full = gl.allocate_shared_memory(gl.int64, (COUNT, 1), mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, (COUNT, 1), mbarrier.MBarrierLayout())
-    for stage in gl.static_range(COUNT):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=SIDES)
-    return Stages(operands, full, empty)
+    return Stages(operands, make_barriers(COUNT, 1), make_barriers(COUNT, NUM_READERS))
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, NUM_ARRIVALS: gl.constexpr):
+    """Allocate COUNT barriers, each of which waits for so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, (COUNT, 1), mbarrier.MBarrierLayout())
+    for nth in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(nth), count=NUM_ARRIVALS)
+    return barriers
 
 
 @gluon.jit
@@ -244,8 +261,8 @@ def load_weights(ptrs, first_row, last_token, IS_MXFP4: gl.constexpr, HEADS: gl.
 
 
 @gluon.jit
-def multiply(keys, queries, ptrs, works, RATIO: gl.constexpr, IS_MXFP4: gl.constexpr,
-             HEADS: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
+def multiply(keys, queries, stored, ptrs, works, RATIO: gl.constexpr, IS_MXFP4: gl.constexpr,
+             HEADS: gl.constexpr, HAS_TOPS: gl.constexpr, SIDE: gl.constexpr):  # fmt: skip
     """Score one side's keys of one work item after another."""
     num_tiles, num_items = gl.to_tensor(0), gl.to_tensor(0)
     place, token = score_places(HEADS)
@@ -275,6 +292,8 @@ def multiply(keys, queries, ptrs, works, RATIO: gl.constexpr, IS_MXFP4: gl.const
                 products = warpgroup_mma_wait(0, deps=[pending])
                 gl.thread_barrier()
                 mbarrier.arrive(keys.empty.index(stage), count=1)
+                if HAS_TOPS:  # the scores of all tiles before are stored
+                    mbarrier.arrive(stored.index(num_tiles % TILES_STORED), count=1)
                 score = sum_heads(products, weights, HEADS)
                 if not IS_MXFP4:
                     score *= scale * 0.5
@@ -283,39 +302,85 @@ def multiply(keys, queries, ptrs, works, RATIO: gl.constexpr, IS_MXFP4: gl.const
             gl.thread_barrier()
             mbarrier.arrive(queries.empty.index(query_stage), count=1)
             num_items += 1
+    if HAS_TOPS:
+        gl.thread_barrier()
+        mbarrier.arrive(stored.index(num_tiles % TILES_STORED), count=1)
+
+
+@gluon.jit
+def store_tops(keys, stored, ptrs, works, RATIO: gl.constexpr, HEADS: gl.constexpr,
+               HAS_TOPS: gl.constexpr):  # fmt: skip
+    """Store the tops of one work item after another; NaN for a group without a number."""
+    GROUPS_OF_TILE: gl.constexpr = TILE // GROUP
+    NUM: gl.constexpr = COLUMNS // HEADS * GROUPS_OF_TILE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [TOP_WARPS, 1], [1, 0])
+    nth_group = gl.arange(0, NUM, layout=gl.SliceLayout(1, LAYOUT))
+    token, first = nth_group // GROUPS_OF_TILE, nth_group % GROUPS_OF_TILE * GROUP
+    member = gl.arange(0, GROUP, layout=gl.SliceLayout(0, LAYOUT))
+    num_tiles = gl.to_tensor(0)
+    if HAS_TOPS:
+        for stage in gl.static_range(TOPS_BEHIND):
+            mbarrier.arrive(keys.empty.index(stage), count=1)
+        for nth in range(gl.program_id(0), works.num_items, gl.num_programs(0)):
+            item = find_item(nth, works, RATIO, HEADS)
+            if item.first < item.end:
+                is_token = item.row + token < works.num_tokens
+                position = gl.load(works.positions_ptr + (works.first_token + item.row) + token,
+                                   mask=is_token, other=-1)  # fmt: skip
+                count = (position + 1) // RATIO
+                row = item.row.to(gl.int64) + token
+                scores_ptr = ptrs.scores_ptr + row * (ptrs.scores_stride // VECTOR * VECTOR)
+                tops_ptr = ptrs.tops_ptr + row * ptrs.tops_stride
+                for tile in range(item.first, item.end):
+                    entry = tile * TILE + first
+                    after = num_tiles + 1
+                    mbarrier.wait(stored.index(after % TILES_STORED), after // TILES_STORED % 2)
+                    scores = gl.load(scores_ptr[:, None] + (entry[:, None] + member[None, :]),
+                                     mask=(entry < count)[:, None], other=float("nan"))  # fmt: skip
+                    is_seen = entry[:, None] + member[None, :] < count[:, None]
+                    top = gl.max(gl.where(is_seen, scores, float("nan")), axis=1)
+                    gl.store(tops_ptr + entry // GROUP, top, mask=entry < count)
+                    gl.thread_barrier()
+                    later = num_tiles + TOPS_BEHIND
+                    mbarrier.arrive(keys.empty.index(later % STAGES), count=1)
+                    num_tiles += 1
 
 
 @gluon.jit(
     do_not_specialize=[
-        "scores_stride", "weights_stride", "first_token", "num_tokens", "topk", "num_chunks",
-        "key_stride", "num_items", "num_groups", "split_tiles",
+        "scores_stride", "tops_stride", "weights_stride", "first_token", "num_tokens", "topk",
+        "num_chunks", "key_stride", "num_items", "num_groups", "split_tiles",
     ],
     do_not_specialize_on_alignment=[*PLAN_PTRS, "chunk_ids_ptr"],
 )  # fmt: skip
 def _score_kernel(
-    key_desc, query_desc, scores_ptr, scores_stride, weights_ptr, weights_stride, scales_ptr,
-    first_token, num_tokens, topk, positions_ptr, request_ids_ptr, request_slots_ptr,
-    chunk_ids_ptr, num_chunks, key_stride, num_items, num_groups, split_tiles,
-    RATIO: gl.constexpr, IS_MXFP4: gl.constexpr, HEADS: gl.constexpr,
+    key_desc, query_desc, scores_ptr, scores_stride, tops_ptr, tops_stride, weights_ptr,
+    weights_stride, scales_ptr, first_token, num_tokens, topk, positions_ptr, request_ids_ptr,
+    request_slots_ptr, chunk_ids_ptr, num_chunks, key_stride, num_items, num_groups, split_tiles,
+    RATIO: gl.constexpr, IS_MXFP4: gl.constexpr, HEADS: gl.constexpr, HAS_TOPS: gl.constexpr,
 ):  # fmt: skip
     """Score keys for groups of tokens, one work item after another."""
     works = Works(first_token, num_tokens, topk, positions_ptr, request_ids_ptr, request_slots_ptr,
                   chunk_ids_ptr, num_chunks, key_stride, num_items, num_groups,
                   split_tiles)  # fmt: skip
-    ptrs = ScorePtrs(scores_ptr, scores_stride, weights_ptr, weights_stride, scales_ptr)
-    keys = make_stages(key_desc, ROWS, STAGES, SIDES)
-    queries = make_stages(query_desc, COLUMNS, 2, 1)
+    ptrs = ScorePtrs(scores_ptr, scores_stride, tops_ptr, tops_stride, weights_ptr, weights_stride,
+                     scales_ptr)  # fmt: skip
+    READERS: gl.constexpr = SIDES + 1 if HAS_TOPS else SIDES
+    keys = make_stages(key_desc, ROWS, STAGES, SIDES, READERS)
+    queries = make_stages(query_desc, COLUMNS, 2, 1, SIDES)
+    stored = make_barriers(TILES_STORED, SIDES)
     gdc_wait()
     fence_async_shared()  # for copies, which arrive at the barriers
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, HEADS, 0)),
-            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, HEADS, 1)),
-            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, HEADS, 2)),
-            (multiply, (keys, queries, ptrs, works, RATIO, IS_MXFP4, HEADS, 3)),
+            (multiply, (keys, queries, stored, ptrs, works, RATIO, IS_MXFP4, HEADS, HAS_TOPS, 0)),
+            (multiply, (keys, queries, stored, ptrs, works, RATIO, IS_MXFP4, HEADS, HAS_TOPS, 1)),
+            (multiply, (keys, queries, stored, ptrs, works, RATIO, IS_MXFP4, HEADS, HAS_TOPS, 2)),
+            (multiply, (keys, queries, stored, ptrs, works, RATIO, IS_MXFP4, HEADS, HAS_TOPS, 3)),
             (copy_operands, (key_desc, query_desc, keys, queries, works, RATIO, HEADS)),
+            (store_tops, (keys, stored, ptrs, works, RATIO, HEADS, HAS_TOPS)),
         ],
-        [4, 4, 4, 1],
-        [REGISTERS, REGISTERS, REGISTERS, 24],
+        [4, 4, 4, 1, TOP_WARPS],
+        [REGISTERS, REGISTERS, REGISTERS, 24, 24],
     )
