@@ -91,12 +91,16 @@ def visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RA
 
 @triton.jit
 def are_groups_scored(row, num_rows, first_token, request_ids_ptr, workspace_starts_ptr,
-                      TOKENS: tl.constexpr):  # fmt: skip
-    """Whether `hopper.index_scores` scores a row, or each of several: its group is of one chunk."""
-    first = row // TOKENS * TOKENS
+                      num_tokens):  # fmt: skip
+    """Whether `hopper.index_scores` scores a row, or each of several.
+
+    It does if the row's group, of num_tokens, is of one chunk.
+    """
+    first = row // num_tokens * num_tokens
     token = first_token + tl.minimum(first, num_rows - 1)
     request = tl.load(request_ids_ptr + token)
-    last = tl.load(request_ids_ptr + first_token + tl.minimum(first + TOKENS - 1, num_rows - 1))
+    last = first_token + tl.minimum(first + num_tokens - 1, num_rows - 1)
+    last = tl.load(request_ids_ptr + last)
     return (request == last) & (tl.load(workspace_starts_ptr + request) >= 0)
 
 
@@ -494,19 +498,20 @@ def store_tops(tops_ptr, scores, first, end):
 @triton.jit(
     do_not_specialize=[
         "scores_vectors", "tops_vectors", "first_token", "num_rows", "topk", "num_padded",
+        "grouped",
     ],
     do_not_specialize_on_alignment=PLAN_PTRS,
 )  # fmt: skip
 def _group_kernel(
     scores_ptr, scores_vectors, tops_ptr, tops_vectors, first_token, num_rows, topk, num_padded,
-    positions_ptr, request_ids_ptr, request_slots_ptr, workspace_starts_ptr,
+    grouped, positions_ptr, request_ids_ptr, request_slots_ptr, workspace_starts_ptr,
     RATIO: tl.constexpr, LEVELS: tl.constexpr, IS_LISTED: tl.constexpr, CHUNK: tl.constexpr,
-    VECTOR: tl.constexpr, GROUPED: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Store the largest score of each group, then of each group of groups; NaN for none.
 
-    scores_vectors and tops_vectors are the row strides in vectors, as in `_topk_kernel`. GROUPED
-    are the rows that have their first level already, as in `choose_best`.
+    scores_vectors and tops_vectors are the row strides in vectors, as in `_topk_kernel`. Rows
+    that are `grouped` have their first level already, as in `choose_best`.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if IS_LISTED:  # the launch before writes the positions
@@ -518,10 +523,10 @@ def _group_kernel(
     if (count > topk) & (first < count):
         scores_ptr += row * scores_vectors * VECTOR + first
         tops_ptr += row * tops_vectors * VECTOR
-        is_grouped = GROUPED < 0
-        if GROUPED > 0:
+        is_grouped = grouped < 0
+        if grouped > 0:
             is_grouped = are_groups_scored(row, num_rows, first_token, request_ids_ptr,
-                                           workspace_starts_ptr, GROUPED)  # fmt: skip
+                                           workspace_starts_ptr, grouped)  # fmt: skip
         num_padded = num_padded // GROUP_SIZE
         group = chunk * (CHUNK // GROUP_SIZE)
         at = group + tl.arange(0, CHUNK // GROUP_SIZE)
@@ -682,7 +687,7 @@ def choose_best(
         grid = (len(part), -(-max_entries // group.scores))
         _group_kernel[grid](
             **shared, num_rows=len(part), workspace_starts_ptr=tokens.workspace_starts,
-            CHUNK=group.scores, GROUPED=grouped, num_warps=group.num_warps,
+            CHUNK=group.scores, grouped=grouped, num_warps=group.num_warps,
         )  # fmt: skip
     num_warps = find_launch(TopkLaunch, "top-k", device, first_width).num_warps
     _topk_kernel[(len(part),)](
