@@ -91,9 +91,11 @@ def test_no_kernel_spills(arch):
     # chunk, whose decoding has fewer, some numbers in every tile.
     assert spilling.pop("gluon_attend_kernel", 0) <= 40
     assert spilling.pop("gluon_attend_chunk_kernel", 0) <= 200
-    assert spilling.pop("gluon_score_kernel", 0) <= 80
-    fewer = [kernel for kernel in kernels if kernel["kind"].endswith("of 32 heads")]
-    assert max(kernel["spilled_bytes"] for kernel in fewer) <= 24
+    spilling.pop("gluon_score_kernel", 0)
+    for kernel in kernels:
+        if kernel["kernel"] == "gluon_score_kernel":
+            most = {"mxfp4 chunk of 32 heads": 40, "fp8 chunk of 32 heads": 88}
+            assert kernel["spilled_bytes"] <= most.get(kernel["kind"], 56), kernel
     assert +spilling == {}
     if arch == 90:  # the table's 5 programs run at once on a multiprocessor
         of_kinds = [k for k in kernels if k["kind"] in ("mxfp4", "candidates")]

@@ -41,7 +41,8 @@ TILE = gl.constexpr(256)  # keys of all sides
 STAGES = gl.constexpr(4)  # tiles in shared memory
 REGISTERS = gl.constexpr(112)  # of a thread that multiplies; with 120 the first side spills more
 GROUP = gl.constexpr(GROUP_SIZE)  # entries of a top
-TOP_WARPS = gl.constexpr(2)
+TOP_WARPS = gl.constexpr(2)  # that store tops, a lane those of 8 keys for each pair of tokens
+TOP_REGISTERS = gl.constexpr(32)  # with 40 the first side spills more
 TILES_STORED = gl.constexpr(8)  # whose barriers are kept: more than tops are behind
 TOPS_BEHIND = gl.constexpr(2)  # tiles in front of tops whose stages are free without them
 VECTOR = gl.constexpr(4)  # scores that are read at once
@@ -311,11 +312,10 @@ def multiply(keys, queries, stored, ptrs, works, RATIO: gl.constexpr, IS_MXFP4: 
 def store_tops(keys, stored, ptrs, works, RATIO: gl.constexpr, HEADS: gl.constexpr,
                HAS_TOPS: gl.constexpr):  # fmt: skip
     """Store the tops of one work item after another; NaN for a group without a number."""
-    GROUPS_OF_TILE: gl.constexpr = TILE // GROUP
-    NUM: gl.constexpr = COLUMNS // HEADS * GROUPS_OF_TILE
+    PAIRS: gl.constexpr = COLUMNS // HEADS // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [TOP_WARPS, 1], [1, 0])
-    nth_group = gl.arange(0, NUM, layout=gl.SliceLayout(1, LAYOUT))
-    token, first = nth_group // GROUPS_OF_TILE, nth_group % GROUPS_OF_TILE * GROUP
+    nth_group = gl.arange(0, 2 * TILE // GROUP, layout=gl.SliceLayout(1, LAYOUT))  # of a pair
+    token, first = nth_group // (TILE // GROUP), nth_group % (TILE // GROUP) * GROUP
     member = gl.arange(0, GROUP, layout=gl.SliceLayout(0, LAYOUT))
     num_tiles = gl.to_tensor(0)
     if HAS_TOPS:
@@ -324,22 +324,31 @@ def store_tops(keys, stored, ptrs, works, RATIO: gl.constexpr, HEADS: gl.constex
         for nth in range(gl.program_id(0), works.num_items, gl.num_programs(0)):
             item = find_item(nth, works, RATIO, HEADS)
             if item.first < item.end:
-                is_token = item.row + token < works.num_tokens
-                position = gl.load(works.positions_ptr + (works.first_token + item.row) + token,
-                                   mask=is_token, other=-1)  # fmt: skip
-                count = (position + 1) // RATIO
+                stride = ptrs.scores_stride // VECTOR * VECTOR
                 row = item.row.to(gl.int64) + token
-                scores_ptr = ptrs.scores_ptr + row * (ptrs.scores_stride // VECTOR * VECTOR)
+                scores_ptr = ptrs.scores_ptr + row * stride
                 tops_ptr = ptrs.tops_ptr + row * ptrs.tops_stride
+                counts = gl.tuple(())
+                for pair in gl.static_range(PAIRS):
+                    nth_token = item.row + token + 2 * pair
+                    position = gl.load(works.positions_ptr + works.first_token + nth_token,
+                                       mask=nth_token < works.num_tokens, other=-1)  # fmt: skip
+                    counts = counts + ((position + 1) // RATIO,)
                 for tile in range(item.first, item.end):
                     entry = tile * TILE + first
                     after = num_tiles + 1
                     mbarrier.wait(stored.index(after % TILES_STORED), after // TILES_STORED % 2)
-                    scores = gl.load(scores_ptr[:, None] + (entry[:, None] + member[None, :]),
-                                     mask=(entry < count)[:, None], other=float("nan"))  # fmt: skip
-                    is_seen = entry[:, None] + member[None, :] < count[:, None]
-                    top = gl.max(gl.where(is_seen, scores, float("nan")), axis=1)
-                    gl.store(tops_ptr + entry // GROUP, top, mask=entry < count)
+                    scores = gl.tuple(())
+                    for pair in gl.static_range(PAIRS):  # all loads come before the first store
+                        at = pair * 2 * stride + entry[:, None] + member[None, :]
+                        mine = gl.load(scores_ptr[:, None] + at, other=float("nan"),
+                                       mask=(entry < counts[pair])[:, None])  # fmt: skip
+                        scores = scores + (mine,)
+                    for pair in gl.static_range(PAIRS):
+                        is_seen = entry[:, None] + member[None, :] < counts[pair][:, None]
+                        top = gl.max(gl.where(is_seen, scores[pair], float("nan")), axis=1)
+                        at_top = pair * 2 * ptrs.tops_stride + entry // GROUP
+                        gl.store(tops_ptr + at_top, top, mask=entry < counts[pair])
                     gl.thread_barrier()
                     later = num_tiles + TOPS_BEHIND
                     mbarrier.arrive(keys.empty.index(later % STAGES), count=1)
@@ -382,5 +391,5 @@ def _score_kernel(
             (store_tops, (keys, stored, ptrs, works, RATIO, HEADS, HAS_TOPS)),
         ],
         [4, 4, 4, 1, TOP_WARPS],
-        [REGISTERS, REGISTERS, REGISTERS, 24, 24],
+        [REGISTERS, REGISTERS, REGISTERS, 24, TOP_REGISTERS],
     )
