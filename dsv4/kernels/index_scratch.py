@@ -35,6 +35,10 @@ class IndexScratch(NamedTuple):
     def num_rows(self) -> int:
         return self.scores.shape[0]
 
+    @property
+    def has_tops(self) -> bool:
+        return self.group_tops.shape[1] > 0
+
 
 def has_dense_rows(kv_format: str, *, head_dim: int, rope_dim: int, num_heads: int) -> bool:
     """Whether attention of chunks may make rows of that format dense."""

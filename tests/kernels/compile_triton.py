@@ -371,9 +371,11 @@ def record_all(arch: int) -> Iterator[tuple[str, list]]:
         names = ("_operand_kernel", "_score_kernel", "_rescore_kernel")
         launches = []
         for num_tokens in (8, 64):  # without room for operands, and with it
-            launches += record_index(index_format, length=2**17, num_tokens=num_tokens, heads=heads)
+            launches += record_index(index_format, length=2**14, num_tokens=num_tokens, heads=heads)
         first = {launch[0]: launch for launch in launches if launch[0].__name__ in names}
         yield f"{index_format} chunk of {heads} heads", list(first.values())
+        launches = record_index(index_format, length=2**17, num_tokens=64, heads=heads)
+        yield f"{index_format} tops of {heads} heads", [x for x in launches if x[0].is_gluon()][:1]
     for length in (2**14, 2**18):  # of one part, and of several
         yield f"{length} tokens", record_index("fp8", length=length)[2:]
     for case in ATTENTION:

@@ -10,7 +10,7 @@ import torch
 
 from dsv4 import CacheConfig
 from dsv4.kernels import index_scratch
-from dsv4.kernels.reference.indexer import select_topk
+from dsv4.kernels.reference.indexer import select_blocks, select_topk
 from dsv4.kernels.triton import attention, dense_rows
 from dsv4.kernels.triton.launch import HopperLaunch, find_launch
 from dsv4.testing import POISON_BYTE
@@ -241,6 +241,26 @@ def test_tops_of_groups(heads, name, lengths, monkeypatch):
     handle.memory.index_scratch.fill_(POISON_BYTE)
     chosen = select(triton(), handle, query, weights)
     assert torch.equal(chosen.entry_idx.long(), select_topk(scores, visible_counts(handle), 8))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_candidate_blocks_from_tops(name, monkeypatch):
+    """Blocks of 8 entries take the tops of a chunk's groups where they lie."""
+    for limit in ("WHOLE_ENTRIES", "NARROW_ENTRIES"):
+        monkeypatch.setattr(index_scratch, limit, 128)
+    config = CacheConfig.v41_flash(
+        compress_ratios=(1,), kv_source_layer_ids=(0,), index_source_layer_ids=(0,),
+        candidate_source_layer_id=0, candidate_topk_blocks=4, candidate_block_size=8,
+        num_query_heads=1, index_format=name, index_num_heads=32, index_topk=8,
+    )  # fmt: skip
+    handle = filled(config, [1030, 3], [1037, 4], device="cpu")
+    query, weights = random_query(handle)
+    weights[3, 3] = torch.nan
+    scores, _alone = both_scores(handle, query, weights)
+    handle.memory.index_scratch.fill_(POISON_BYTE)
+    chosen = select(triton(), handle, query, weights)
+    best = select_blocks(scores, visible_counts(handle), 4, 8)
+    assert torch.equal(chosen.blocks.long(), best)
 
 
 @pytest.mark.parametrize("num_rows", [1, 6, 7, 9])

@@ -47,7 +47,7 @@ LARGEST_SCORES = 4096  # scores, or tops, of a program that finds the largest of
 
 @triton.jit(
     do_not_specialize=["scores_stride", "largest_stride", "first_token", "topk"],
-    do_not_specialize_on_alignment=[*PLAN_PTRS, "places_ptr", "tops_ptr"],
+    do_not_specialize_on_alignment=[*PLAN_PTRS, "places_ptr"],
 )
 def _largest_kernel(
     scores_ptr, scores_stride, largest_ptr, largest_stride, tops_ptr, places_ptr, first_token, topk,
@@ -55,7 +55,7 @@ def _largest_kernel(
     MEMBERS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr, BLOCKS: tl.constexpr,
     HAS_TOPS: tl.constexpr,
 ):  # fmt: skip
-    """Store the largest score of BLOCKS blocks of a token, infinity for its newest block.
+    """Store the largest score of BLOCKS blocks of a token, infinity for its newest, and tops.
 
     A block has MEMBERS of the scores: its entries', or one that is already the largest. A token of
     at most topk blocks has no need of them. places_ptr gets the place of its last block.
@@ -95,7 +95,7 @@ def _score_listed_kernel(
     table_stride, RATIO: tl.constexpr, KEY: tl.constexpr, OPERAND_BYTES: tl.constexpr,
     SIZE: tl.constexpr, SPEC: tl.constexpr, HAS_TOPS: tl.constexpr,
 ):  # fmt: skip
-    """Score a part of a token's list. places_ptr gets the place of its last entry."""
+    """Score a part of a token's list, with tops. places_ptr gets the place of its last entry."""
     TILE: tl.constexpr = SPEC.TILE
     ENTRIES_PER_BLOCK: tl.constexpr = SPEC.ENTRIES_PER_BLOCK
     row = tl.program_id(0).to(tl.int64)
@@ -167,9 +167,9 @@ def choose_blocks(
     if room.shape[1] < needed:
         room = room.new_empty(len(part), round_up(needed, 4))
     places = torch.empty_like(tokens.positions)
-    has_tops = size == GROUP and group_levels(max_entries, topk=layout.index_topk) > 0
-    scores = scratch.group_tops.view(torch.float32) if has_tops else scratch.scores
-    members = 1 if has_tops else size
+    are_groups = size == GROUP and group_levels(max_entries, topk=layout.index_topk) > 0
+    scores = scratch.group_tops.view(torch.float32) if are_groups else scratch.scores
+    members = 1 if are_groups else size
     num_blocks = max(GROUP, LARGEST_SCORES // next_power_of_two(members))
     _largest_kernel[(len(part), -(-most // num_blocks))](
         scores_ptr=scores, scores_stride=scores.stride(0),
@@ -185,7 +185,7 @@ def choose_blocks(
     choose_best(
         chosen._replace(entry_idx=chosen.blocks, counts=counts), room[:, :width], room[:, width:],
         tokens._replace(positions=places), ListedLayout(), part, max_entries=most,
-        grouped=ALL_ROWS,
+        topped_rows=ALL_ROWS,
     )  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def score_listed(
     _score_listed_kernel[(len(part), splits)](
         scores_ptr=scratch.scores, scores_stride=scratch.scores.stride(0),
         tops_ptr=scratch.group_tops, tops_stride=scratch.group_tops.stride(0),
-        HAS_TOPS=scratch.group_tops.shape[1] > 0, blocks_ptr=candidates,
+        HAS_TOPS=scratch.has_tops, blocks_ptr=candidates,
         num_blocks=candidates.shape[1], places_ptr=places, data_ptr=keys.data,
         scale_ptr=keys.scales, page_stride=keys.data.stride(0),
         block_table_ptr=tokens.block_table, table_stride=tokens.block_table.stride(0),

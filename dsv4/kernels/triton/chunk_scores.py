@@ -33,7 +33,12 @@ from dsv4.kernels.triton.mxfp4_scores import (
 )
 from dsv4.kernels.triton.operands import PLAN_PTRS, row_spec
 from dsv4.kernels.triton.primitives import loop_bound, wait_for_launch_before
-from dsv4.kernels.triton.topk import are_groups_scored, store_tops, visible_entries
+from dsv4.kernels.triton.topk import (
+    ALL_ROWS,
+    are_groups_scored,
+    store_tops,
+    visible_entries,
+)
 
 HEADS = (32, 64)  # of queries
 DIM = 128  # of queries
@@ -58,7 +63,7 @@ class ChunkKeys(NamedTuple):
     codes: Tensor  # [num_chunks × stride, 128] in the operands' dtype
     extras: Tensor  # [num_chunks × stride] fp32
     stride: int
-    group_tokens: int  # that share the products of keys
+    topped_rows: int  # the rows whose tops are stored with their scores, see `topk.choose_best`
 
 
 @triton.jit
@@ -138,7 +143,7 @@ def _rescore_kernel(
     workspace_starts_ptr, block_table_ptr, table_stride, RATIO: tl.constexpr, KEY: tl.constexpr,
     SPEC: tl.constexpr, FLAGS: tl.constexpr, TOKENS: tl.constexpr, HAS_TOPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute NaN scores of a token again: all of them, or those of tiles with a flag."""
+    """Compute NaN scores of a token again, and tops: all, or those of tiles with a flag."""
     row = tl.program_id(0)
     slot, count = visible_entries(first_token + row, positions_ptr, request_ids_ptr,
                                   request_slots_ptr, RATIO)  # fmt: skip
@@ -172,7 +177,7 @@ def _rescore_kernel(
                         tl.debug_barrier()  # the scores are stored before they are read
                         entry = nth * SPEC.TILE + tl.arange(0, SPEC.TILE)
                         scores = tl.load(scores_ptr + line * scores_stride + entry,
-                                         mask=entry < count, other=0.0)  # fmt: skip
+                                         mask=entry < count)  # fmt: skip
                         store_tops(tops_ptr + line * tops_stride, scores, nth * SPEC.TILE, count)
 
 
@@ -195,12 +200,13 @@ def cut_chunk_keys(
     stride = round_up(max_entries, KEY_TILE)
     num_keys = stride * len(tokens.chunk_ids)
     has_room = num_keys * KEY_BYTES <= storage.numel() // 2
-    if not has_room or not group_tokens(memory, tokens, num_heads=query.shape[1]):
+    group = group_tokens(memory, tokens, num_heads=query.shape[1])
+    if not has_room or not group:
         return None
     codes, extras = storage[: num_keys * KEY_BYTES].split((num_keys * DIM, num_keys * EXTRA_BYTES))
     operands = codes.view(DTYPES[name]).view(num_keys, DIM)
-    group = COLUMNS // query.shape[1]
-    return ChunkKeys(operands, extras.view(torch.float32), stride, group)
+    rows = ALL_ROWS if len(tokens.request_slots) == 1 else group
+    return ChunkKeys(operands, extras.view(torch.float32), stride, rows)
 
 
 def tokens_at_once(num_rows: int, num_heads: int, device: torch.device) -> int:
@@ -249,13 +255,13 @@ def score_chunks(
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8)
     queries = scratch.queries.view(-1, DIM).view(codes.dtype)
     num_heads = len(queries) // scratch.num_rows
-    num_tokens, num_programs = chunk_keys.group_tokens, num_multiprocessors(codes.device)
+    num_tokens, num_programs = COLUMNS // num_heads, num_multiprocessors(codes.device)
     num_groups = -(-len(part) // num_tokens)
     splits, split_tiles = choose_splits(num_groups, -(-max_entries // SCORE_TILE), num_programs)
     names = ("first_token", "topk", "positions_ptr", "request_ids_ptr", "request_slots_ptr")
     common = {name: shared[name] for name in names} | {
         "scores_ptr": scratch.scores, "scores_stride": scratch.scores.stride(0),
-        "tops_stride": scratch.group_tops.stride(0), "HAS_TOPS": scratch.group_tops.shape[1] > 0,
+        "tops_stride": scratch.group_tops.stride(0), "HAS_TOPS": scratch.has_tops,
         "num_tokens": len(part), "chunk_ids_ptr": tokens.chunk_ids,
         "key_stride": chunk_keys.stride, "RATIO": memory.layout.ratio, "num_warps": 4,
         "launch_pdl": starts_early(codes.device),

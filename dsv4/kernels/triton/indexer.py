@@ -408,7 +408,7 @@ def select_entries(
         choose_best(
             chosen, scratch.scores, scratch.group_tops, tokens, layout, part,
             max_entries=max_entries,
-            grouped=0 if chunk_keys is None else chunk_keys.group_tokens,
+            topped_rows=0 if chunk_keys is None else chunk_keys.topped_rows,
         )  # fmt: skip
         if chosen_scores is not None:
             entries = chosen.entry_idx[part.start : part.stop].long().clamp(min=0)
@@ -459,7 +459,7 @@ def _select_listed(
         )  # fmt: skip
         choose_best(
             chosen, scratch.scores, scratch.group_tops, listed, layout, part, max_entries=width,
-            grouped=ALL_ROWS,
+            topped_rows=ALL_ROWS,
         )  # fmt: skip
         if chosen_scores is not None:
             span = slice(part.start, part.stop)
@@ -556,7 +556,7 @@ def score_entries(
     shared = _shared_arguments(scratch, memory, tokens, part, num_heads)
     if chunk_keys is not None:
         score_chunks(chunk_keys, scratch, memory, tokens, part, shared, max_entries=max_entries)
-        if len(tokens.request_slots) == 1:
+        if chunk_keys.topped_rows == ALL_ROWS:  # and their scores
             return
     launch = score_launch(keys.format.name, tokens, num_heads)
     num_groups = -(-len(part) // launch.tokens)

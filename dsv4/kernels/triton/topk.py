@@ -14,7 +14,7 @@ A row that does not fit a program is reduced first, to the largest of each group
 top. Tops are reduced in the same way until they fit. The best k entries lie in the k groups with
 the best tops: any other group comes after k tops, which are entries too. The program goes down from
 groups to their members, k groups at a time. Some kernels store the first tops with their scores:
-`hopper.index_scores`, and those of `candidates`.
+those of chunks on Hopper (`chunk_scores`), and those of `candidates`.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from dsv4.kernels.triton.launch import GroupLaunch, TopkLaunch, find_launch, sta
 from dsv4.kernels.triton.operands import PLAN_PTRS
 from dsv4.kernels.triton.primitives import wait_for_launch_before
 
-ALL_ROWS = -1  # have their first tops
+ALL_ROWS = -1  # have first tops, see `choose_best`
 MIN_WIDTH = 1024  # the fewest scores of a program: four for each thread of 8 warps
 VECTOR = 4  # neighbours that a thread reads at once, where strides allow it; else 1
 GROUP_SIZE = tl.constexpr(GROUP)
@@ -91,15 +91,15 @@ def visible_entries(token, positions_ptr, request_ids_ptr, request_slots_ptr, RA
 
 @triton.jit
 def are_groups_scored(row, num_rows, first_token, request_ids_ptr, workspace_starts_ptr,
-                      num_tokens):  # fmt: skip
+                      group_tokens):  # fmt: skip
     """Whether `hopper.index_scores` scores a row, or each of several.
 
-    It does if the row's group, of num_tokens, is of one chunk.
+    It does if the row's group_tokens neighbours are of one chunk.
     """
-    first = row // num_tokens * num_tokens
+    first = row // group_tokens * group_tokens
     token = first_token + tl.minimum(first, num_rows - 1)
     request = tl.load(request_ids_ptr + token)
-    last = first_token + tl.minimum(first + num_tokens - 1, num_rows - 1)
+    last = first_token + tl.minimum(first + group_tokens - 1, num_rows - 1)
     last = tl.load(request_ids_ptr + last)
     return (request == last) & (tl.load(workspace_starts_ptr + request) >= 0)
 
@@ -498,20 +498,20 @@ def store_tops(tops_ptr, scores, first, end):
 @triton.jit(
     do_not_specialize=[
         "scores_vectors", "tops_vectors", "first_token", "num_rows", "topk", "num_padded",
-        "grouped",
+        "topped_rows",
     ],
     do_not_specialize_on_alignment=PLAN_PTRS,
 )  # fmt: skip
 def _group_kernel(
     scores_ptr, scores_vectors, tops_ptr, tops_vectors, first_token, num_rows, topk, num_padded,
-    grouped, positions_ptr, request_ids_ptr, request_slots_ptr, workspace_starts_ptr,
+    topped_rows, positions_ptr, request_ids_ptr, request_slots_ptr, workspace_starts_ptr,
     RATIO: tl.constexpr, LEVELS: tl.constexpr, IS_LISTED: tl.constexpr, CHUNK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Store the largest score of each group, then of each group of groups; NaN for none.
 
-    scores_vectors and tops_vectors are the row strides in vectors, as in `_topk_kernel`. Rows
-    that are `grouped` have their first level already, as in `choose_best`.
+    scores_vectors and tops_vectors are the row strides in vectors, as in `_topk_kernel`.
+    topped_rows are those whose first level is stored, as in `choose_best`.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if IS_LISTED:  # the launch before writes the positions
@@ -523,14 +523,14 @@ def _group_kernel(
     if (count > topk) & (first < count):
         scores_ptr += row * scores_vectors * VECTOR + first
         tops_ptr += row * tops_vectors * VECTOR
-        is_grouped = grouped < 0
-        if grouped > 0:
-            is_grouped = are_groups_scored(row, num_rows, first_token, request_ids_ptr,
-                                           workspace_starts_ptr, grouped)  # fmt: skip
+        is_topped = topped_rows < 0
+        if topped_rows > 0:
+            is_topped = are_groups_scored(row, num_rows, first_token, request_ids_ptr,
+                                          workspace_starts_ptr, topped_rows)  # fmt: skip
         num_padded = num_padded // GROUP_SIZE
         group = chunk * (CHUNK // GROUP_SIZE)
         at = group + tl.arange(0, CHUNK // GROUP_SIZE)
-        if is_grouped:
+        if is_topped:
             end = tl.cdiv(count, GROUP_SIZE) - group
             keys = order_keys(load_bits(tops_ptr + group, end, CHUNK // GROUP_SIZE, VECTOR))
         else:
@@ -651,7 +651,7 @@ def choose_best(
     part: range,
     *,
     max_entries: int,
-    grouped: int = 0,
+    topped_rows: int = 0,
 ) -> None:
     """Write the selection of the tokens `part`.
 
@@ -662,8 +662,8 @@ def choose_best(
         group_tops: `[num_tokens, at least num_group_tops]` int32, scratch for rows that do not
             fit a program; see `kernels.index_scratch`.
         max_entries: The most entries that any token of the forward sees.
-        grouped: The rows whose first level of group_tops is stored: groups of so many tokens of
-            one chunk, or ALL_ROWS.
+        topped_rows: The rows whose first level of group_tops is stored: ALL_ROWS, or those of so
+            many neighbours that are of one chunk.
     """
     topk, device = chosen.entry_idx.shape[1], scores.device
     levels, first_width, width = program_shape(max_entries, topk=topk)
@@ -681,13 +681,12 @@ def choose_best(
         "RATIO": layout.ratio, "LEVELS": levels, "IS_LISTED": listed is not None,
         "VECTOR": vector, "launch_pdl": starts_early(device),
     }  # fmt: skip
-    is_all = grouped == ALL_ROWS or (grouped > 0 and len(tokens.request_slots) == 1)
-    if levels > int(is_all):
+    if levels > int(topped_rows == ALL_ROWS):
         group = find_launch(GroupLaunch, "top-k groups", device)
         grid = (len(part), -(-max_entries // group.scores))
         _group_kernel[grid](
             **shared, num_rows=len(part), workspace_starts_ptr=tokens.workspace_starts,
-            CHUNK=group.scores, grouped=grouped, num_warps=group.num_warps,
+            CHUNK=group.scores, topped_rows=topped_rows, num_warps=group.num_warps,
         )  # fmt: skip
     num_warps = find_launch(TopkLaunch, "top-k", device, first_width).num_warps
     _topk_kernel[(len(part),)](

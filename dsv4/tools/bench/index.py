@@ -342,15 +342,9 @@ def chunk_parts(
     def choose() -> None:
         for part in parts:
             topk.choose_best(
-                chosen,
-                scratch.scores,
-                scratch.group_tops,
-                tokens,
-                memory.layout,
-                part,
-                **sizes,
-                grouped=0 if keys is None else keys.group_tokens,
-            )
+                chosen, scratch.scores, scratch.group_tops, tokens, memory.layout, part,
+                topped_rows=0 if keys is None else keys.topped_rows, **sizes,
+            )  # fmt: skip
 
     def select() -> None:
         indexer.select_entries(

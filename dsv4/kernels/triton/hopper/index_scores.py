@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from dsv4.kernels.index_scratch import GROUP as GROUP_SIZE
+from dsv4.kernels.index_scratch import GROUP
 from dsv4.kernels.triton.operands import PLAN_PTRS
 
 DIM = gl.constexpr(128)
@@ -40,11 +40,11 @@ SIDES = gl.constexpr(4)  # groups of warps that multiply
 TILE = gl.constexpr(256)  # keys of all sides
 STAGES = gl.constexpr(4)  # tiles in shared memory
 REGISTERS = gl.constexpr(112)  # of a thread that multiplies; with 120 the first side spills more
-GROUP = gl.constexpr(GROUP_SIZE)  # entries of a top
+GROUP_SIZE = gl.constexpr(GROUP)  # entries of a top
 TOP_WARPS = gl.constexpr(2)  # that store tops, a lane those of 8 keys for each pair of tokens
 TOP_REGISTERS = gl.constexpr(32)  # with 40 the first side spills more
-TILES_STORED = gl.constexpr(8)  # whose barriers are kept: more than tops are behind
-TOPS_BEHIND = gl.constexpr(2)  # tiles in front of tops whose stages are free without them
+TOPS_BEHIND = gl.constexpr(2)  # tiles whose stages are freed before the tops in front of them
+TILES_STORED = gl.constexpr(8)  # barriers of stored tiles; at least STAGES + TOPS_BEHIND
 VECTOR = gl.constexpr(4)  # scores that are read at once
 GROUPS = gl.constexpr(4)  # groups of channels that have scales in mxfp4
 PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
@@ -309,14 +309,14 @@ def multiply(keys, queries, stored, ptrs, works, RATIO: gl.constexpr, IS_MXFP4: 
 
 
 @gluon.jit
-def store_tops(keys, stored, ptrs, works, RATIO: gl.constexpr, HEADS: gl.constexpr,
-               HAS_TOPS: gl.constexpr):  # fmt: skip
+def find_tops(keys, stored, ptrs, works, RATIO: gl.constexpr, HEADS: gl.constexpr,
+              HAS_TOPS: gl.constexpr):  # fmt: skip
     """Store the tops of one work item after another; NaN for a group without a number."""
     PAIRS: gl.constexpr = COLUMNS // HEADS // 2
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [TOP_WARPS, 1], [1, 0])
-    nth_group = gl.arange(0, 2 * TILE // GROUP, layout=gl.SliceLayout(1, LAYOUT))  # of a pair
-    token, first = nth_group // (TILE // GROUP), nth_group % (TILE // GROUP) * GROUP
-    member = gl.arange(0, GROUP, layout=gl.SliceLayout(0, LAYOUT))
+    nth_group = gl.arange(0, 2 * TILE // GROUP_SIZE, layout=gl.SliceLayout(1, LAYOUT))  # of a pair
+    token, first = nth_group // (TILE // GROUP_SIZE), nth_group % (TILE // GROUP_SIZE) * GROUP_SIZE
+    member = gl.arange(0, GROUP_SIZE, layout=gl.SliceLayout(0, LAYOUT))
     num_tiles = gl.to_tensor(0)
     if HAS_TOPS:
         for stage in gl.static_range(TOPS_BEHIND):
@@ -324,7 +324,7 @@ def store_tops(keys, stored, ptrs, works, RATIO: gl.constexpr, HEADS: gl.constex
         for nth in range(gl.program_id(0), works.num_items, gl.num_programs(0)):
             item = find_item(nth, works, RATIO, HEADS)
             if item.first < item.end:
-                stride = ptrs.scores_stride // VECTOR * VECTOR
+                stride = ptrs.scores_stride // VECTOR * VECTOR  # so the compiler sees a multiple
                 row = item.row.to(gl.int64) + token
                 scores_ptr = ptrs.scores_ptr + row * stride
                 tops_ptr = ptrs.tops_ptr + row * ptrs.tops_stride
@@ -341,13 +341,13 @@ def store_tops(keys, stored, ptrs, works, RATIO: gl.constexpr, HEADS: gl.constex
                     scores = gl.tuple(())
                     for pair in gl.static_range(PAIRS):  # all loads come before the first store
                         at = pair * 2 * stride + entry[:, None] + member[None, :]
-                        mine = gl.load(scores_ptr[:, None] + at, other=float("nan"),
+                        mine = gl.load(scores_ptr[:, None] + at,
                                        mask=(entry < counts[pair])[:, None])  # fmt: skip
                         scores = scores + (mine,)
                     for pair in gl.static_range(PAIRS):
                         is_seen = entry[:, None] + member[None, :] < counts[pair][:, None]
                         top = gl.max(gl.where(is_seen, scores[pair], float("nan")), axis=1)
-                        at_top = pair * 2 * ptrs.tops_stride + entry // GROUP
+                        at_top = pair * 2 * ptrs.tops_stride + entry // GROUP_SIZE
                         gl.store(tops_ptr + at_top, top, mask=entry < counts[pair])
                     gl.thread_barrier()
                     later = num_tiles + TOPS_BEHIND
@@ -368,7 +368,7 @@ def _score_kernel(
     request_slots_ptr, chunk_ids_ptr, num_chunks, key_stride, num_items, num_groups, split_tiles,
     RATIO: gl.constexpr, IS_MXFP4: gl.constexpr, HEADS: gl.constexpr, HAS_TOPS: gl.constexpr,
 ):  # fmt: skip
-    """Score keys for groups of tokens, one work item after another."""
+    """Score keys for groups of tokens, one work item after another; store tops if HAS_TOPS."""
     works = Works(first_token, num_tokens, topk, positions_ptr, request_ids_ptr, request_slots_ptr,
                   chunk_ids_ptr, num_chunks, key_stride, num_items, num_groups,
                   split_tiles)  # fmt: skip
@@ -388,7 +388,7 @@ def _score_kernel(
             (multiply, (keys, queries, stored, ptrs, works, RATIO, IS_MXFP4, HEADS, HAS_TOPS, 2)),
             (multiply, (keys, queries, stored, ptrs, works, RATIO, IS_MXFP4, HEADS, HAS_TOPS, 3)),
             (copy_operands, (key_desc, query_desc, keys, queries, works, RATIO, HEADS)),
-            (store_tops, (keys, stored, ptrs, works, RATIO, HEADS, HAS_TOPS)),
+            (find_tops, (keys, stored, ptrs, works, RATIO, HEADS, HAS_TOPS)),
         ],
         [4, 4, 4, 1, TOP_WARPS],
         [REGISTERS, REGISTERS, REGISTERS, 24, TOP_REGISTERS],
