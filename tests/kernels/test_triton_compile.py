@@ -93,10 +93,11 @@ def test_no_kernel_spills(arch):
     assert spilling.pop("gluon_attend_kernel", 0) <= 40
     assert spilling.pop("gluon_attend_chunk_kernel", 0) <= 200
     spilling.pop("gluon_score_kernel", 0)
-    most = {"fp8 tops of 32 heads": 88}  # of no model
+    most = {"chunk of 64": 80, "chunk of 32": 24, "tops of 64": 56, "tops of 32": 88}
     for kernel in kernels:
         if kernel["kernel"] == "gluon_score_kernel":
-            assert kernel["spilled_bytes"] <= most.get(kernel["kind"], 56), kernel
+            limit = next(limit for kind, limit in most.items() if kind in kernel["kind"])
+            assert kernel["spilled_bytes"] <= limit, kernel
     assert +spilling == {}
     if arch == 90:  # the table's 5 programs run at once on a multiprocessor
         of_kinds = [k for k in kernels if k["kind"] in ("mxfp4", "candidates")]

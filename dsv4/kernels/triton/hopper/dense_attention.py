@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from dsv4.kernels.triton.hopper.decode import DIM, OPERAND, TILE, VECTOR
 from dsv4.kernels.triton.hopper.many_heads import HEAD_ROWS, HEADS, LOGITS
-from dsv4.kernels.triton.hopper.program import EntryPtrs, Tokens, find_work
+from dsv4.kernels.triton.hopper.program import EntryPtrs, Tokens, find_work, make_barriers
 from dsv4.kernels.triton.hopper.query import load_query_turn, prepare_in_place
 from dsv4.kernels.triton.hopper.softmax import finite_base, log_sum_exp, output_factor, rotate_back
 from dsv4.kernels.triton.launch import ATTEND_UNALIGNED
@@ -91,15 +91,6 @@ class Source(NamedTuple):
     list_ptr: gl.tensor
     columns_ptr: gl.tensor
     table_ptr: gl.tensor
-
-
-@gluon.jit
-def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate COUNT barriers."""
-    barriers = gl.allocate_shared_memory(gl.int64, (COUNT, 1), mbarrier.MBarrierLayout())
-    for nth in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(nth), count=ARRIVALS)
-    return barriers
 
 
 @gluon.jit

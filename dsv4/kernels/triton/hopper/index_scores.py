@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from dsv4.kernels.index_scratch import GROUP
+from dsv4.kernels.triton.hopper.program import make_barriers
 from dsv4.kernels.triton.operands import PLAN_PTRS
 
 DIM = gl.constexpr(128)
@@ -131,15 +132,6 @@ def make_stages(descriptor, NUM_ROWS: gl.constexpr, COUNT: gl.constexpr, NUM: gl
             gl.allocate_shared_memory(descriptor.dtype, (COUNT, NUM_ROWS, DIM), descriptor.layout),
         )
     return Stages(operands, make_barriers(COUNT, 1), make_barriers(COUNT, NUM_READERS))
-
-
-@gluon.jit
-def make_barriers(COUNT: gl.constexpr, NUM_ARRIVALS: gl.constexpr):
-    """Allocate COUNT barriers, each of which waits for so many arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, (COUNT, 1), mbarrier.MBarrierLayout())
-    for nth in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(nth), count=NUM_ARRIVALS)
-    return barriers
 
 
 @gluon.jit
@@ -375,6 +367,7 @@ def _score_kernel(
     ptrs = ScorePtrs(scores_ptr, scores_stride, tops_ptr, tops_stride, weights_ptr, weights_stride,
                      scales_ptr)  # fmt: skip
     READERS: gl.constexpr = SIDES + 1 if HAS_TOPS else SIDES
+    LAST_REGISTERS: gl.constexpr = TOP_REGISTERS if HAS_TOPS else 24
     keys = make_stages(key_desc, ROWS, STAGES, SIDES, READERS)
     queries = make_stages(query_desc, COLUMNS, 2, 1, SIDES)
     stored = make_barriers(TILES_STORED, SIDES)
@@ -391,5 +384,5 @@ def _score_kernel(
             (find_tops, (keys, stored, ptrs, works, RATIO, HEADS, HAS_TOPS)),
         ],
         [4, 4, 4, 1, TOP_WARPS],
-        [REGISTERS, REGISTERS, REGISTERS, 24, TOP_REGISTERS],
+        [REGISTERS, REGISTERS, REGISTERS, 24, LAST_REGISTERS],
     )

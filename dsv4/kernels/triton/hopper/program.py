@@ -96,6 +96,15 @@ def make_barrier(COUNT: gl.constexpr):
 
 
 @gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocate COUNT barriers, each for so many ARRIVALS."""
+    barriers = gl.allocate_shared_memory(gl.int64, (COUNT, 1), mbarrier.MBarrierLayout())
+    for nth in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(nth), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def make_memory(HEADS: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr):
     """Allocate the query and the stages; READERS sides read a stage before it is filled again."""
     query, quarters = gl.tuple(()), gl.tuple(())
@@ -107,11 +116,7 @@ def make_memory(HEADS: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr
             gl.allocate_shared_memory(gl.bfloat16, (STAGES, TILE, CHANNEL_QUARTER), OPERAND),
         )
     biases = gl.allocate_shared_memory(gl.float32, (STAGES, TILE), VECTOR)
-    full = gl.allocate_shared_memory(gl.int64, (STAGES, 1), mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, (STAGES, 1), mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=READERS)
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, READERS)
     return query, Stages(quarters, biases, full, empty)
 
 
